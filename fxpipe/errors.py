@@ -1,0 +1,37 @@
+"""Every exception that fxpipe raises on purpose; each is also the built-in class one would expect."""
+
+
+class FxpipeError(Exception):
+    """Base of all of them: `except fxpipe.errors.FxpipeError` catches what fxpipe refused, and nothing of the user's own."""
+
+
+class ArgumentError(FxpipeError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class ArgumentTypeError(FxpipeError, TypeError):
+    """An argument has a type that cannot be used."""
+
+
+class TraceError(FxpipeError, RuntimeError):
+    """The model does something that the tracer cannot put into a graph."""
+
+
+class PartitionError(FxpipeError, ValueError):
+    """The graph cannot be cut as asked."""
+
+
+class ScheduleError(FxpipeError, ValueError):
+    """A schedule that would not run: an action is missing, doubled, out of order, or two rows wait for each other."""
+
+
+class LossError(FxpipeError, ValueError):
+    """The loss cannot be taken micro-batch by micro-batch, or is no scalar tensor."""
+
+
+class StateError(FxpipeError, RuntimeError):
+    """The pipe was asked for something that its state does not allow (closed, a second backward, a call within a call)."""
+
+
+class InternalError(FxpipeError, RuntimeError):
+    """A rule that fxpipe keeps for itself was broken: a bug in fxpipe, please report it."""

@@ -1,0 +1,56 @@
+"""The words of a schedule: an action, and the rows of actions that the devices run.
+
+Text form of an action: stage, kind, micro-batch: `1F0` is the forward of micro-batch 0 on stage 1. It parses back.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+from fxpipe.errors import ScheduleError
+
+
+class Kind(enum.Enum):
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"  # of inputs and, where it is not split, of weights
+    WEIGHT = "W"  # backward of weights
+    UPDATE = "U"  # of the stage's weights
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work of one device."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        match = re.fullmatch(r"(\d+)([FRBWU])(\d+)", text)
+        if match is None:
+            raise ScheduleError(f"action {text!r}: expected stage, kind (F, R, B, W or U) and micro-batch, as in '1F0'")
+        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """For each device the actions it runs, in order. `print` shows the rows."""
+
+    name: str
+    stages: int
+    micro_batches: int
+    rows: tuple[tuple[Action, ...], ...]
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"device {d}: {' '.join(map(str, row))}" for d, row in enumerate(self.rows))
+        return f"{self.name}: {self.stages} stages, {self.micro_batches} micro-batches\n{rows}"
