@@ -1,0 +1,60 @@
+"""Tracing: a model becomes a `torch.fx` graph of functions, whatever Python its forward runs.
+
+    traced = fxpipe.trace(model, (x,))
+    print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
+
+The passes, in order: `record` runs the model once and writes down every torch function; `shapes` finds the dimension that
+holds the batch; `check` compares graph and model at several sizes and `effects` watches what shares storage and what is
+changed in place. The model, its buffers and all random states stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fxpipe.errors import ArgumentTypeError
+from fxpipe.tracing.check import check_against_model
+from fxpipe.tracing.record import input_leaves, record
+from fxpipe.tracing.shapes import add_shapes
+from fxpipe.tracing.traced import Traced
+
+__all__ = ["Traced", "trace"]
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    in_dims: Any = None,
+    out_dims: Any = None,
+    sizes: Sequence[int] = (),
+) -> Traced:
+    """Traces `model` on example inputs.
+
+    Args:
+        model: any module. It runs on the inputs a few times and is left as it was.
+        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists and dicts.
+        in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input, or a
+            dict by name; None for inputs without a batch.
+        out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a dimension,
+            None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
+        sizes: micro-batch sizes at which graph and model are compared, besides the example's own.
+
+    Raises:
+        TraceError: forward does what a graph cannot carry.
+        ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
+        Exception: what the model itself raises on these inputs, with a note.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if not isinstance(args, tuple):
+        raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
+    traced = record(model, args, kwargs or {})
+    leaves = input_leaves(model, args, kwargs or {})[2]
+    add_shapes(traced, leaves, in_dims, out_dims)
+    traced.effects = check_against_model(traced, leaves, sizes)
+    return traced

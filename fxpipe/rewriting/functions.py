@@ -1,0 +1,100 @@
+"""Functions that rewriting puts into stage code: the two ends of a portal, the state of the thread, random nodes.
+
+A random node draws from a seed made of the step's seed, the micro-batch and the node's ordinal in the graph. So its numbers
+hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones without any saved state.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+T = TypeVar("T")
+
+
+class _Running(threading.local):
+    """What the stage that runs in this thread is run for; set by the runtime."""
+
+    allow_grad = True  # False: a forward that will be recomputed records nothing, whatever its code sets
+    seed = 0  # of the step and micro-batch
+
+
+running = _Running()
+
+
+def stash(value: T, name: str) -> T:
+    """Marks, in its maker, a value that skips stages. The runtime sends it straight to the stages that `pop` it."""
+    return value
+
+
+def pop(value: T, name: str) -> T:
+    """Marks, in its user, a value that has skipped stages."""
+    return value
+
+
+def set_grad(enabled: bool) -> None:
+    """`no_grad`, `enable_grad` and `inference_mode` blocks of the model."""
+    torch.set_grad_enabled(enabled and running.allow_grad)
+
+
+def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    """Autocast blocks of the model."""
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    if not enabled:
+        torch.clear_autocast_cache()
+
+
+# -- random nodes ----------------------------------------------------------------------------------------------------
+
+_MASK = (1 << 64) - 1
+_generator_lock = threading.Lock()
+
+
+def mixed(*numbers: int) -> int:
+    """A seed (63 bits) that differs in all bits when any of `numbers` differs: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seeded(ordinal: int, function: Callable[..., Any] | str, device: torch.device) -> Callable[..., Any]:
+    """`function` (or the method of that name) with its random numbers taken from the seed of the running micro-batch."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "function")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(args[0], function)(*args[1:], **kwargs) if isinstance(function, str) else function(*args, **kwargs)
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        seed = mixed(running.seed, ordinal)
+        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        # The generator belongs to the process: another worker must not draw from it meanwhile.
+        with _generator_lock:
+            before = generator.get_state()
+            generator.manual_seed(seed)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                generator.set_state(before)
+
+    def draw_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        # What F.dropout does on CPU, bit for bit, with a generator of its own: no worker waits for another.
+        if inplace or input.device.type != "cpu":
+            return draw(input, p, training, inplace)
+        generator = torch.Generator()
+        generator.manual_seed(mixed(running.seed, ordinal))
+        return input * torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+    chosen: Callable[..., Any] = draw_dropout if function is F.dropout else draw
+    chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
+    chosen.__module__ = __name__
+    return chosen

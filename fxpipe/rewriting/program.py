@@ -1,0 +1,73 @@
+"""What the rewriter hands to the runtime: stages as pure functions, and who sends what to whom.
+
+Nothing here is a graph node: values go by name. The runtime needs no more than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+INPUT = -1  # as a source: the inputs of the pipe
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A value that a stage, or the loss, gets from elsewhere."""
+
+    name: str
+    source: int  # stage that made it, or the last one before the receiver that changed it in place; or INPUT
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a node comes from."""
+
+    module: str  # dotted path
+    source: str  # the user's line: `path/unet.py:31`
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A pure function of (parameters and buffers..., received values...).
+
+    It returns the values of `sends`, then the new values of `assigns`. Buffers named in `changes` are written in place: give it
+    copies.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    attributes: tuple[str, ...]
+    receives: tuple[Received, ...]
+    sends: tuple[str, ...]
+    assigns: tuple[str, ...]
+    changes: tuple[str, ...]
+    locations: dict[str, Location]  # by node name
+    code: str  # for people
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A value that goes past the next stage through a portal."""
+
+    name: str
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An output of the model that is the same for every step."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """All stages. `outputs` are the leaves of the model's output in order."""
+
+    stages: tuple[Stage, ...]
+    inputs: tuple[str | None, ...]  # by input leaf: its name as a received value; None where it is no tensor
+    outputs: tuple[Received | Constant, ...]
+    skips: tuple[Skip, ...]
+    is_random: bool

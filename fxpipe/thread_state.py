@@ -1,0 +1,69 @@
+"""The state of a thread that changes what torch functions do: recorded with every node, set again where the node runs.
+
+A function sees more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong to a
+thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under; `applied(state)` sets it
+for a block. The default dtype belongs to the process; a model that changes it in forward is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """Autocast for one kind of device."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    def set(self) -> None:
+        torch.set_autocast_enabled(self.device, self.enabled)
+        torch.set_autocast_dtype(self.device, self.dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        if not self.enabled:
+            torch.clear_autocast_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What a function finds set besides its arguments."""
+
+    grad: bool  # are gradients recorded; False in `no_grad` and in `inference_mode`
+    autocast: tuple[Autocast, ...]  # one for each of AUTOCAST_DEVICES
+
+    @classmethod
+    def now(cls) -> ThreadState:
+        cache = torch.is_autocast_cache_enabled()
+        return cls(
+            torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+            tuple(
+                Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
+                for device in AUTOCAST_DEVICES
+            ),
+        )
+
+
+@contextlib.contextmanager
+def applied(state: ThreadState) -> Iterator[None]:
+    """Sets `state` in this thread for a block."""
+    before = ThreadState.now()
+    with torch.set_grad_enabled(state.grad):
+        changed = state.autocast != before.autocast
+        if changed:
+            for autocast in state.autocast:
+                autocast.set()
+        try:
+            yield
+        finally:
+            if changed:
+                for autocast in before.autocast:
+                    autocast.set()

@@ -1,0 +1,130 @@
+"""Every graph is compared with the model, on real values and at more than one size, before anything is built on it.
+
+What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.effects import Effects, Run, watch
+from fxpipe.tracing.record import copy_of_input
+from fxpipe.tracing.snapshot import slots_of, undone
+from fxpipe.tracing.traced import Traced
+
+
+def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """Samples start..stop of flattened inputs."""
+    return [
+        leaf if dim is None else leaf.narrow(dim, start, stop - start)
+        for leaf, dim in zip(leaves, traced.in_dims, strict=True)
+    ]
+
+
+def check_against_model(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int] = ()) -> Effects:
+    """Compares graph and model on the inputs and on their first samples (`sizes`); returns what the nodes were seen to do.
+
+    Raises:
+        TraceError: an output or a buffer differs; names it, the size and the remedy.
+    """
+    batch = traced.batch_of(leaves)
+    wanted = [batch, *sorted({s for s in (*sizes, max(1, batch - 1)) if 0 < s < batch and _same_graph(traced, s)}, reverse=True)]
+    samples, runs = [], []
+    seed = torch.default_generator.initial_seed() % 2**31
+    for size in wanted:
+        sample = take(traced, leaves, 0, size)
+        try:
+            runs.append(_run_model(traced, sample, seed))
+        except Exception:
+            if size == batch:
+                raise
+            continue  # a batch norm that refuses one sample will say so itself when it meets one
+        samples.append((size, sample))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
+    for (size, _), want, have in zip(samples, runs, ours, strict=True):
+        _compare(traced, want, have, size, batch)
+    _check_gather(traced, leaves, ours[0], batch, seed)
+    return effects
+
+
+def _same_graph(traced: Traced, size: int) -> bool:
+    return all(read.holds(size) for read in traced.batch_reads)
+
+
+def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -> tuple[Effects, list[Run]]:
+    try:
+        return watch(traced, samples, lambda: torch.manual_seed(seed))
+    except Exception as error:
+        error.add_note(
+            "fxpipe: raised by the traced graph, not by the model, when both were compared at several batch sizes; "
+            "forward may compute with the batch size in plain Python (range(len(x)), int(x.shape[0]))"
+        )
+        raise
+
+
+def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
+    copies = [copy_of_input(v) if isinstance(v, torch.Tensor) else v for v in sample]
+    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
+    with undone(traced.model):
+        torch.manual_seed(seed)
+        outputs = pytree.tree_leaves(traced.model(*args, **kwargs))
+        slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
+        buffers = {s.name: t.detach().clone() for s, t in slots.items()}
+    return Run(outputs, buffers)
+
+
+def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> None:
+    what = "" if size == batch else f" with {size} samples instead of the example's {batch}"
+    remedy = (
+        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch): "
+        "keep these in tensor functions"
+    )
+    for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
+        if not _agree(w, h):
+            name = node.name if isinstance(node, fx.Node) else repr(node)
+            raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
+    for name, value in have.buffers.items():
+        if name in want.buffers and not _agree(want.buffers[name], value):
+            raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
+
+
+def _agree(want: Any, have: Any) -> bool:
+    if not isinstance(want, torch.Tensor):
+        return bool(want is have or want == have)
+    if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:
+        return False
+    if not want.is_floating_point() and not want.is_complex():
+        return bool(torch.equal(want, have))
+    tolerance = 100 * torch.finfo(want.dtype).eps
+    scale = float(want.detach().abs().nan_to_num(posinf=0, neginf=0).max()) if want.numel() else 0.0
+    return bool(torch.allclose(want, have, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True))
+
+
+def _check_gather(traced: Traced, leaves: Sequence[Any], whole: Run, batch: int, seed: int) -> None:
+    """Where an output's dimension is a multiple of the batch, are its rows in the order of the samples?"""
+    suspects = [
+        (place, node, dim)
+        for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True))
+        if isinstance(dim, int) and node.meta["shapes"][0].shape[dim] != traced.batch
+    ]
+    if not suspects or batch < 2:
+        return
+    cut = (batch + 1) // 2
+    parts = [take(traced, leaves, 0, cut), take(traced, leaves, cut, batch)]
+    _, runs = watch(traced, parts, lambda: torch.manual_seed(seed))
+    for place, node, dim in suspects:
+        if not _agree(whole.outputs[place], torch.cat([r.outputs[place] for r in runs], dim)):
+            raise ArgumentError(
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of the batch, and "
+                "the outputs of micro-batches put one behind the other are not the output of the batch; say with out_dims how "
+                "they go together ('stack', 'mean', 'sum'), or let forward return a dimension of its own for the batch"
+            )

@@ -1,0 +1,146 @@
+"""Recording: a model runs once on example inputs and becomes a graph."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
+from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.traced import Leaf, Traced
+
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
+
+
+def flags(model: nn.Module) -> tuple[bool, ...]:
+    """The `training` flags of all modules."""
+    return tuple(m.training for m in model.modules())
+
+
+def input_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
+    """The flattened inputs: what they are, their tree, and their values."""
+    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    names = list(inspect.signature(model.forward).parameters)
+    leaves = []
+    for path, value in paths:
+        first = path[1]
+        if isinstance(first, pytree.SequenceKey):
+            head = names[first.idx] if first.idx < len(names) else f"args{first.idx}"
+        else:
+            head = str(first.key)
+        text = head + "".join(map(str, path[2:]))
+        if isinstance(value, torch.Tensor):
+            if value.layout != torch.strided:
+                raise ArgumentError(f"input {text} has the layout {value.layout}; only strided tensors can be cut: to_dense()")
+            leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
+        else:
+            if any(True for _ in tensors_in(value)):
+                raise ArgumentError(
+                    f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass tensors in "
+                    "tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
+                )
+            leaves.append(Leaf(False, head, text, value))
+    return tuple(leaves), spec, [value for _, value in paths]
+
+
+def copy_of_input(value: torch.Tensor) -> torch.Tensor:
+    """A copy that forward may write to, and an object of its own should one tensor stand in two places."""
+    copy = value.detach().clone()
+    return copy.requires_grad_().clone() if value.requires_grad else copy
+
+
+def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
+
+    Raises:
+        TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the remedy.
+        Exception: whatever the model raises on these inputs, with a note.
+    """
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    recorder = Recorder(model)
+    copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
+    for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+        if leaf.is_tensor:
+            recorder.placeholder(f"in_{place}", copy)
+    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    try:
+        with undone(model) as snapshot:
+            with recorder.patches(), recorder:
+                result = model(*run_args, **run_kwargs)
+            assigned = _assigned(model, snapshot, recorder)
+    except TraceError:
+        raise
+    except Exception as error:
+        if recorder.refusal is not None:
+            raise recorder.refusal from error
+        where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
+        error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
+        raise
+    finally:
+        recorder.recording = False
+    if recorder.refusal is not None:
+        raise recorder.refusal
+    snapshot.refuse_changes()
+    outputs, out_spec = pytree.tree_flatten(result)
+    recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
+    traced = Traced(
+        model,
+        recorder.graph,
+        leaves,
+        spec,
+        out_spec,
+        flags(model),
+        ThreadState.now(),
+        recorder.constants,
+        tuple(recorder.size_reads),
+    )
+    _erase_unused_sizes(traced)
+    return traced
+
+
+def _output(recorder: Recorder, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return recorder.node_of(value)
+    if any(True for _ in tensors_in(value)):
+        raise TraceError(
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is unknown to "
+            "torch; return tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
+        )
+    return recorder.argument(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:
+    """Buffers and tensor attributes that forward has set to other tensors, before the snapshot puts the old ones back."""
+    found: dict[str, fx.Node] = {}
+    for slot, tensor in slots_of(model).items():
+        if tensor is snapshot.slots.get(slot) or not recorder.knows(tensor):
+            continue
+        if slot.kind == "parameter":
+            raise TraceError(f"forward replaces the parameter {slot.name!r}; change parameters outside forward")
+        is_read = slot.name in recorder.read_names()
+        if tensor.requires_grad:
+            if slot.kind == "attribute" and not is_read:
+                continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
+            raise TraceError(
+                f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to the next; "
+                "detach it"
+            )
+        found[slot.name] = recorder.node_of(tensor)
+    return found
+
+
+def _erase_unused_sizes(traced: Traced) -> None:
+    """Every `x.shape` leaves a node for each dimension; few are used."""
+    needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
+    for node in reversed(list(traced.graph.nodes)):
+        is_size = node.target in ("size", "stride") or getattr(node.target, "__name__", "") in (*_ARITHMETIC, "getitem")
+        if is_size and not node.users and node not in needed:
+            traced.graph.erase_node(node)
+

@@ -1,0 +1,294 @@
+"""Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
+
+The graph is interpreted once on fake tensors whose batch dimensions are symbols, one for each input. Operations unify the
+symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] turns out to have
+no batch, also where T happens to equal the batch size of the example (`duck_shape=False`). What remains free is the batch.
+Without the Python dispatcher `F.pad` and `F.interpolate` would bake it in.
+
+Other dimensions are fixed: inputs of another length are another graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.sizes import SizeRead
+from fxpipe.thread_state import applied
+from fxpipe.tracing.traced import WORKING, BatchRead, Traced, call, lookup, one_batch_size
+
+REDUCTIONS = ("mean", "sum", "stack")
+_RELATIONS = {
+    operator.eq: sympy.Eq,
+    operator.ne: sympy.Ne,
+    operator.lt: sympy.Lt,
+    operator.le: sympy.Le,
+    operator.gt: sympy.Gt,
+    operator.ge: sympy.Ge,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One tensor that a node makes: sizes in the batch size `b`."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        return sympy.Mul(*self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
+    """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (a tuple of `TensorShape`) to its nodes.
+
+    Sizes that turn out fixed become constants of the graph.
+
+    Raises:
+        ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
+        TraceError: forward computes with the batch size in plain Python.
+    """
+    env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    asked = _asked_dims(traced, in_dims)
+    fakes, symbols = _fake_inputs(traced, values, asked, in_dims is not None, env, mode)
+    made, fixed_by = _interpret(traced, fakes, env, mode)
+    batch = _find_batch(traced, asked, symbols, fixed_by, env, in_dims is not None)
+
+    def formula(value: Any) -> sympy.Expr:
+        if isinstance(value, torch.SymInt):
+            found = env.replace(value.node.expr)
+            return found.xreplace({s: traced.batch for s in found.free_symbols if s in batch})
+        return sympy.Integer(int(value))
+
+    for node, value in made.items():
+        node.meta["shapes"] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            node.meta["number"] = formula(value)
+    traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
+    traced.out_dims = _out_dims(traced, made, batch, env, out_dims)
+    _fold_fixed_sizes(traced)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
+    """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0."""
+    heads = list(dict.fromkeys(leaf.head for leaf in traced.leaves))
+    if in_dims is None or isinstance(in_dims, int):
+        by_head = {} if in_dims is None else dict.fromkeys(heads, in_dims)
+    elif isinstance(in_dims, tuple) and len(in_dims) == len(heads):
+        by_head = dict(zip(heads, in_dims, strict=True))
+    elif isinstance(in_dims, dict) and set(in_dims) <= set(heads):
+        by_head = in_dims
+    else:
+        raise ArgumentError(
+            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry (int or None) for "
+            "each input, or a dict from input name to int or None"
+        )
+    dims: list[int | None] = []
+    for leaf in traced.leaves:
+        dim = by_head.get(leaf.head, 0 if leaf.shape else None) if leaf.is_tensor else None
+        if dim is not None and not -len(leaf.shape) <= dim < len(leaf.shape):
+            raise ArgumentError(
+                f"in_dims gives dimension {dim} for input {leaf.path}, which has shape {leaf.shape}; use None for it"
+            )
+        dims.append(dim if dim is None else dim % len(leaf.shape))
+    return dims
+
+
+def _fake_inputs(
+    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, env: ShapeEnv, mode: FakeTensorMode
+) -> tuple[dict[fx.Node, Any], dict[int, sympy.Symbol]]:
+    """Fake placeholders, and the symbol of the batch dimension for each leaf that has a candidate."""
+    sizes = [leaf.shape[d] for leaf, d in zip(traced.leaves, asked, strict=True) if d is not None]
+    if 0 in sizes:
+        raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
+    single = max(sizes, default=1) == 1
+    fakes, symbols = {}, {}
+    for place, node in traced.placeholders.items():
+        value, dim = values[place].detach(), asked[place]
+        # A dimension of size 1 beside larger ones is broadcast; where all are 1, three stand for it: torch fixes 0 and 1.
+        is_batch = dim is not None and (single or sure or value.shape[dim] > 1)
+        if is_batch and value.shape[dim] == 1:
+            value = torch.cat([value] * 3, dim)
+        dynamic = [DimDynamic.DYNAMIC if is_batch and d == dim else DimDynamic.STATIC for d in range(value.dim())]
+        context = StatelessSymbolicContext(dynamic_sizes=dynamic)  # type: ignore[call-arg]
+        fakes[node] = mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
+        if is_batch:
+            symbols[place] = fakes[node].shape[dim].node.expr
+    return fakes, symbols
+
+
+# -- the run ---------------------------------------------------------------------------------------------------------
+
+
+def _interpret(
+    traced: Traced, fakes: dict[fx.Node, Any], env: ShapeEnv, mode: FakeTensorMode
+) -> tuple[dict[fx.Node, Any], dict[sympy.Symbol, fx.Node]]:
+    """The value of every node on fake tensors; and which node gave a symbol a fixed size."""
+    made = dict(fakes)
+    fixed_by: dict[sympy.Symbol, fx.Node] = {}
+    with torch.random.fork_rng(), torch.no_grad(), mode, enable_python_dispatcher():
+        for node in traced.graph.nodes:
+            if node.op == "get_attr":
+                made[node] = mode.from_tensor(lookup(traced, node).detach(), static_shapes=True)
+            elif node.op in WORKING:
+                known = len(env.replacements)
+                try:
+                    with applied(node.meta["state"]), torch.no_grad():
+                        made[node] = call(node, made.__getitem__)
+                except Exception as error:
+                    error.add_note(f"fxpipe: while finding the shapes of {node.name} ({node.meta['source']})")
+                    raise
+                if len(env.replacements) != known:
+                    for symbol, value in env.replacements.items():
+                        if value.is_number:
+                            fixed_by.setdefault(symbol, node)
+    return made, fixed_by
+
+
+def _find_batch(
+    traced: Traced,
+    asked: Sequence[int | None],
+    symbols: dict[int, sympy.Symbol],
+    fixed_by: dict[sympy.Symbol, fx.Node],
+    env: ShapeEnv,
+    sure: bool,
+) -> frozenset[Any]:
+    """The symbols that are the batch; sets `traced.in_dims`."""
+    free = {place: found for place, s in symbols.items() if (found := env.replace(s)).free_symbols}
+    if not free or (sure and len(free) < len(symbols)):
+        lines = [
+            f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
+            f"{fixed_by[s].name} at {fixed_by[s].meta['source']})"
+            for place, s in symbols.items()
+            if s in fixed_by
+        ]
+        if lines:
+            raise ArgumentError(
+                "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
+                "(x.shape[0]), or name another batch dimension with in_dims"
+            )
+    traced.in_dims = tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
+    one_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
+    return frozenset(s for found in free.values() for s in found.free_symbols)
+
+
+def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
+    """What the model read of a size, where it hangs on the batch.
+
+    Raises:
+        TraceError: it went on computing with it.
+    """
+    operands = [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
+    if not any(o.free_symbols for o in operands):
+        return None
+    if read.function in _RELATIONS or read.function is bool:
+        holds = _RELATIONS[read.function](*operands) if read.function in _RELATIONS else sympy.Ne(operands[0], 0)
+        condition = sympy.simplify(holds if read.result else sympy.Not(holds))
+        return None if condition == sympy.true else BatchRead(condition, read.where)
+    raise TraceError(
+        f"the model computes with the batch size in plain Python at {read.where} ({read.function.__name__}); in a "
+        "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
+        "(x.mean())"
+    )
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def batched_nodes(traced: Traced) -> set[fx.Node]:
+    """Nodes whose values hang on a batched input by more than fixed sizes."""
+    found = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
+    for node in traced.graph.nodes:
+        if node.op in WORKING and any(n in found for n in node.all_input_nodes):
+            fixed = "number" in node.meta and not node.meta["number"].free_symbols
+            if not fixed:
+                found.add(node)
+    return found
+
+
+def _out_dims(
+    traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any
+) -> tuple[int | str | None, ...]:
+    given: Any = None
+    if out_dims is not None:
+        given = pytree._broadcast_to_and_flatten(out_dims, traced.out_spec)
+        if given is None:
+            raise ArgumentError(f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves")
+    dependent = batched_nodes(traced)
+    found: list[int | str | None] = []
+    for place, output in enumerate(traced.outputs):
+        if given is not None and not isinstance(output, fx.Node):
+            found.append(None)
+        elif given is not None:
+            found.append(_checked_out_dim(traced, output, given[place]))
+        elif not isinstance(output, fx.Node) or output not in dependent:
+            found.append(None)
+        else:
+            value = made[output]
+            sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
+            found.append(_out_dim(traced, output, place, sizes, batch))
+    return tuple(found)
+
+
+def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | None:
+    shape = output.meta["shapes"][0].shape if output.meta["shapes"] else ()
+    if dim is None or dim in REDUCTIONS or (type(dim) is int and -len(shape) <= dim < len(shape)):
+        return dim % len(shape) if type(dim) is int else dim
+    raise ArgumentError(
+        f"out_dims gives {dim!r} for the output {output.name} of shape {list(shape)}; accepted are a dimension, None, "
+        f"{', '.join(map(repr, REDUCTIONS))}"
+    )
+
+
+def _out_dim(
+    traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]
+) -> int | str:
+    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols]
+    if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
+        return holding[0]
+    shapes = output.meta["shapes"]
+    if not holding and len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
+        return "mean"
+    what = str(shapes[0]) if shapes else "a number"
+    why = "holds the batch in several dimensions" if holding else "hangs on the batch but has no dimension for it"
+    raise ArgumentError(
+        f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the outputs of "
+        "micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for all), 'mean', 'sum' or "
+        "'stack'"
+    )
+
+
+def _fold_fixed_sizes(traced: Traced) -> None:
+    """Numbers that are the same for every batch size become constants, and their nodes go."""
+    for node in reversed(list(traced.graph.nodes)):
+        number = node.meta.get("number")
+        if node.op not in WORKING or number is None or number.free_symbols:
+            continue
+        value = int(number)
+        for user in list(node.users):
+            user.args = fx.map_arg(user.args, lambda n, node=node, value=value: value if n is node else n)
+            user.kwargs = fx.map_arg(user.kwargs, lambda n, node=node, value=value: value if n is node else n)
+        traced.graph.erase_node(node)
+    traced.size_reads = ()
+

@@ -1,0 +1,127 @@
+"""Sizes of recorded tensors: integers that remember the graph node that computes them.
+
+A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `Size`: an `int` of
+the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes. What leaves the world of integers, a
+comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw. Whether that
+holds for other batch sizes is asked later, when the symbolic value of the node is known.
+
+What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at a second size.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.fx as fx
+
+if TYPE_CHECKING:
+    from fxpipe.tracing.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRead:
+    """The model computed `function(*operands)` of sizes and went on with the plain result."""
+
+    function: Callable[..., Any]
+    operands: tuple[fx.Node | int, ...]
+    result: Any
+    where: str  # the user's source line
+
+
+class Size(int):
+    node: fx.Node
+    recorder: Recorder
+
+    def __new__(cls, value: int, node: fx.Node, recorder: Recorder) -> Size:
+        size = super().__new__(cls, value)
+        size.node, size.recorder = node, recorder
+        return size
+
+    def __hash__(self) -> int:
+        # As for torch.SymInt: a cache of some library, keyed by sizes, would hand out our nodes to the next model.
+        raise TypeError("a recorded size is not hashable")
+
+    def __neg__(self) -> int:
+        return self * -1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> int:
+        return int.__int__(self)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int.__int__(self),)
+
+
+def _plain(value: Any) -> Any:
+    return int.__int__(value) if isinstance(value, Size) else value
+
+
+def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Size, Any], Any]:
+    def method(self: Size, other: Any) -> Any:
+        if type(other) not in (int, Size):
+            return NotImplemented
+        left, right = (other, self) if swap else (self, other)
+        value = function(_plain(left), _plain(right))
+        if not self.recorder.recording:
+            return value
+        return Size(value, self.recorder.add_size(function, left, right), self.recorder)
+
+    return method
+
+
+def _reading(function: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
+    def method(self: Size, *others: Any) -> Any:
+        if any(type(other) not in (int, Size) for other in others):
+            return NotImplemented
+        operands = (*others, self) if swap else (self, *others)
+        value = function(*map(_plain, operands))
+        if self.recorder.recording:
+            self.recorder.read_size(function, operands, value)
+        return value
+
+    return method
+
+
+def _mixed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the other operand is no integer, a size is a plain number that was read."""
+    plain = getattr(int, name)
+
+    def both(self: Size, *others: Any) -> Any:
+        result = method(self, *others)
+        if result is not NotImplemented:
+            return result
+        if isinstance(others[0], float) and self.recorder.recording:
+            self.recorder.read_size(int, (self,), _plain(self))
+        return plain(_plain(self), *map(_plain, others))
+
+    return both
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod"):
+    _function = getattr(operator, _name)
+    setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _computing(_function, False)))
+    setattr(Size, f"__r{_name}__", _mixed(f"__r{_name}__", _computing(_function, True)))
+for _name in ("truediv", "pow"):
+    _function = getattr(operator, _name)
+    setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _reading(_function)))
+    setattr(Size, f"__r{_name}__", _mixed(f"__r{_name}__", _reading(_function, True)))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _reading(getattr(operator, _name))))
+for _function in (float, int, bool):
+    setattr(Size, f"__{_function.__name__}__", _reading(_function))
+
+
+class Shape(tuple[int, ...]):
+    """The shape of a recorded tensor; `torch.Size` cannot hold `Size` objects."""
+
+    __slots__ = ()
+
+    def numel(self) -> int:
+        return math.prod(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        item = tuple.__getitem__(self, index)
+        return Shape(item) if isinstance(index, slice) else item

@@ -1,0 +1,190 @@
+"""What a model holds, by name, and a snapshot that puts it back: tracing leaves no trace.
+
+A model's tensors are its parameters, its buffers, and tensors kept as plain attributes, alone or in lists, tuples and
+dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of every
+source of random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a model that holds a tensor."""
+
+    path: str  # of the module
+    kind: str  # "parameter", "buffer" or "attribute"
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    def store(self, model: nn.Module) -> dict[str, Any]:
+        """The dict in which the tensor stands under `key`."""
+        module = model.get_submodule(self.path)
+        stores = {"parameter": module._parameters, "buffer": module._buffers, "attribute": module.__dict__}
+        return stores[self.kind]
+
+    def get(self, model: nn.Module) -> Any:
+        return self.store(model)[self.key]
+
+
+def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
+    """Every tensor that a module of `model` holds by name, parameters before buffers before attributes in each module."""
+    found: dict[Slot, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        stores = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
+        for kind, store in stores:
+            for key, value in store.items():
+                if isinstance(value, torch.Tensor):
+                    found[Slot(path, kind, key)] = value
+    return found
+
+
+def held_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors in plain lists, tuples and dicts that modules keep: constants for a graph. Name -> tensor."""
+
+    def search(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif depth and type(value) in (list, tuple, dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from search(item, f"{name}.{key}", depth - 1)
+
+    own = {"_parameters", "_buffers", "_modules"}
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in own and not isinstance(value, torch.Tensor):
+                found.update(search(value, f"{path}.{key}" if path else key, 3))
+    return found
+
+
+def _dice() -> tuple[Any, Any]:
+    """The states of Python's and numpy's random numbers; numpy's None where nobody has imported it."""
+    return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    if left[0] != right[0]:
+        return False
+    if left[1] is None or right[1] is None:
+        return True
+    return bool((left[1][1] == right[1][1]).all()) and left[1][2:] == right[1][2:]
+
+
+@dataclass(slots=True)
+class _Kept:
+    tensor: torch.Tensor
+    version: int
+    alias: torch.Tensor  # the storage it had, should someone set `.data`
+    value: torch.Tensor | None  # None for parameters, which forward may not write
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of a model at one moment. After `restore` the model is as it was then; the rest is what was found changed."""
+
+    model: nn.Module
+    slots: dict[Slot, torch.Tensor]
+    written_parameters: list[str] = field(default_factory=list)
+    written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
+    rolled_dice: bool = False  # Python's or numpy's random numbers were drawn
+    _kept: dict[Slot, _Kept] = field(default_factory=dict)
+    _modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
+    _dice: tuple[Any, Any] = (None, None)
+
+    @classmethod
+    def take(cls, model: nn.Module) -> Snapshot:
+        slots = slots_of(model)
+        snapshot = cls(model, slots, _dice=_dice())
+        for slot, tensor in slots.items():
+            if tensor.is_inference():  # cannot be written outside inference mode, and has no version
+                continue
+            value = None if slot.kind == "parameter" else tensor.detach().clone()
+            snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value)
+        snapshot._modules = [(p, m, dict(m.__dict__), dict(m._buffers)) for p, m in model.named_modules()]
+        snapshot._containers = [
+            (f"{path}.{key}" if path else key, value, value.copy())
+            for path, module in model.named_modules()
+            for key, value in module.__dict__.items()
+            if type(value) in (list, dict, set) and not key.startswith("_")
+        ]
+        return snapshot
+
+    def restore(self) -> None:
+        """Puts everything back and fills in what was found changed."""
+        for path, module, attributes, buffers in self._modules:
+            for key, value in module.__dict__.items():
+                if attributes.get(key) is not value and not isinstance(value, torch.Tensor):
+                    self.written_attributes.append(f"{path}.{key}" if path else key)
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for name, value, copy in self._containers:
+            if len(value) != len(copy):
+                self.written_attributes.append(name)
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(copy)
+        for slot, kept in self._kept.items():
+            changed = kept.tensor._version != kept.version
+            if kept.value is None:
+                if changed:
+                    self.written_parameters.append(slot.name)
+                continue
+            if not kept.alias.is_set_to(kept.tensor):
+                kept.tensor.data = kept.alias
+            # Not only where the version was raised: batch norm changes its buffers without raising it.
+            if changed or not torch.equal(kept.tensor, kept.value):
+                with torch.no_grad():
+                    kept.tensor.copy_(kept.value)
+        now = _dice()
+        self.rolled_dice = not _same_dice(now, self._dice)
+        if self.rolled_dice:
+            random.setstate(self._dice[0])
+            if self._dice[1] is not None:
+                sys.modules["numpy"].random.set_state(self._dice[1])
+
+    def refuse_changes(self) -> None:
+        """Raises TraceError where forward changed what a graph cannot carry."""
+        if self.rolled_dice:
+            raise TraceError(
+                "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
+                "draw with torch (torch.rand, torch.randint) instead"
+            )
+        if self.written_parameters:
+            raise TraceError(
+                f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a buffer "
+                "(register_buffer), or change the parameter outside forward"
+            )
+        if self.written_attributes:
+            raise TraceError(
+                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot carry it "
+                "from step to step; keep it in a buffer (register_buffer), or set it outside forward"
+            )
+
+
+@contextlib.contextmanager
+def undone(model: nn.Module) -> Iterator[Snapshot]:
+    """A block after which the model and every source of random numbers are as they were before it."""
+    snapshot = Snapshot.take(model)
+    try:
+        with torch.random.fork_rng():
+            yield snapshot
+    finally:
+        snapshot.restore()

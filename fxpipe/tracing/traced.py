@@ -1,0 +1,179 @@
+"""`Traced`: a model as a graph of functions, with everything needed to run and to cut it.
+
+The graph has, in order of running,
+
+- `placeholder`: one for each tensor among the flattened inputs (`in_0`, `in_1`, ...; numbers are places among all leaves),
+- `get_attr`: a parameter, a buffer or a constant of the model, by its dotted name,
+- `call_function`, `call_method`: the work. There are no modules in the graph,
+- `output`: `(outputs, assigned)`: the leaves of the model's output, and the buffers that forward re-assigns, by name.
+
+Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state` (of the
+thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake tensor or number).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.sizes import SizeRead
+from fxpipe.thread_state import ThreadState
+
+if TYPE_CHECKING:
+    from fxpipe.tracing.effects import Effects
+
+WORKING = ("call_function", "call_method")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the inputs: a tensor, or anything else that is a constant of the graph."""
+
+    is_tensor: bool
+    head: str  # the argument of forward that holds it
+    path: str  # as the user would write it: `x`, `batch['ids']`
+    constant: Any = None
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRead:
+    """forward asked whether `condition` holds for the batch size `b` and went on as if it were so for all sizes."""
+
+    condition: sympy.Basic
+    where: str
+
+    def holds(self, batch: int) -> bool:
+        return bool(self.condition.subs({s: batch for s in self.condition.free_symbols}))
+
+
+@dataclass(slots=True)
+class Traced:
+    """A model's graph. Made by `fxpipe.trace`; `print` shows it with shapes, module paths and source lines."""
+
+    model: nn.Module
+    graph: fx.Graph
+    leaves: tuple[Leaf, ...]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    training: tuple[bool, ...]  # flags of all modules: another setting is another graph
+    state: ThreadState  # of the caller
+    constants: dict[str, torch.Tensor]
+    size_reads: tuple[SizeRead, ...]
+    tracer: str = "record"
+    in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
+    out_dims: tuple[int | str | None, ...] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
+    batch_reads: tuple[BatchRead, ...] = ()
+    effects: Effects | None = None  # what the nodes share and change
+    batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        """The nodes that work, in order."""
+        return [n for n in self.graph.nodes if n.op in WORKING]
+
+    @property
+    def placeholders(self) -> dict[int, fx.Node]:
+        """Place among the input leaves -> node."""
+        return {int(n.name.removeprefix("in_")): n for n in self.graph.nodes if n.op == "placeholder"}
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The leaves of the model's output: nodes, or constants."""
+        return list(self.graph.output_node().args[0][0])  # type: ignore[index,arg-type]
+
+    @property
+    def assigned(self) -> dict[str, fx.Node]:
+        """Buffers and tensor attributes that forward re-assigns, and the nodes of their new values."""
+        return dict(self.graph.output_node().args[0][1])  # type: ignore[index,call-overload]
+
+    def fingerprint(self) -> str:
+        """The same for two traces of one model: names, functions and arguments of all nodes."""
+        text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, training: tuple[bool, ...]) -> bool:
+        """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are."""
+        if training != self.training or in_spec != self.in_spec or self.state != ThreadState.now():
+            return False
+        sizes = set()
+        for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
+            if leaf.is_tensor != isinstance(value, torch.Tensor):
+                return False
+            if not leaf.is_tensor:
+                if leaf.constant is not value and (type(value) is not type(leaf.constant) or leaf.constant != value):
+                    return False
+                continue
+            if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
+                return False
+            if any(s != t for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if d != dim):
+                return False
+            if dim is not None:
+                sizes.add(value.shape[dim])
+        return len(sizes) == 1 and all(read.holds(*sizes) for read in self.batch_reads)
+
+    def batch_of(self, leaves: Sequence[Any]) -> int:
+        """Number of samples in the flattened inputs.
+
+        Raises:
+            ArgumentError: inputs disagree.
+        """
+        found = [
+            (leaf.path, value.shape[dim])
+            for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
+            if dim is not None
+        ]
+        return one_batch_size(found)
+
+    def __str__(self) -> str:
+        from fxpipe.tracing.printing import graph_table
+
+        return graph_table(self)
+
+
+def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
+    """The number of samples that all of (input, number of samples) agree on."""
+    if not found:
+        raise ArgumentError(
+            "no input has a batch dimension, so there is nothing to cut into micro-batches; "
+            "pass a tensor whose dimension 0 holds the samples, or name the dimension with in_dims"
+        )
+    if len({size for _, size in found}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in found)
+        raise ArgumentError(
+            f"inputs disagree on the batch size ({sizes}); give all of them the same number of samples, "
+            "or mark an input without a batch with None in in_dims"
+        )
+    return found[0][1]
+
+
+def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:
+    """The tensor of a `get_attr` node."""
+    name = str(node.target)
+    if name in traced.constants:
+        return traced.constants[name]
+    path, _, key = name.rpartition(".")
+    found: torch.Tensor = getattr(traced.model.get_submodule(path), key)
+    return found
+
+
+def call(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+    """Runs a working node."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _target_name(target: Any) -> str:
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
