@@ -1,0 +1,47 @@
+# Everything runs in .venv, which is made when first needed and again when pyproject.toml or constraints.txt change.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo 'make demo    train two small models as pipelines and print the plan of one'
+	@echo 'make test    run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make lint    check style and types'
+	@echo 'make format  rewrite the sources in the one style'
+	@echo 'make bench   measure throughput'
+	@echo 'make clean   remove caches and build outputs; the environment in .venv stays'
+
+demo: .venv/.installed
+	$(BIN)/python examples/unet.py
+	$(BIN)/python examples/gpt.py
+	$(BIN)/python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64 --devices 2 --chunks 4
+
+test: .venv/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: .venv/.installed
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: .venv/.installed
+	$(BIN)/python tools/bench/throughput.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is touched last, so that an installation that failed is tried again.
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo 'fxpipe needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,119 @@
+"""Cuts the nodes of a graph into stages: by costs, or by hand where the user says so.
+
+Nodes are known by their *place*, 0 to n - 1, in the order in which they run. A cut stands *before* a place. Where cuts
+are forbidden, the nodes on both sides cannot be separated; a run of nodes that hang together so is an *item*.
+
+    place      0   1   2   3   4   5          forbidden={1: "...", 4: "..."}
+    cost       1   2   1   5   0   1
+    items     [1   2] [1] [5   0] [1]         sums 3, 1, 5, 1
+    stages    [        ] [          ]         sums 4, 6, printed as
+
+    block: 2 stages, largest cost 6
+      stage 0: places 0-2, cost 4, share 40.0%
+      stage 1: places 3-, cost 6, share 60.0%
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.partitioning.block import check_count, exact_integers, partition_integers
+from fxpipe.partitioning.by_hand import starts_by_hand
+from fxpipe.partitioning.nodes import Nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The stages into which the nodes of a graph are cut. Prints a line for each."""
+
+    starts: tuple[int, ...]  # the place of the first node of each stage; starts[0] == 0
+    costs: tuple[float, ...]  # of each stage, in the unit of the nodes' costs
+    balance: str  # how it was cut: "block", or by hand: "counts" or "names"
+
+    @property
+    def bottleneck(self) -> float:
+        """The largest cost of a stage."""
+        return max(self.costs)
+
+    def stage_of(self, place: int) -> int:
+        """The stage of the node at `place`."""
+        if place < 0:
+            raise ArgumentError(f"place={place}: places count from 0")
+        return bisect_right(self.starts, place) - 1
+
+    def __str__(self) -> str:
+        total = math.fsum(self.costs)
+        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
+        lines = [f"{self.balance}: {len(self.starts)} stages, largest cost {self.bottleneck:.4g}"]
+        for j, (start, stop, cost) in enumerate(zip(self.starts, stops, self.costs, strict=True)):
+            share = cost / total if total else 0.0
+            lines.append(f"  stage {j}: places {start}-{stop}, cost {cost:.4g}, share {share:.1%}")
+        return "\n".join(lines)
+
+
+def partition(
+    costs: Sequence[float],
+    stages: int,
+    *,
+    balance: str | Sequence[int] | Sequence[str] = "block",
+    forbidden: Mapping[int, str] | None = None,
+    names: Sequence[str] = (),
+    modules: Sequence[str] = (),
+) -> Partition:
+    """Cuts nodes with these costs into stages of at least one node each.
+
+        >>> print(partition([3.0, 1.0, 2.0, 2.0], 2))
+        block: 2 stages, largest cost 4
+          stage 0: places 0-1, cost 4, share 50.0%
+          stage 1: places 2-, cost 4, share 50.0%
+
+    | balance           | stages                                                                                       |
+    |-------------------|----------------------------------------------------------------------------------------------|
+    | `"block"`         | with the least bottleneck, any two apart by at most the largest item; if in doubt, use this  |
+    | `[2, 2]`          | of these numbers of nodes                                                                    |
+    | `["decoder.up1"]` | the later ones begin at the first node that has this name, or is in the module of this path  |
+
+    Args:
+        costs: of each node, finite and >= 0, in any one unit (seconds, bytes).
+        stages: how many to make.
+        balance: see the table.
+        forbidden: place -> why no cut may stand before it; 1 <= place < len(costs).
+        names: of the nodes; needed to cut by them, and for readable errors.
+        modules: the dotted path of each node's module; needed to cut by them.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument cannot be used.
+        PartitionError: these nodes cannot be cut as asked.
+    """
+    stages = check_count(stages, "stages")
+    nodes = Nodes(tuple(costs), tuple(names), tuple(modules), forbidden or {})
+    if stages > len(nodes.items()):
+        raise PartitionError(nodes.why_not_so_many(stages))
+    if not isinstance(balance, str):
+        kind, starts = starts_by_hand(balance, stages, nodes)
+    elif balance == "block":
+        kind, starts = "block", _starts_by_block(stages, nodes)
+    else:
+        raise ArgumentError(_unknown_balance(balance, nodes))
+    sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
+    return Partition(starts, tuple(sums), kind)
+
+
+def _starts_by_block(stages: int, nodes: Nodes) -> tuple[int, ...]:
+    costs, items = exact_integers(nodes.costs), nodes.items()
+    lengths = partition_integers([sum(costs[start:stop]) for start, stop in pairwise([*items, len(costs)])], stages)
+    return tuple(items[first] for first in accumulate(lengths[:-1], initial=0))
+
+
+def _unknown_balance(balance: str, nodes: Nodes) -> str:
+    if balance in nodes.names or balance in nodes.modules:
+        return f"balance={balance!r} names a node or a module: to begin a stage there, write balance=[{balance!r}]"
+    return (
+        f'balance={balance!r} is unknown; there is "block". To cut by hand, give a list: the number of nodes of each '
+        "stage, or the names of the nodes or modules at which the later stages begin"
+    )

@@ -1,0 +1,58 @@
+"""What holds for every test: seeded, one thread per operation, and no worker of a pipe left behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# A red test is red for everyone and every time; no deadline, since the first example of a test may warm torch up.
+hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fxpipe")
+
+GRACE = 2.0  # seconds that the workers of a pipe dropped at the end of a test have to end
+
+
+def pytest_report_header() -> str:
+    return f"torch {torch.__version__}, {torch.get_num_threads()} CPU threads, {torch.cuda.device_count()} CUDA devices"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    found = torch.cuda.device_count()
+    for marker, needed in (("cuda", 1), ("multi_gpu", 2)):
+        if found < needed:
+            skip = pytest.mark.skip(reason=f"needs {needed} CUDA device(s), {found} found")
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_on_one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_worker_left() -> Iterator[None]:
+    before = _workers()  # a test that failed may leave some, since pytest keeps its frames: not the next test's fault
+    yield
+    if _workers() - before:
+        gc.collect()  # a pipe that is dropped takes its threads along (only here: with torch loaded it takes 0.1 s)
+    deadline = time.monotonic() + GRACE
+    for worker in _workers() - before:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    left = sorted(worker.name for worker in _workers() - before)
+    assert not left, f"threads still alive {GRACE:.0f} s after the test: {left}; close the pipe, or find what holds it"
+
+
+def _workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("fxpipe")}

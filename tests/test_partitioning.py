@@ -1,0 +1,410 @@
+"""Partitioning: the least bottleneck and the bound of the theorem against brute force; cuts by hand; every refusal."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import math
+import pathlib
+import random
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import fxpipe.partitioning.block
+from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.partitioning import Partition, block_partition, partition
+
+finite = st.floats(min_value=0, max_value=1e300)
+small = st.integers(0, 4).map(float)  # many zeros and many ties
+noisy = st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.1 + 0.2, 0.7, 1e-17])
+wild = st.sampled_from([0.0, 5e-324, 1e-300, 1e-9, 1.0, 1.0 + 2**-52, 1e16, 1e16 + 2, 1e300])
+rows = st.one_of(*(st.lists(cost, min_size=1, max_size=9) for cost in (small, noisy, wild, finite)))
+
+
+def block_sums(costs: Sequence[float], lengths: Sequence[int]) -> list[Fraction]:
+    cuts = [0]
+    for length in lengths:
+        cuts.append(cuts[-1] + length)
+    return [sum(map(Fraction, costs[start:stop]), Fraction(0)) for start, stop in pairwise(cuts)]
+
+
+def least_bottleneck(costs: Sequence[float], blocks: int) -> Fraction:
+    """By trying every way to cut."""
+    n = len(costs)
+    return min(
+        max(block_sums(costs, [b - a for a, b in pairwise((0, *cuts, n))]))
+        for cuts in combinations(range(1, n), blocks - 1)
+    )
+
+
+def check_blocks(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
+    """Whatever the costs: every block has items, all items are in blocks, and any two sums are within the bound."""
+    lengths = block_partition(costs, blocks)
+    assert len(lengths) == blocks
+    assert min(lengths) >= 1
+    assert sum(lengths) == len(costs)
+    sums = block_sums(costs, lengths)
+    assert max(sums) - min(sums) <= max(map(Fraction, costs))
+    return lengths
+
+
+# block_partition
+
+
+@given(rows, st.data())
+def test_least_bottleneck_and_bound(costs: list[float], data: st.DataObject) -> None:
+    blocks = data.draw(st.integers(1, len(costs)))
+    lengths = check_blocks(costs, blocks)
+    assert max(block_sums(costs, lengths)) == least_bottleneck(costs, blocks)
+
+
+def test_least_bottleneck_and_bound_on_many_small_rows() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        n = rng.randint(1, 9)
+        costs = [rng.choice([0, 0, 1, 2, 3, 5, 9]) for _ in range(n)]
+        blocks = rng.randint(1, n)
+        assert max(block_sums(costs, check_blocks(costs, blocks))) == least_bottleneck(costs, blocks)
+
+
+@given(st.lists(st.one_of(small, noisy, wild), min_size=1, max_size=200), st.integers(1, 40))
+def test_bound_on_longer_rows(costs: list[float], blocks: int) -> None:
+    assume(blocks <= len(costs))
+    check_blocks(costs, blocks)
+
+
+def test_equal_layers_that_torchgpipe_puts_nine_on_one_device() -> None:
+    lengths = check_blocks([10.0] * 23, 8)
+    assert sorted(lengths) == [2, 3, 3, 3, 3, 3, 3, 3]
+
+
+def test_rows_of_zeros_are_cut_evenly() -> None:
+    assert sorted(check_blocks([0.0] * 11, 4)) == [2, 3, 3, 3]
+
+
+def test_zeros_around_one_large_cost_leave_no_block_empty() -> None:
+    for place in range(9):
+        costs = [0.0] * 9
+        costs[place] = 7.0
+        for blocks in range(1, 10):
+            check_blocks(costs, blocks)
+
+
+def test_one_block() -> None:
+    assert block_partition([3, 1, 2], 1) == (3,)
+
+
+def test_as_many_blocks_as_items() -> None:
+    assert block_partition([3, 0, 2], 3) == (1, 1, 1)
+
+
+def test_steps_are_needed_and_done() -> None:
+    # The cuts nearest to even with the least bottleneck, 7, are 2 5 | 1 | 5 2: 6 apart, and no item is larger than 5.
+    assert check_blocks([2, 5, 1, 5, 2], 3) in {(2, 2, 1), (1, 2, 2)}
+
+
+def test_rounding_does_not_decide() -> None:
+    # In floats 0.1 + 0.2 + 0.3 > 0.3 + 0.2 + 0.1, though the items are the same.
+    costs = [0.1, 0.2, 0.3, 0.3, 0.2, 0.1]
+    assert check_blocks(costs, 2) == (3, 3)
+
+
+def test_tiny_costs_beside_huge_ones_still_count() -> None:
+    costs = [1e300, 5e-324, 5e-324, 1e300]
+    assert check_blocks(costs, 2) == (2, 2)
+
+
+def test_integers_beyond_floats_are_exact() -> None:
+    assert check_blocks([2**60 + 1, 2**60, 2**60, 2**60 + 1], 2) == (2, 2)
+    assert check_blocks([10**400, 1, 10**400], 2) in {(1, 2), (2, 1)}
+
+
+def test_same_costs_same_blocks() -> None:
+    rng = random.Random(1)
+    costs = [rng.choice([0.0, 0.5, 1.0]) for _ in range(300)]
+    assert len({block_partition(list(costs), 16) for _ in range(5)}) == 1
+
+
+def test_unit_of_the_costs_does_not_matter() -> None:
+    rng = random.Random(2)
+    costs = [rng.random() for _ in range(200)]
+    assert block_partition(costs, 7) == block_partition([cost * 2.0**-70 for cost in costs], 7)
+
+
+@pytest.mark.parametrize("shape", ["uniform", "heavy", "powers", "ramp", "zeros"])
+def test_ten_thousand_items_over_sixty_four_blocks(shape: str) -> None:
+    rng = random.Random(3)
+    cost = {
+        "uniform": lambda i: rng.random(),
+        "heavy": lambda i: rng.paretovariate(0.5),
+        "powers": lambda i: 10.0 ** rng.uniform(-300, 300),
+        "ramp": float,
+        "zeros": lambda i: float(i % 150 == 0),
+    }[shape]
+    check_blocks([cost(i) for i in range(10_000)], 64)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert block_partition(numpy.array([1, 2, 3, 4, 5, 6], dtype="int32"), numpy.int64(2)) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("costs", "blocks", "error", "says"),
+    [
+        ([1.0], 2, PartitionError, "blocks=2, but there are only 1 costs to cut"),
+        ([1.0], 0, ArgumentError, "blocks=0: expected an int >= 1"),
+        ([1.0], 1.0, ArgumentTypeError, "blocks=1.0: expected an int, got float"),
+        ([1.0], True, ArgumentTypeError, "blocks=True: expected an int, got bool"),
+        ([1.0, math.nan], 1, ArgumentError, "cost 1 is nan: costs must be finite and not negative"),
+        ([1.0, -1], 1, ArgumentError, "cost 1 is -1"),
+        ([1.0, "2"], 1, ArgumentTypeError, "cost 1 is '2': expected a number, got str"),
+    ],
+)
+def test_block_partition_refuses(costs: Any, blocks: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as caught:
+        block_partition(costs, blocks)
+    assert says in str(caught.value)
+
+
+# partition
+
+NAMES = ["x", "stem_conv", "stem_relu", "body_conv", "body_relu", "head"]
+MODULES = ["", "stem.conv", "stem.relu", "body.0.conv", "body.0.relu", "head"]
+COSTS = [0.0, 3.0, 1.0, 4.0, 1.0, 1.0]
+
+
+def starts(stages: int, **options: Any) -> tuple[int, ...]:
+    return partition(COSTS, stages, names=NAMES, modules=MODULES, **options).starts
+
+
+def refusal(error: type[Exception], stages: Any = 2, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        partition(**{"costs": COSTS, "stages": stages, "names": NAMES, "modules": MODULES, **options})
+    return str(caught.value)
+
+
+def test_partition_prints_a_line_for_each_stage() -> None:
+    assert str(partition(COSTS, 2)) == (
+        "block: 2 stages, largest cost 6\n"
+        "  stage 0: places 0-2, cost 4, share 40.0%\n"
+        "  stage 1: places 3-, cost 6, share 60.0%"
+    )
+
+
+def test_partition_of_no_cost_prints() -> None:
+    assert "share 0.0%" in str(partition([0.0, 0.0], 2))
+
+
+def test_stage_of_each_place() -> None:
+    cut = Partition((0, 2, 3), (1.0, 4.0, 2.0), "block")
+    assert [cut.stage_of(place) for place in range(5)] == [0, 0, 1, 2, 2]
+    assert cut.bottleneck == 4.0
+    with pytest.raises(ArgumentError, match="place=-1: places count from 0"):
+        cut.stage_of(-1)
+
+
+@given(rows, st.data())
+def test_forbidden_places_are_honoured(costs: list[float], data: st.DataObject) -> None:
+    n = len(costs)
+    forbidden = data.draw(st.sets(st.integers(1, n - 1))) if n > 1 else set()
+    allowed = [place for place in range(1, n) if place not in forbidden]
+    stages = data.draw(st.integers(1, len(allowed) + 1))
+    cut = partition(costs, stages, forbidden=dict.fromkeys(forbidden, "they hang together"))
+    assert cut.starts[0] == 0
+    assert set(cut.starts[1:]) <= set(allowed)
+    ways = ([b - a for a, b in pairwise((0, *cuts, n))] for cuts in combinations(allowed, stages - 1))
+    sums = block_sums(costs, [b - a for a, b in pairwise((*cut.starts, n))])
+    assert max(sums) == min(max(block_sums(costs, way)) for way in ways)
+    assert cut.costs == tuple(map(float, sums))
+
+
+@pytest.mark.parametrize(
+    ("balance", "kind", "expected"),
+    [
+        ([1, 3, 2], "counts", (0, 1, 4)),
+        ((2, 2, 2), "counts", (0, 2, 4)),
+        (["stem_relu", "head"], "names", (0, 2, 5)),
+        (["stem", "body"], "names", (0, 1, 3)),  # modules that hold modules
+        (["body.0.conv", "body.0.relu"], "names", (0, 3, 4)),
+        (["stem", "body_relu"], "names", (0, 1, 4)),  # one of each
+    ],
+)
+def test_cuts_by_hand(balance: Any, kind: str, expected: tuple[int, ...]) -> None:
+    cut = partition(COSTS, 3, balance=balance, names=NAMES, modules=MODULES)
+    assert (cut.balance, cut.starts) == (kind, expected)
+    assert math.fsum(cut.costs) == 10.0
+
+
+def test_a_module_is_not_found_by_half_its_name() -> None:
+    assert "no node or module is named 'bod'" in refusal(PartitionError, balance=["bod"])
+
+
+def test_one_stage_by_hand() -> None:
+    assert starts(1, balance=[6]) == (0,)
+    assert starts(1, balance=[]) == (0,)
+
+
+def test_numpy_counts() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert starts(numpy.int32(2), balance=numpy.array([4, 2])) == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "says"),
+    [
+        (0, ArgumentError, "stages=0: expected an int >= 1"),
+        (-3, ArgumentError, "stages=-3: expected an int >= 1"),
+        (True, ArgumentTypeError, "stages=True: expected an int, got bool"),
+        (2.0, ArgumentTypeError, "stages=2.0: expected an int, got float"),
+        ("2", ArgumentTypeError, "stages='2': expected an int, got str"),
+        (7, PartitionError, "stages=7, but the 6 nodes can be cut into 6 at most. Use stages=6 or fewer"),
+    ],
+)
+def test_stages_refused(stages: Any, error: type[Exception], says: str) -> None:
+    assert says in refusal(error, stages=stages)
+
+
+def test_more_stages_than_items_says_what_hangs_together() -> None:
+    said = refusal(PartitionError, stages=5, forbidden={2: "relu_ writes to its input", 4: "one buffer"})
+    assert said == (
+        "stages=5, but the 6 nodes can be cut into 4 at most: 4 of the nodes cannot be separated from a neighbour, "
+        "first node 'stem_relu' (place 2) from the one before it: relu_ writes to its input. Use stages=4 or fewer"
+    )
+
+
+def test_no_nodes() -> None:
+    with pytest.raises(PartitionError, match="there are no nodes to cut"):
+        partition([], 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0, math.inf, -math.inf])
+def test_costs_refused_by_the_name_of_their_node(bad: float) -> None:
+    said = refusal(ArgumentError, costs=[0.0, 1.0, 1.0, bad, 1.0, 1.0])
+    assert f"the cost of node 'body_conv' (place 3) is {bad}: costs must be finite and not negative" in said
+
+
+def test_costs_refused_without_names() -> None:
+    with pytest.raises(ArgumentError, match="the cost of the node at place 1 is nan"):
+        partition([1.0, math.nan], 1)
+    with pytest.raises(ArgumentTypeError, match="place 0 is None: expected a number, got NoneType"):
+        partition([None], 1)  # type: ignore[list-item]
+
+
+def test_costs_beyond_a_float_refused() -> None:
+    with pytest.raises(ArgumentError, match="give them in a larger unit"):
+        partition([1e308, 1e308], 2)
+    with pytest.raises(ArgumentError, match="give them in a larger unit"):
+        partition([10**400, 1], 2)
+
+
+def test_names_and_modules_must_match_the_costs() -> None:
+    assert "1 names for 6 costs: give one for each node, or none" in refusal(ArgumentError, names=["x"])
+    assert "1 modules for 6 costs" in refusal(ArgumentError, modules=["x"])
+
+
+@pytest.mark.parametrize("place", [-1, 0, 6])
+def test_forbidden_places_out_of_range_refused(place: int) -> None:
+    said = refusal(ArgumentError, forbidden={place: "why"})
+    assert f"forbidden place {place}: a cut can stand before places 1 to 5 only" in said
+
+
+@pytest.mark.parametrize(
+    ("balance", "error", "says"),
+    [
+        ("blocks", ArgumentError, "balance='blocks' is unknown; there is \"block\". To cut by hand, give a list"),
+        ("head", ArgumentError, "names a node or a module: to begin a stage there, write balance=['head']"),
+        (3, ArgumentTypeError, "expected a str, or a list of ints or of strings"),
+        ([1, 2, 3], ArgumentError, "has 3 entries for 2 stages: give 2 numbers of nodes that sum to 6"),
+        ([], ArgumentError, "has 0 entries for 2 stages: give 2 numbers of nodes that sum to 6"),
+        ([3, 4], PartitionError, "balance=[3, 4] sums to 7, but there are 6 nodes: it must sum to 6"),
+        ([6, 0], ArgumentError, "has the entry 0: each stage needs at least 1 node"),
+        ([7, -1], ArgumentError, "has the entry -1: each stage needs at least 1 node"),
+        ([3.0, 3], ArgumentTypeError, "3.0 is of type float; expected ints only (numbers of nodes) or strings only"),
+        ([True, 5], ArgumentTypeError, "True is of type bool; expected ints only"),
+        ([3, "head"], ArgumentTypeError, "'head' is of type str; expected ints only"),
+        (
+            ["stem", "head"],
+            ArgumentError,
+            "has 2 names for 2 stages: give 1, since the first stage needs none; or give 2",
+        ),
+        (["bodi.0"], PartitionError, "no node or module is named 'bodi.0'; close to it are 'body.0'"),
+        (["zzzz"], PartitionError, "no node or module is named 'zzzz'; there are 'body', 'body.0',"),
+        (["x"], PartitionError, "'x' begins at the first node, where stage 0 begins without being named: leave it out"),
+    ],
+)
+def test_balance_refused(balance: Any, error: type[Exception], says: str) -> None:
+    assert says in refusal(error, balance=balance)
+
+
+def test_names_out_of_order_refused() -> None:
+    assert refusal(PartitionError, stages=3, balance=["body", "stem"]) == (
+        "'stem' begins at node 'stem_conv' (place 1), which is not behind node 'body_conv' (place 3), where 'body' "
+        "begins: name each beginning once, in the order in which they run"
+    )
+
+
+def test_a_place_named_twice_refused() -> None:
+    assert "'body_conv' begins at" in refusal(PartitionError, stages=3, balance=["body", "body_conv"])
+
+
+def test_names_without_names_refused() -> None:
+    said = refusal(PartitionError, balance=["head"], names=(), modules=())
+    assert said == "balance names 'head', but the nodes have no names here: cut by numbers of nodes"
+
+
+@pytest.mark.parametrize("balance", [[2, 4], ["stem_relu"]])
+def test_a_cut_by_hand_at_a_forbidden_place_refused(balance: Any) -> None:
+    said = refusal(PartitionError, balance=balance, forbidden={2: "relu_ writes to its input", 3: "one buffer"})
+    assert (
+        "no cut can stand before node 'stem_relu' (place 2): relu_ writes to its input; "
+        "the nearest allowed: before node 'stem_conv' (place 1) or node 'body_relu' (place 4)"
+    ) in said
+
+
+def test_a_cut_by_hand_with_an_allowed_place_on_one_side() -> None:
+    said = refusal(PartitionError, balance=[5, 1], forbidden={5: "why"})
+    assert said.endswith("the nearest allowed: before node 'body_relu' (place 4)")
+
+
+def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
+    said = refusal(PartitionError, stages=3, balance=[2, 2, 2], forbidden={2: "first", 4: "second"})
+    assert said.startswith("the nodes cannot be cut so:\n- no cut")
+    assert "first" in said
+    assert "second" in said
+    said = refusal(PartitionError, stages=3, balance=["one", "two"])
+    assert "'one'" in said
+    assert "'two'" in said
+
+
+# The module
+
+
+@pytest.mark.parametrize("name", ["block", "partition"])
+def test_examples_in_the_text_are_true(name: str) -> None:
+    result = doctest.testmod(sys.modules[f"fxpipe.partitioning.{name}"])
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_the_drawn_case_is_true() -> None:
+    text = fxpipe.partitioning.partition.__globals__["__doc__"]
+    drawn = partition([1, 2, 1, 5, 0, 1], 2, forbidden={1: "...", 4: "..."})
+    assert "\n".join("    " + line for line in str(drawn).splitlines()) in text
+
+
+def test_imports_the_standard_library_and_errors_only() -> None:
+    for file in pathlib.Path(fxpipe.partitioning.block.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                known = name.split(".")[0] in sys.stdlib_module_names
+                assert known or name.startswith(("fxpipe.errors", "fxpipe.partitioning")), (file.name, name)
