@@ -1,0 +1,43 @@
+"""fxpipe: a pipeline of any `nn.Module`, over several devices in one process.
+
+    pipe = fxpipe.pipeline(model, devices=["cuda:0", "cuda:1"], chunks=8)
+    loss_fn(pipe(x), target).backward()
+
+Names are imported when they are first used, so that `import fxpipe` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxpipe.api import Pipeline, pipeline
+    from fxpipe.partitioning import partition
+    from fxpipe.planning import Plan, plan
+    from fxpipe.profiling import profile
+    from fxpipe.tracing import trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Pipeline": "fxpipe.api",
+    "Plan": "fxpipe.planning",
+    "partition": "fxpipe.partitioning",
+    "pipeline": "fxpipe.api",
+    "plan": "fxpipe.planning",
+    "profile": "fxpipe.profiling",
+    "trace": "fxpipe.tracing",
+}
+
+__all__ = ["Pipeline", "Plan", "partition", "pipeline", "plan", "profile", "trace"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fxpipe' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

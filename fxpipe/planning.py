@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import fx, nn
+
+    from fxpipe.partitioning import Partition
+    from fxpipe.profiling import Profile
+    from fxpipe.rewriting import Program
+    from fxpipe.settings import Settings
+    from fxpipe.tracing import Traced
+
+
+# -- the data --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +34,7 @@ class StagePlan:
     code: str  # for people
     forward_seconds: float
     backward_seconds: float
-    parameter_bytes: int
+    parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
     activation_bytes: int  # of all that the nodes make
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
 
@@ -32,7 +51,7 @@ class Portal:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that is decided about a pipeline: JSON and nothing else."""
+    """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
 
     stages: tuple[StagePlan, ...]
     portals: tuple[Portal, ...]
@@ -44,3 +63,219 @@ class Plan:
     balance: str
     tracer: str
     fingerprint: str  # of the graph that was planned
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArgumentError: the file is no plan.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
+            portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
+            return cls(stages, portals, tuple(fields.pop("devices")), **fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ArgumentError(f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)") from None
+
+    def __str__(self) -> str:
+        from fxpipe.inspect.tables import plan_table
+
+        return plan_table(self)
+
+
+# -- the passes ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan, with the graph and the program it was made from."""
+
+    plan: Plan
+    traced: Traced
+    program: Program
+
+
+def plan(
+    model: nn.Module,
+    stages: int | None = None,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    chunks: int | str = "auto",
+    schedule: str = "1f1b",
+    checkpoint: str = "auto",
+    balance: str | Sequence[int] | Sequence[str] = "block",
+    tracer: str = "auto",
+    in_dims: Any = None,
+    out_dims: Any = None,
+) -> Plan:
+    """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
+
+        plan = fxpipe.plan(model, 2, example_args=(x,))
+        print(plan)                     # the stages, what they cost, what they send
+        print(plan.stages[1].code)
+
+    Args:
+        model: any module.
+        stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
+        example_args, example_kwargs: a mini-batch as training will use it.
+        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims: as for `fxpipe.pipeline`.
+
+    Raises:
+        FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
+        Exception: what the model itself raises on the inputs, with a note.
+    """
+    from fxpipe.settings import make_settings
+
+    if devices is None and stages is not None:
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
+        devices = ["cpu"] * stages
+    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims)
+    if stages is not None and stages != len(settings.devices):
+        raise ArgumentError(f"stages={stages}, but devices has {len(settings.devices)} entries; give as many, or leave stages out")
+    return prepare(model, example_args, example_kwargs or {}, settings).plan
+
+
+def prepare(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, given: Plan | None = None
+) -> Prepared:
+    """All passes. With `given`, its stages are taken instead of planning new ones."""
+    from fxpipe.partitioning import partition
+    from fxpipe.profiling import profile
+    from fxpipe.rewriting import forbidden_cuts
+    from fxpipe.tracing import trace
+
+    traced = trace(model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks)
+    if given is not None and given.fingerprint != traced.fingerprint():
+        raise ArgumentError(
+            f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the model, its "
+            "mode or its inputs have changed; plan it again with fxpipe.plan"
+        )
+    micro = _micro_batch(traced, args, kwargs, settings.chunks)
+    profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
+    cut = partition(
+        profiled.seconds,
+        len(settings.devices),
+        balance=settings.balance if given is None else tuple(len(stage.nodes) for stage in given.stages),
+        forbidden=forbidden_cuts(traced),
+        names=[n.name for n in traced.nodes],
+        modules=[n.meta["module"] for n in traced.nodes],
+    )
+    return _prepared(traced, profiled, cut.starts, micro, settings)
+
+
+def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Prepared:
+    """Another graph of a model that has been planned (for evaluation, say): cut so that nodes stay with their parameters."""
+    from fxpipe.partitioning import follow
+    from fxpipe.rewriting import forbidden_cuts
+    from fxpipe.tracing import trace
+
+    traced = trace(
+        first.traced.model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks
+    )
+    starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
+    return _prepared(traced, None, starts, _micro_batch(traced, args, kwargs, settings.chunks), settings)
+
+
+def _micro_batch(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> int:
+    from torch.utils import _pytree as pytree
+
+    batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
+    return -(-batch // min(chunks, batch))
+
+
+def _worker_threads(devices: Sequence[torch.device]) -> int:
+    """A worker's share of the cores: what is measured must be what will run."""
+    import torch
+
+    return max(1, torch.get_num_threads() // len(devices))
+
+
+def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
+    """For each node and stage: bytes of parameters that would be elsewhere; least of all, a node with a known name."""
+    from fxpipe.tracing.traced import lookup
+
+    homes: dict[str, int] = {}
+    for j, stage in enumerate(first.program.stages):
+        for name in stage.attributes:
+            homes.setdefault(name, j)
+    known = {name: stage.index for stage in first.plan.stages for name in stage.nodes}
+    stages = range(len(first.plan.stages))
+    table = []
+    for node in traced.nodes:
+        row = [0.0] * len(stages)
+        for source in node.all_input_nodes:
+            home = homes.get(str(source.target)) if source.op == "get_attr" else None
+            if home is not None:
+                size = 1.0 + lookup(traced, source).nbytes
+                row = [cost + (size if j != home else 0.0) for j, cost in enumerate(row)]
+        if node.name in known:
+            row = [cost + (0.5 * abs(j - known[node.name])) for j, cost in enumerate(row)]
+        table.append(row)
+    return table
+
+
+def _prepared(
+    traced: Traced, profiled: Profile | None, starts: Sequence[int], micro: int, settings: Settings
+) -> Prepared:
+    from fxpipe.rewriting import split
+
+    program = split(traced, starts, settings.devices)
+    nodes = traced.nodes
+    made = {n.name: _bytes([n], traced, micro) for n in traced.graph.nodes}
+    ends = [*starts[1:], len(nodes)]
+    stages = []
+    for j, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        costs = profiled.nodes[start:end] if profiled is not None else ()
+        following = program.stages[j + 1].receives if j + 1 < len(starts) else ()
+        stages.append(
+            StagePlan(
+                j,
+                str(settings.devices[j]),
+                tuple(n.name for n in nodes[start:end]),
+                program.stages[j].code,
+                sum(c.forward_seconds for c in costs),
+                sum(c.backward_seconds for c in costs),
+                _attribute_bytes(traced, program.stages[j].attributes),
+                sum(int(c.output_bytes.subs(profiled.batch, micro)) for c in costs) if profiled is not None else 0,
+                sum(made[value.name] for value in following if value.source == j),
+            )
+        )
+    plan = Plan(
+        tuple(stages),
+        tuple(Portal(s.name, s.source, s.target, made[s.name]) for s in program.skips),
+        tuple(map(str, settings.devices)),
+        settings.schedule,
+        settings.chunks,
+        micro,
+        settings.checkpoint,
+        settings.balance if isinstance(settings.balance, str) else "by hand",
+        traced.tracer,
+        traced.fingerprint(),
+    )
+    return Prepared(plan, traced, program)
+
+
+def _bytes(nodes: Iterable[fx.Node], traced: Traced, micro: int) -> int:
+    """Of what nodes make, for a micro-batch. A size that hangs on values (nonzero) counts as 0."""
+    total = 0
+    for node in nodes:
+        for shape in node.meta.get("shapes", ()):
+            number = shape.bytes.subs(traced.batch, micro)
+            total += int(number.subs(dict.fromkeys(number.free_symbols, 0)))
+    return total
+
+
+def _attribute_bytes(traced: Traced, names: Iterable[str]) -> int:
+    from fxpipe.tracing.traced import lookup
+
+    wanted = set(names)
+    return sum(lookup(traced, n).nbytes for n in traced.graph.nodes if n.op == "get_attr" and n.target in wanted)

@@ -395,7 +395,7 @@ def test_examples_in_the_text_are_true(name: str) -> None:
 
 
 def test_the_drawn_case_is_true() -> None:
-    text = fxpipe.partitioning.partition.__globals__["__doc__"]
+    text = fxpipe.partitioning.cutting.__globals__["__doc__"]
     drawn = partition([1, 2, 1, 5, 0, 1], 2, forbidden={1: "...", 4: "..."})
     assert "\n".join("    " + line for line in str(drawn).splitlines()) in text
 

@@ -1,0 +1,124 @@
+"""Profiling: what each node of a traced model costs.
+
+    costs = fxpipe.profile(traced, (x,), micro_batch=4)
+    print(costs)            # every node: milliseconds forward and backward, bytes as formulas such as 100352*b
+    costs.seconds           # one number for each node: what partitioning balances
+
+`formulas` gives bytes for every batch size at once, from the shapes of the trace; `measure` gives seconds for one, from
+real runs of each node. The model stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.profiling.costs import NodeCost, Profile
+from fxpipe.profiling.formulas import output_bytes, parameter_bytes
+from fxpipe.profiling.measure import measure
+from fxpipe.tracing.check import take
+from fxpipe.tracing.traced import Traced, lookup
+
+__all__ = ["NodeCost", "Profile", "profile"]
+
+
+def profile(
+    traced: Traced,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    micro_batch: int | None = None,
+    budget: float = 10.0,
+    repeats: int = 5,
+    threads: int | None = None,
+) -> Profile:
+    """Measures every node of `traced` on inputs like those it was traced on.
+
+    Args:
+        args, kwargs: inputs of the model; the number of samples may differ from the trace's. They and the model stay as
+            they were.
+        micro_batch: how many of the samples to run: those of one micro-batch. Default: all.
+        budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
+        repeats: how often a node is run for the median.
+        threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
+
+    Raises:
+        ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
+        Exception: what a node raises on these inputs, with a note.
+    """
+    for name, number in (("micro_batch", micro_batch), ("threads", threads), ("repeats", repeats)):
+        if number is not None and number < 1:
+            raise ArgumentError(f"{name}={number}; expected at least 1")
+    effects = traced.effects
+    if effects is None:
+        raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
+    leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
+    device = _device(traced, leaves)
+    with _threads(threads):
+        measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
+    parameters = parameter_bytes(traced)
+    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in measured.items()}, micro_batch)
+    costs = (
+        NodeCost(n.name, m.forward_seconds, m.backward_seconds, parameters[n], outputs[n]) for n, m in measured.items()
+    )
+    return Profile(tuple(costs), micro_batch, traced.batch, str(device))
+
+
+def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The flattened inputs, in the order of `traced.leaves`."""
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise ArgumentTypeError(
+            f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}; expected a tuple and a dict, as in "
+            "profile(traced, (x,))"
+        )
+    leaves = pytree.tree_leaves((args, kwargs))
+    if len(leaves) != len(traced.leaves):
+        expected = ", ".join(leaf.path for leaf in traced.leaves)
+        raise ArgumentError(
+            f"{len(leaves)} inputs for a graph that was traced on {len(traced.leaves)} ({expected}); give the inputs "
+            "that fxpipe.trace was given"
+        )
+    for leaf, value in zip(traced.leaves, leaves, strict=True):
+        if leaf.is_tensor != isinstance(value, torch.Tensor):
+            expected = "a tensor" if leaf.is_tensor else repr(leaf.constant)
+            raise ArgumentError(f"input {leaf.path} is a {type(value).__name__}; the graph was traced on {expected}")
+    return leaves
+
+
+def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> tuple[list[Any], int]:
+    """The first samples of the inputs, and how many they are."""
+    given = traced.batch_of(leaves)
+    size = given if wanted is None else wanted
+    if size > given:
+        raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
+    for read in traced.batch_reads:
+        if not read.holds(size):
+            raise ArgumentError(
+                f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "
+                "held; trace the model on that many samples"
+            )
+    return take(traced, leaves, 0, size), size
+
+
+def _device(traced: Traced, leaves: Sequence[Any]) -> torch.device:
+    """Where the model is; of a model without tensors, where its inputs are."""
+    own = (lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
+    given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    for tensor in (*own, *given):
+        return tensor.device
+    raise ArgumentError("neither the model nor the inputs hold a tensor, so there is nothing to measure")
+
+
+@contextlib.contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,96 @@
+"""Which device does what, and in what order: a schedule is plain data, made here and read by whatever runs or draws it.
+
+Three devices hold one stage each, and four micro-batches go through. Forward, a device can start when its predecessor
+has handed it something; so each enters one clock later, and the micro-batches climb down a staircase:
+
+    clock       0   1   2   3   4   5
+    device 0   0F0 0F1 0F2 0F3
+    device 1       1F0 1F1 1F2 1F3
+    device 2           2F0 2F1 2F2 2F3
+
+`0F1` reads: on stage 0 the forward of micro-batch 1. The empty corners are the bubble. Time is not part of a schedule,
+only the order is: for each device a *row* of *actions*, each of which waits for what it needs.
+
+>>> print(make_schedule("inference", stages=3, micro_batches=4))
+inference: 3 stages, 4 micro-batches
+device 0: 0F0 0F1 0F2 0F3
+device 1: 1F0 1F1 1F2 1F3
+device 2: 2F0 2F1 2F2 2F3
+
+Training, the gradients go the same way back. GPipe runs the whole staircase backwards (last in, first out):
+
+>>> print(make_schedule("gpipe", stages=3, micro_batches=4))
+gpipe: 3 stages, 4 micro-batches
+device 0: 0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0
+device 1: 1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0
+device 2: 2F0 2F1 2F2 2F3 2B3 2B2 2B1 2B0
+
+Each device then keeps the activations of all four micro-batches at once. 1F1B lets a gradient go back as soon as
+there is one, here on device 2 after its first forward, and takes up a new micro-batch only for one that has left. So
+stage j of n keeps n - j of them, however many there are, and the bubble is no larger:
+
+>>> print(make_schedule("1f1b", stages=3, micro_batches=4))
+1f1b: 3 stages, 4 micro-batches
+device 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+device 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+device 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+
+Memory can also be had for time: throw the activations away and recompute them (`R`) before backward. R waits for no
+other stage, so it runs while the gradient is still on its way and fills a part of the bubble:
+
+>>> print(make_schedule("gpipe", stages=2, micro_batches=2, checkpoint="except_last"))
+gpipe: 2 stages, 2 micro-batches
+device 0: 0F0 0F1 0B1 0R0 0B0
+device 1: 1F0 1F1 1B1 1R0 1B0
+
+A table of your own is as good, if it can run. What cannot is refused when it is made:
+
+>>> parse_schedule('''
+...     0F0 0F1 0B0 0B1
+...     1B0 1F0 1F1 1B1
+... ''')
+Traceback (most recent call last):
+    ...
+fxpipe.errors.ScheduleError: schedule 'custom' (2 stages, 2 micro-batches) would not run:
+  - 1B0 stands before 1F0, which it needs
+device 0: 0F0 0F1 0B0 0B1
+device 1: >1B0< 1F0 1F1 1B1
+
+How long a schedule takes, and how much of that is bubble, says `fxpipe.simulation`.
+"""
+
+from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
+from fxpipe.scheduling.clock import clock_cycles
+from fxpipe.scheduling.schedules import (
+    CHECKPOINTS,
+    SCHEDULES,
+    Checkpoint,
+    backward_part,
+    forward_part,
+    gpipe,
+    inference,
+    make_schedule,
+    one_f_one_b,
+)
+from fxpipe.scheduling.text import parse_schedule
+from fxpipe.scheduling.validation import dependencies, validate
+
+__all__ = [
+    "CHECKPOINTS",
+    "SCHEDULES",
+    "Action",
+    "Checkpoint",
+    "Kind",
+    "Rows",
+    "Schedule",
+    "backward_part",
+    "clock_cycles",
+    "dependencies",
+    "forward_part",
+    "gpipe",
+    "inference",
+    "make_schedule",
+    "one_f_one_b",
+    "parse_schedule",
+    "validate",
+]

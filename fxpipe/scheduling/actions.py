@@ -8,16 +8,22 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fxpipe.errors import ScheduleError
 
 
 class Kind(enum.Enum):
+    """What an action does; the value is its letter in the text form."""
+
     FORWARD = "F"
-    RECOMPUTE = "R"
+    RECOMPUTE = "R"  # forward once more, for what backward needs of it
     BACKWARD = "B"  # of inputs and, where it is not split, of weights
     WEIGHT = "W"  # backward of weights
-    UPDATE = "U"  # of the stage's weights
+    UPDATE = "U"  # of the stage's weights, with the gradients of its micro-batches up to and with the action's own
+
+    # A member is one object, so its address will do. Actions are keys everywhere, and `Enum`'s own hash runs in Python.
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return self.value
@@ -36,10 +42,14 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
+        """The action that `text` is the text form of; raises `ScheduleError` where it is none."""
         match = re.fullmatch(r"(\d+)([FRBWU])(\d+)", text)
         if match is None:
             raise ScheduleError(f"action {text!r}: expected stage, kind (F, R, B, W or U) and micro-batch, as in '1F0'")
         return cls(Kind(match[2]), int(match[1]), int(match[3]))
+
+
+Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +59,8 @@ class Schedule:
     name: str
     stages: int
     micro_batches: int
-    rows: tuple[tuple[Action, ...], ...]
+    rows: Rows
 
     def __str__(self) -> str:
-        rows = "\n".join(f"device {d}: {' '.join(map(str, row))}" for d, row in enumerate(self.rows))
+        rows = "\n".join(f"device {d}: {' '.join(map(str, row))}".rstrip() for d, row in enumerate(self.rows))
         return f"{self.name}: {self.stages} stages, {self.micro_batches} micro-batches\n{rows}"

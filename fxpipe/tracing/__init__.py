@@ -10,7 +10,6 @@ changed in place. The model, its buffers and all random states stay as they were
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -31,7 +30,7 @@ def trace(
     *,
     in_dims: Any = None,
     out_dims: Any = None,
-    sizes: Sequence[int] = (),
+    chunks: int = 1,
 ) -> Traced:
     """Traces `model` on example inputs.
 
@@ -42,7 +41,7 @@ def trace(
             dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a dimension,
             None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
-        sizes: micro-batch sizes at which graph and model are compared, besides the example's own.
+        chunks: number of micro-batches: graph and model are also compared at their sizes.
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -56,5 +55,5 @@ def trace(
     traced = record(model, args, kwargs or {})
     leaves = input_leaves(model, args, kwargs or {})[2]
     add_shapes(traced, leaves, in_dims, out_dims)
-    traced.effects = check_against_model(traced, leaves, sizes)
+    traced.effects = check_against_model(traced, leaves, chunks)
     return traced

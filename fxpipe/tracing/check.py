@@ -27,14 +27,18 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
     ]
 
 
-def check_against_model(traced: Traced, leaves: Sequence[Any], sizes: Sequence[int] = ()) -> Effects:
-    """Compares graph and model on the inputs and on their first samples (`sizes`); returns what the nodes were seen to do.
+def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
+    """Compares graph and model on the inputs and on their first samples, as many as micro-batches have and one less than all.
+
+    Returns what the nodes were seen to do.
 
     Raises:
         TraceError: an output or a buffer differs; names it, the size and the remedy.
     """
     batch = traced.batch_of(leaves)
-    wanted = [batch, *sorted({s for s in (*sizes, max(1, batch - 1)) if 0 < s < batch and _same_graph(traced, s)}, reverse=True)]
+    parts = min(chunks, batch)
+    smaller = {batch // parts, -(-batch // parts), batch - 1} - {0, batch}
+    wanted = [batch, *sorted((s for s in smaller if _same_graph(traced, s)), reverse=True)]
     samples, runs = [], []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in wanted:

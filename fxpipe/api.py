@@ -1,0 +1,308 @@
+"""The two entry points: `pipeline` and the module it returns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.planning import Plan, Prepared, prepare, prepare_beside
+from fxpipe.runtime import Assembly, Driver, Engine, StepRecord, Workers, wire
+from fxpipe.runtime.assembly import Tensors
+from fxpipe.runtime.losses import check_reduction
+from fxpipe.scheduling import make_schedule
+from fxpipe.settings import Settings, make_settings
+
+MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
+
+
+def pipeline(
+    model: nn.Module,
+    devices: Sequence[str | torch.device] | None = None,
+    chunks: int | str = "auto",
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    balance: str | Sequence[int] | Sequence[str] = "block",
+    schedule: str = "1f1b",
+    checkpoint: str = "auto",
+    tracer: str = "auto",
+    in_dims: Any = None,
+    out_dims: Any = None,
+    plan: Plan | None = None,
+) -> Pipeline:
+    """Makes a pipeline of any module.
+
+        pipe = fxpipe.pipeline(model, devices=["cuda:0", "cuda:1"], chunks=8)
+        loss_fn(pipe(x), target).backward()                             # a drop-in: any training loop works as it is
+        loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn) # forward and backward interleaved: less memory
+
+    The model keeps its parameters under their names; optimizers made before or after are valid. On GPUs its parameters move
+    to the devices of their stages, and the plain model can then no longer be called.
+
+    Args:
+        model: any `nn.Module`, as it is.
+        devices: one for each stage; a device may stand there several times (`["cpu", "cpu"]` is two workers, each with its
+            share of the cores). None: all CUDA devices, or two CPU workers where there is none.
+        chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each stage.
+        example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
+        balance: "block" (measured, least bottleneck), or by hand: numbers of nodes, or names of nodes or modules at which
+            the later stages begin.
+        schedule: of `forward_backward`: "1f1b" or "gpipe". The drop-in always runs gpipe's order.
+        checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never", "except_last",
+            "always"; "auto" is never.
+        tracer: "auto" or "record".
+        in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict by
+            name; None for an input without a batch. Found by itself where that is dimension 0.
+        out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same for
+            all), "mean", "sum", "stack"; one for all or a tree like the output.
+        plan: a plan made before, to be used again.
+
+    Raises:
+        FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
+        Exception: what the model itself raises on the example inputs, with a note.
+    """
+    if isinstance(model, Pipeline):
+        raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: pipe.model")
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if not isinstance(example_args, tuple):
+        raise ArgumentTypeError(f"example_args is a {type(example_args).__name__}; expected a tuple of inputs, as in (x,)")
+    if plan is not None and devices is None:
+        devices = plan.devices
+    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims)
+    if plan is not None and len(plan.stages) != len(settings.devices):
+        raise ArgumentError(f"plan has {len(plan.stages)} stages, but devices has {len(settings.devices)} entries; give as many")
+    pipe = Pipeline(model, settings, plan)
+    if example_args or example_kwargs:
+        pipe._assembly_for(example_args, example_kwargs or {})
+    return pipe
+
+
+class Pipeline(nn.Module):
+    """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
+
+    It shares the model's parameters, buffers and children, so that `state_dict`, `parameters`, `train`, `eval` and
+    `requires_grad_` are the model's own.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None = None, driver: Driver | None = None):
+        own = self.__dict__
+        own["_model"] = model  # not a child: its children are this module's own
+        super().__init__()
+        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        own["_fxpipe"] = _Inside(model, settings, given, driver or Workers(settings.devices))
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a mini-batch, which runs through the stages in micro-batches."""
+        inside = self._fxpipe
+        with inside.engine.running():
+            assembly, leaves, batch = self._assembly_for(args, kwargs)
+            settings = inside.settings
+            return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint)
+
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Runs forward and backward of a mini-batch, interleaved as the schedule says, and adds the gradients to `.grad`.
+
+            loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
+
+        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch. On the first step this is verified.
+
+        Args:
+            args, kwargs: the model's inputs.
+            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn takes the
+                output alone.
+            loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than samples.
+                None: the model's output is the loss.
+            reduction: "mean": the loss is a mean over samples. "sum": it is a sum.
+
+        Returns:
+            The loss of the mini-batch: 0-dim, detached, on the last stage's device.
+
+        Raises:
+            LossError: the loss is no scalar, or not what the losses of micro-batches add up to.
+        """
+        check_reduction(reduction)
+        if loss_fn is not None and not callable(loss_fn):
+            raise ArgumentTypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss")
+        if not torch.is_grad_enabled():
+            raise StateError("forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate")
+        inside = self._fxpipe
+        with inside.engine.running():
+            assembly, leaves, batch = self._assembly_for(args, kwargs)
+            settings = inside.settings
+            m = min(settings.chunks, batch)
+            schedule = make_schedule(settings.schedule, len(settings.devices), m, settings.checkpoint)
+            targets = () if target is None else (target,)
+            return inside.engine.forward_backward(
+                assembly, leaves, batch, schedule, loss_fn or _own_loss, targets, reduction
+            )
+
+    def _assembly_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Assembly, list[Any], int]:
+        """The graph for these inputs, mode and state; recorded where there is none yet."""
+        inside = self._fxpipe
+        if inside.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        training = tuple(m.training for m in inside.model.modules())
+        for prepared, assembly in inside.graphs:
+            if prepared.traced.matches(leaves, spec, training):
+                return assembly, leaves, prepared.traced.batch_of(leaves)
+        prepared, assembly = inside.prepare(args, kwargs)
+        return assembly, leaves, prepared.traced.batch_of(leaves)
+
+    # -- what it tells -----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The stages, what they cost and what they send."""
+        if self._fxpipe.plan is None:
+            raise StateError(
+                "the pipe has no plan yet: it plans at the first call; pass example_args to fxpipe.pipeline to plan at once"
+            )
+        return self._fxpipe.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was given."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """When each action of the last step ran."""
+        return self._fxpipe.engine.last_step
+
+    def extra_repr(self) -> str:
+        inside = self._fxpipe
+        devices = ", ".join(map(str, inside.settings.devices))
+        return f"{type(self.model).__name__} on [{devices}], {inside.settings.chunks} micro-batches"
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the workers. The model stays as it is; calling the pipe again is an error."""
+        self._fxpipe.closed = True
+        self._fxpipe.engine.driver.close()
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        return Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.settings, self._fxpipe.given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pipeline, (self.model, self._fxpipe.settings, self._fxpipe.given)
+
+    # -- where it is the model ---------------------------------------------------------------------------------------
+
+    @property
+    def _fxpipe(self) -> _Inside:
+        inside: _Inside = self.__dict__["_fxpipe"]
+        return inside
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        return self.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_parameters" in self.__dict__:  # not while nn.Module sets itself up
+            self.model.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
+        for tensor in _one_of_each_device(self.model):
+            moved = fn(tensor.new_empty(0)).device
+            if moved != tensor.device:
+                raise StateError(
+                    f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, devices=[...]); casts of "
+                    "the dtype (.half(), .to(torch.bfloat16)) are fine"
+                )
+        self.model._apply(fn, recurse)
+        self._fxpipe.graphs.clear()  # recorded with the old dtypes
+        return self
+
+
+class _Inside:
+    """What a pipe has of its own, out of the way of the model's names."""
+
+    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None, driver: Driver):
+        self.model, self.settings, self.given = model, settings, given
+        self.engine = Engine(model, driver)
+        self.plan: Plan | None = None
+        self.first: Prepared | None = None
+        self.graphs: list[tuple[Prepared, Assembly]] = []
+        self.closed = False
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Prepared, Assembly]:
+        """Records and cuts a graph; the first one decides where parameters live."""
+        if self.first is None:
+            prepared = prepare(self.model, args, kwargs, self.settings, self.given)
+            self.first, self.plan = prepared, prepared.plan
+            _move(self.model, prepared, self.settings.devices)
+        else:
+            prepared = prepare_beside(self.first, args, kwargs, self.settings)
+        traced = prepared.traced
+        assembly = Assembly(
+            prepared.program,
+            wire(prepared.program),
+            self.settings.devices,
+            traced.in_dims,
+            traced.out_dims,
+            traced.out_spec,
+            traced.state,
+            traced.constants,
+        )
+        self.graphs.append((prepared, assembly))
+        del self.graphs[:-MOST_GRAPHS]
+        return prepared, assembly
+
+
+def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device]) -> None:
+    """Each parameter and buffer to the device of the first stage that uses it; the objects stay the same."""
+    moved = set()
+    for stage, device in zip(prepared.program.stages, devices, strict=True):
+        for name in stage.attributes:
+            if name not in moved and name not in prepared.traced.constants:
+                tensor = Tensors(model, {}).get(name)
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                moved.add(name)
+
+
+def _one_of_each_device(model: nn.Module) -> Iterator[torch.Tensor]:
+    found: dict[torch.device, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        found.setdefault(tensor.device, tensor)
+    yield from found.values()
+
+
+def _own_loss(output: Any) -> Any:
+    """Without a loss_fn the model's output is the loss."""
+    return output

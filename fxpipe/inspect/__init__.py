@@ -1,0 +1,1 @@
+"""What a plan looks like: tables for people, a document for programs, `python -m fxpipe.inspect` for both."""

@@ -1,0 +1,15 @@
+"""`python -m fxpipe.inspect`: see `cli`."""
+
+import os
+import sys
+
+from fxpipe.inspect.cli import main
+
+try:
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+except BrokenPipeError:
+    # The reader has seen enough (`... | head`). Python flushes once more at exit, which must find an open file.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    status = 1
+sys.exit(status)

@@ -1,0 +1,245 @@
+"""The command `python -m fxpipe.inspect`: make a model, plan its pipeline, print the plan.
+
+Standard output has the plan and nothing else: what the user's code prints goes to standard error. Whatever the user can
+mend ends in one line there and exit status 2. A traceback is a bug in fxpipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.inspect.inputs import ACCEPTED, Arguments, Shape, make_arguments, parse_input
+from fxpipe.inspect.target import FORMS, Target, describe, load_model, parse_target
+
+# Neither torch nor anything that imports it is imported above: --help answers at once.
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxpipe.planning import Plan
+
+T = TypeVar("T")
+
+SCHEDULES = ("gpipe", "1f1b")
+CHECKPOINTS = ("never", "except_last", "always")
+BALANCES = ("block", "optimal")  # any other word is the name of a node or module
+
+EXAMPLES = """\
+examples:
+  python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8
+  python -m fxpipe.inspect models/gpt.py:small --input 8x128:int64 --devices 2 --schedule gpipe --checkpoint always
+  python -m fxpipe.inspect torchvision.models:resnet18 --input 8x3x64x64 --devices cuda:0,cuda:1 --json > plan.json
+  python -m fxpipe.inspect model.py:make --input model.py:make_inputs --devices 3 --balance 10,12,9
+  python -m fxpipe.inspect model.py:make --input 8x64 --devices 2 --code 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for. An option that was not given is None, and fxpipe.plan has the say."""
+
+    model: Target
+    inputs: tuple[Shape | Target, ...]
+    devices: int | tuple[str, ...] | None
+    options: dict[str, Any]  # chunks, schedule, checkpoint, balance: those that were given
+    evaluating: bool
+    json: bool
+    code: int | None  # the stage whose code is to be printed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what `argv` says and return the exit status: 0, or 2 where the user has something to mend."""
+    try:
+        request = parse_request(sys.argv[1:] if argv is None else argv)
+        with contextlib.redirect_stdout(sys.stderr):
+            plan = make_plan(request)
+        print(render(plan, request))
+    except FxpipeError as error:
+        print(f"fxpipe.inspect: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse_request(argv: Sequence[str]) -> Request:
+    """The command line as data; nothing of the user's has been looked at yet."""
+    found = _parser().parse_args(argv)
+    given = {name: getattr(found, name) for name in ("chunks", "schedule", "checkpoint", "balance")}
+    return Request(
+        model=found.model,
+        inputs=tuple(found.input),
+        devices=found.devices,
+        options={name: value for name, value in given.items() if value is not None},
+        evaluating=found.eval,
+        json=found.json,
+        code=found.code,
+    )
+
+
+def make_plan(request: Request) -> Plan:
+    """Load what the request names, and plan it."""
+    devices = resolve_devices(request.devices)
+    if request.code is not None and not 0 <= request.code < len(devices):
+        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {len(devices) - 1}")
+    model = load_model(request.model)
+    if request.evaluating:
+        model.eval()
+    arguments = make_arguments(request.inputs)
+    try:
+        return _plan(model, arguments, devices, request.options)
+    except FxpipeError:
+        raise
+    except Exception:
+        _raise_if_model_fails(model, arguments)
+        raise
+
+
+def render(plan: Plan, request: Request) -> str:
+    """What goes to standard output."""
+    if request.code is not None:
+        return plan.stages[request.code].code
+    if request.json:
+        from fxpipe.inspect.document import plan_document
+
+        return json.dumps(plan_document(plan), indent=2)
+    from fxpipe.inspect.tables import plan_table
+
+    return plan_table(plan)
+
+
+def parse_devices(text: str) -> int | tuple[str, ...]:
+    """`4` -> 4; `cuda:0,cuda:1` -> ("cuda:0", "cuda:1")."""
+    names = tuple(name.strip() for name in text.split(","))
+    if len(names) == 1 and re.fullmatch(r"0*[1-9]\d{0,3}", text.strip()):
+        return int(text)
+    if not all(re.fullmatch(r"[a-z]+(:\d+)?", name) for name in names):
+        raise ArgumentError(f"{text!r}: expected a number (4) or a list of devices (cpu,cpu or cuda:0,cuda:1)")
+    return names
+
+
+def resolve_devices(devices: int | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The name of each stage's device; a number means so many CUDA devices, or CPU workers where CUDA is absent."""
+    import torch
+
+    if isinstance(devices, tuple):
+        for name in devices:
+            try:
+                torch.device(name)
+            except RuntimeError:
+                raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
+        return devices
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not present:
+        return ("cpu",) * (2 if devices is None else devices)
+    if devices is not None and devices > present:
+        workers = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
+        raise ArgumentError(f"--devices {devices}: CUDA has {present} here; for CPU workers give a list: {workers}")
+    return tuple(f"cuda:{index}" for index in range(present if devices is None else devices))
+
+
+def parse_balance(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
+    """`block` is itself; `10,12,9` are numbers of nodes; any other list has names."""
+    if text in BALANCES:
+        return text
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ArgumentError(f"{text!r}: expected block, counts of nodes (10,12,9), or names (layer2,layer3)")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
+
+
+def _plan(model: nn.Module, arguments: Arguments, devices: tuple[str, ...], options: dict[str, Any]) -> Plan:
+    from fxpipe import planning
+
+    return planning.plan(
+        model, len(devices), example_args=arguments.args, example_kwargs=arguments.kwargs, devices=devices, **options
+    )
+
+
+def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:
+    """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    try:
+        model(*arguments.args, **arguments.kwargs)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
+        raise ArgumentError(f"the model raises {describe(error)} ({place.filename}:{place.lineno}) {given}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with this command's way of refusing: one line and no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see --help)")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fxpipe.inspect",
+        description="Plan the pipeline of a model and print its stages: nodes, time, memory, what is sent where.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add(
+        "model",
+        type=_value(parse_target),
+        metavar="TARGET",
+        help=f"{FORMS}: called without arguments, it returns the nn.Module; the current directory is searched",
+    )
+    add(
+        "--input",
+        action="append",
+        default=[],
+        type=_value(parse_input),
+        metavar="INPUT",
+        help=f"an example input; repeat it for more arguments. {ACCEPTED.capitalize()} which returns a tensor, a tuple "
+        "of positional arguments or a dict of keyword arguments. Integers are drawn from 0 and 1",
+    )
+    add(
+        "--devices",
+        type=_value(parse_devices),
+        metavar="N|LIST",
+        help="number of stages, or the device of each: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, "
+        "or CPU workers where CUDA is absent. Default: all CUDA devices, or two CPU workers",
+    )
+    add("--chunks", type=_value(_parse_chunks), metavar="M", help="number of micro-batches")
+    add("--schedule", choices=SCHEDULES, help="order of forward and backward")
+    add("--checkpoint", choices=CHECKPOINTS, help="which micro-batches are recomputed in backward")
+    add(
+        "--balance",
+        type=_value(parse_balance),
+        metavar="HOW",
+        help="block (by measured time), or where to cut by hand: each stage's count of nodes (10,12,9), or the names "
+        "of nodes or modules at which the later stages begin (layer2,layer3)",
+    )
+    add("--eval", action="store_true", help="call model.eval() first")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print the plan as JSON")
+    output.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
+    return parser
+
+
+def _parse_chunks(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
+        raise ArgumentError(f"{text!r}: expected the number of micro-batches, at least 1")
+    return int(text)
+
+
+def _value(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` for argparse, which would hide the message of a ValueError behind one of its own."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ArgumentError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed

@@ -1,0 +1,77 @@
+"""The document of a plan: what the tables show and what they leave out, for programs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.inspect.figures import StageFigures, plan_figures
+
+if TYPE_CHECKING:
+    from fxpipe.planning import Plan, StagePlan
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
+
+    Of the plan:
+        chunks               micro-batches of a step
+        micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
+        schedule, checkpoint, balance, tracer, fingerprint        as in `fxpipe.Plan`
+        devices              list of names, one for each worker
+        stages               list, in order, of
+            index, device
+            nodes            list of node names in the order in which they run
+            code             text, for people
+            forward_seconds, backward_seconds                     of one micro-batch
+            parameter_bytes  of the stage; gradients take as much again
+            activation_bytes of all that the nodes make for one micro-batch
+            sent_bytes       to the next stage for one micro-batch, portals not counted
+            in_flight        micro-batches that have gone forward and not yet back, at most
+            memory_bytes     at most at one time: `fxpipe.inspect.figures.stage_memory` says of what
+        portals              list of {name, source, target, bytes}: two stages, and bytes of one micro-batch
+        totals
+            slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage
+            bubble           share of the device time of a step that is idle
+            device_bubbles   the same for each device
+            step_seconds     as simulated: forward and backward of all micro-batches, sending not counted
+            parameter_bytes  of all stages
+    """
+    figures = plan_figures(plan)
+    return {
+        "chunks": plan.chunks,
+        "micro_batch": plan.micro_batch,
+        "schedule": plan.schedule,
+        "checkpoint": plan.checkpoint,
+        "balance": plan.balance,
+        "tracer": plan.tracer,
+        "fingerprint": plan.fingerprint,
+        "devices": list(plan.devices),
+        "stages": [_stage(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
+        "portals": [
+            {"name": portal.name, "source": portal.source, "target": portal.target, "bytes": portal.bytes}
+            for portal in plan.portals
+        ],
+        "totals": {
+            "slowest_to_mean": figures.slowest_to_mean,
+            "bubble": figures.mean_bubble,
+            "device_bubbles": list(figures.bubble),
+            "step_seconds": figures.step_seconds,
+            "parameter_bytes": sum(stage.parameter_bytes for stage in plan.stages),
+        },
+    }
+
+
+def _stage(stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
+    return {
+        "index": stage.index,
+        "device": stage.device,
+        "nodes": list(stage.nodes),
+        "code": stage.code,
+        "forward_seconds": stage.forward_seconds,
+        "backward_seconds": stage.backward_seconds,
+        "parameter_bytes": stage.parameter_bytes,
+        "activation_bytes": stage.activation_bytes,
+        "sent_bytes": stage.sent_bytes,
+        "in_flight": figures.in_flight,
+        "memory_bytes": figures.memory_bytes,
+    }

@@ -1,0 +1,128 @@
+"""The text of a plan: a table of its stages, a table of its portals, the totals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from fxpipe.inspect.figures import PlanFigures, StageFigures, plan_figures
+
+if TYPE_CHECKING:
+    from fxpipe.planning import Plan, Portal, StagePlan
+
+MOST_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
+MOST_NAME = 48  # characters
+
+STAGE_HEADERS = (
+    "stage", "device", "nodes", "parameters", "forward", "backward", "in\nflight", "memory", "sends", "portals\nin",
+    "portals\nout",
+)  # fmt: skip
+PORTAL_HEADERS = ("portal", "from", "to", "bytes")
+NOTHING = "-"
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan as it prints. Seconds and bytes are those of one micro-batch, memory that of a step.
+
+    `memory` is of parameters, their gradients, and what the micro-batches in flight hold: see `figures.stage_memory`.
+    """
+    figures = plan_figures(plan)
+    blocks = [_head(plan), _stage_table(plan, figures)]
+    if plan.portals:
+        blocks.append(_portal_table(plan.portals))
+    return "\n\n".join([*blocks, _totals(plan, figures)])
+
+
+def human_bytes(number: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    if number < 1024:
+        return f"{number} B"
+    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while size >= 999.95 and len(units) > 1:  # what would print as 1000.0 or more goes on to the next unit
+        size /= 1024
+        units.pop()
+    return f"{size:.1f} {units[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`. Milliseconds, so that a column compares at a glance, up to ten seconds."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    milliseconds = seconds * 1e3
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
+    return f"{milliseconds:.{digits}f} ms"
+
+
+def shortened(name: str, length: int = MOST_NAME) -> str:
+    """At most `length` characters; the middle goes, since names begin with a module path and end with a number."""
+    if len(name) <= length:
+        return name
+    tail = (length - 3) // 2
+    return f"{name[: length - 3 - tail]}...{name[-tail:]}"
+
+
+def _head(plan: Plan) -> str:
+    samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
+    most = "" if plan.chunks == 1 else "at most "
+    return (
+        f"{_count(len(plan.stages), 'stage')}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
+        f"schedule {plan.schedule}, checkpoint {plan.checkpoint}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"graph {plan.fingerprint[:12]}"
+    )
+
+
+def _stage_table(plan: Plan, figures: PlanFigures) -> str:
+    rows = [_stage_row(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
+    return _table(rows, STAGE_HEADERS, left=("device",))
+
+
+def _stage_row(stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
+    return (
+        str(stage.index),
+        stage.device,
+        str(len(stage.nodes)),
+        human_bytes(stage.parameter_bytes),
+        human_seconds(stage.forward_seconds),
+        human_seconds(stage.backward_seconds),
+        str(figures.in_flight),
+        human_bytes(figures.memory_bytes),
+        human_bytes(stage.sent_bytes) if stage.sent_bytes else NOTHING,
+        _portal_cell(figures.portals_in),
+        _portal_cell(figures.portals_out),
+    )
+
+
+def _portal_cell(portals: tuple[Portal, ...]) -> str:
+    return f"{len(portals)} ({human_bytes(sum(portal.bytes for portal in portals))})" if portals else NOTHING
+
+
+def _portal_table(portals: tuple[Portal, ...]) -> str:
+    """All portals as the plan has them or, where they are many, the largest of them and the sum of the others."""
+    shown, rest = portals, ""
+    if len(portals) > MOST_PORTALS:
+        by_size = sorted(portals, key=lambda portal: -portal.bytes)
+        shown, others = tuple(by_size[:MOST_PORTALS]), by_size[MOST_PORTALS:]
+        total = human_bytes(sum(portal.bytes for portal in others))
+        rest = f"\nand {_count(len(others), 'smaller portal')}, {total} together"
+    rows = [(shortened(p.name), str(p.source), str(p.target), human_bytes(p.bytes)) for p in shown]
+    return _table(rows, PORTAL_HEADERS, left=("portal",)) + rest
+
+
+def _totals(plan: Plan, figures: PlanFigures) -> str:
+    parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
+    return (
+        f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {100 * figures.mean_bubble:.1f} % "
+        f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
+    )
+
+
+def _table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...], left: tuple[str, ...]) -> str:
+    alignment = ["left" if header in left else "right" for header in headers]
+    # Cells are text already: left to itself, tabulate would read a node named `1e5` as a number.
+    return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

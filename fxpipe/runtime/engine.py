@@ -1,0 +1,180 @@
+"""Runs whole steps: the drop-in, whose backward is the caller's, and `forward_backward`, which has its own.
+
+Both end the same way. When all rows have ended well, buffers are written into the model, and gradients go through `Commit`.
+When one has failed, nothing has changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import StateError
+from fxpipe.rewriting.program import Constant
+from fxpipe.runtime.assembly import Assembly, Tensors
+from fxpipe.runtime.commit import Commit, Gradients
+from fxpipe.runtime.drivers import Driver
+from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
+from fxpipe.runtime.record import StepRecord, record_of
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling import backward_part, forward_part, make_schedule
+from fxpipe.scheduling.actions import Kind, Schedule
+
+
+class Engine:
+    """Runs steps of one model on one set of workers."""
+
+    def __init__(self, model: nn.Module, driver: Driver):
+        self.model, self.driver = model, driver
+        self.last_step: StepRecord | None = None
+        self._verified = False
+        self._busy = threading.Lock()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """One step at a time: workers that served two would wait for each other."""
+        if not self._busy.acquire(blocking=False):
+            raise StateError(
+                "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); call it when that "
+                "has ended"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _step(self, assembly: Assembly, leaves: Sequence[Any], batch: int, schedule: Schedule, **more: Any) -> Step:
+        shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
+        # Only where something draws: a model without random nodes leaves the generator alone, as it does without a pipe.
+        seed = int(torch.randint(2**62, ()).item()) if assembly.program.is_random else 0
+        recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
+        return Step(assembly, Tensors(self.model, assembly.constants), leaves, shares, seed, recomputed, **more)
+
+    # -- the drop-in -------------------------------------------------------------------------------------------------
+
+    def call(self, assembly: Assembly, leaves: Sequence[Any], batch: int, chunks: int, checkpoint: str) -> Any:
+        """Runs all forwards and returns the output; its backward runs all backwards, once."""
+        n, m = len(assembly.devices), min(chunks, batch)
+        name = "gpipe" if assembly.state.grad else "inference"
+        schedule = make_schedule(name, n, m, checkpoint)
+        step = self._step(assembly, leaves, batch, schedule)
+        self.driver.drive(step, forward_part(schedule))
+        links = assembly.wiring.links[-1]
+        parts = {link.value: [step.take(n, link, i) for i in range(m)] for link in links}
+        outputs = [
+            o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
+            for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
+        ]
+        step.commit_buffers()
+        self.last_step = record_of(schedule.name, step.times)
+        differentiable = [
+            place
+            for place, o in enumerate(assembly.program.outputs)
+            if not isinstance(o, Constant) and any(p.requires_grad for p in parts[o])
+        ]
+        if differentiable:
+            earlier = {link.value: link.earlier for link in links}
+
+            def backward(gradients: Sequence[torch.Tensor | None]) -> None:
+                for place, gradient in zip(differentiable, gradients, strict=True):
+                    if gradient is None:
+                        continue
+                    output = assembly.program.outputs[place]
+                    tensors = [p.value for p in parts[output]]
+                    found = scatter_gradient(gradient, tensors, assembly.out_dims[place], step.weights)
+                    for i, one in enumerate(found):
+                        key = (earlier[output], output.name, i)
+                        if one is not None and key in step.gradients:  # the output stands there twice
+                            step.gradients[key] = step.gradients[key] + one
+                        elif one is not None:
+                            step.gradients[key] = one
+                with self.running():
+                    self.driver.drive(step, backward_part(schedule))
+                self.last_step = record_of(schedule.name, step.times)
+
+            made = self._commit(step, leaves, backward, [outputs[place] for place in differentiable])
+            for place, output in zip(differentiable, made, strict=True):
+                outputs[place] = output
+        return pytree.tree_unflatten(outputs, assembly.out_spec)
+
+    def _commit(
+        self,
+        step: Step,
+        leaves: Sequence[Any],
+        backward: Callable[[Sequence[torch.Tensor | None]], None],
+        outputs: Sequence[torch.Tensor],
+        extra: Sequence[torch.Tensor] = (),
+    ) -> tuple[torch.Tensor, ...]:
+        """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed."""
+        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        inputs = [leaves[place] for place in places]
+
+        def finish(gradients: Sequence[torch.Tensor | None]) -> Gradients:
+            backward(gradients)
+            found: Gradients = [step.parameter_gradient(name) for name in names]
+            found += [step.input_gradients(place, leaves[place]) for place in places]
+            found += [step.loss_sums.pop(k, None) for k in range(len(extra))]
+            divisor = step.losses.divisor if step.losses is not None else None
+            return found if divisor is None else [g if g is None else g / divisor for g in found]
+
+        parameters = [self.model.get_parameter(name) for name in names]
+        made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *parameters, *inputs, *extra)
+        return made
+
+    # -- forward and backward in one ---------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        assembly: Assembly,
+        leaves: Sequence[Any],
+        batch: int,
+        schedule: Schedule,
+        loss_fn: Callable[..., Any],
+        target: tuple[Any, ...],
+        reduction: str,
+    ) -> torch.Tensor:
+        """Runs a step and adds its gradients to the model's parameters; returns the loss."""
+        m = schedule.micro_batches
+        shares = [size / batch for size in sizes(batch, m)]
+        losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, assembly.devices[-1]))
+        extra = [p for p in loss_fn.parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
+        verify = not self._verified and m > 1
+        step = self._step(
+            assembly, leaves, batch, schedule, losses=losses, loss_parameters=extra, keep_outputs=verify
+        )
+        self.driver.drive(step, schedule.rows)
+        self.last_step = record_of(schedule.name, step.times)
+        if verify:
+            self._verify(step, losses, target)
+        loss = losses.total()
+        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
+        root.backward()
+        step.commit_buffers()
+        return loss
+
+    def _verify(self, step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
+        """Once for a pipe: is the loss of all outputs what the losses of micro-batches add up to?"""
+        assembly = step.assembly
+        how = {o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)}
+        parts = zip(*(step.outputs.pop(i) for i in range(step.micro_batches)), strict=True)
+        links = assembly.wiring.links[-1]
+        outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]
+        device = assembly.devices[-1]
+        losses.verify(step.output_tree(outputs), pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), target))
+        self._verified = True
+
+
+def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
+    """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
+    leaves, spec = pytree.tree_flatten(target)
+    dims = target_dims(leaves, batch)
+    moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count

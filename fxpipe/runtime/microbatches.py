@@ -1,0 +1,74 @@
+"""Mini-batches into micro-batches and back.
+
+Cut by `tensor_split`: sizes differ by at most one. Outputs go together as the plan says: along the dimension that holds the
+batch, as a mean weighted by size, as a sum, stacked, or, where they are the same for all, the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxpipe.errors import ArgumentError
+
+
+def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
+    """For each micro-batch its part of the leaves; what has no batch is the same for all."""
+    parts = [
+        leaf.tensor_split(count, dim) if dim is not None else [leaf] * count
+        for leaf, dim in zip(leaves, dims, strict=True)
+    ]
+    return [list(part) for part in zip(*parts, strict=True)] if parts else [[] for _ in range(count)]
+
+
+def sizes(batch: int, count: int) -> list[int]:
+    """Samples in each micro-batch."""
+    return [batch // count + (i < batch % count) for i in range(count)]
+
+
+def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
+    """Which dimension of each leaf of the target holds the batch: 0 for tensors.
+
+    Raises:
+        ArgumentError: a tensor has another size there.
+    """
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != batch):
+            raise ArgumentError(
+                f"target holds a tensor of shape {tuple(leaf.shape)}, but the inputs hold {batch} samples: its dimension 0 must "
+                f"be {batch}; what is no part of the batch belongs into loss_fn (functools.partial)"
+            )
+    return [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+
+def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]) -> Any:
+    """One output of all micro-batches; tensors come detached."""
+    parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
+    if how is None:
+        return parts[0]
+    if how == "mean":
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    if how == "sum":
+        return sum(parts[1:], parts[0])
+    if how == "stack":
+        return torch.stack(list(parts))
+    assert isinstance(how, int)
+    return torch.cat(list(parts), how)
+
+
+def scatter_gradient(
+    gradient: torch.Tensor, parts: Sequence[torch.Tensor], how: int | str | None, weights: Sequence[float]
+) -> list[torch.Tensor | None]:
+    """The gradient of `gather`'s result as gradients of its parts."""
+    if how is None:
+        return [gradient, *[None] * (len(parts) - 1)]
+    if how == "mean":
+        return [gradient * weight for weight in weights]
+    if how == "sum":
+        return [gradient] * len(parts)
+    if how == "stack":
+        return list(gradient.unbind())
+    assert isinstance(how, int)
+    return list(gradient.split([part.shape[how] for part in parts], how))

@@ -1,0 +1,616 @@
+"""The command `python -m fxpipe.inspect`, and what it makes of a plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe.planning
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.inspect.cli import main, parse_balance, parse_devices
+from fxpipe.inspect.document import plan_document
+from fxpipe.inspect.figures import plan_figures, stage_memory
+from fxpipe.inspect.inputs import Shape, make_arguments, parse_input
+from fxpipe.inspect.tables import human_bytes, human_seconds, plan_table, shortened
+from fxpipe.inspect.target import Target, parse_target
+from fxpipe.planning import Plan, Portal, StagePlan
+from fxpipe.scheduling.actions import Action
+
+MIB = 2**20
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(2, 16)
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens, scale=1.0):
+        print("the model says something")
+        x = self.embed(tokens)
+        y = self.second(self.first(x).relu()).relu()
+        return self.third(x + y) * scale
+
+
+def make_mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Zoo:
+    small = staticmethod(make_mlp)
+
+
+make_net = Net
+ready = make_mlp()
+number = 3
+
+
+def make_wrong():
+    return [make_mlp()]
+
+
+def make_error():
+    raise KeyError("width")
+
+
+def tensor_inputs():
+    return torch.zeros(8, 5, dtype=torch.int64)
+
+
+def tuple_inputs():
+    return torch.zeros(8, 5, dtype=torch.int64), 2.0
+
+
+def dict_inputs():
+    return {"tokens": torch.zeros(8, 5, dtype=torch.int64), "scale": 0.5}
+
+
+def list_inputs():
+    return [torch.zeros(8, 5, dtype=torch.int64)]
+"""
+
+
+def make_plan(
+    stages: int = 2,
+    chunks: int = 4,
+    schedule: str = "1f1b",
+    checkpoint: str = "never",
+    portals: tuple[Portal, ...] = (),
+) -> Plan:
+    """Stage j takes j + 1 ms forward and twice that back."""
+    return Plan(
+        stages=tuple(
+            StagePlan(
+                index=j,
+                device="cpu",
+                nodes=(f"layer{j}_linear", f"layer{j}_relu"),
+                code=f"def stage_{j}(x): ...",
+                forward_seconds=1e-3 * (j + 1),
+                backward_seconds=2e-3 * (j + 1),
+                parameter_bytes=10 * MIB,
+                activation_bytes=4 * MIB,
+                sent_bytes=MIB if j < stages - 1 else 0,
+            )
+            for j in range(stages)
+        ),
+        portals=portals,
+        devices=("cpu",) * stages,
+        schedule=schedule,
+        chunks=chunks,
+        micro_batch=2,
+        checkpoint=checkpoint,
+        balance="block",
+        tracer="recording",
+        fingerprint="0123456789abcdef",
+    )
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with factories, in the current directory, which is not on the path yet."""
+    path = tmp_path / "zoo_of_models.py"
+    path.write_text(MODEL_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+class FakePlan:
+    """Stands for `fxpipe.plan`: takes a note of its call, and hands out a plan made by hand."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.options: dict[str, Any] = {}
+        self.error: Exception | None = None
+
+    def __call__(self, model: torch.nn.Module, stages: int, **options: Any) -> Plan:
+        self.model, self.options = model, options
+        if self.error is not None:
+            raise self.error
+        return make_plan(stages)
+
+
+@pytest.fixture
+def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlan:
+    fake = FakePlan()
+    monkeypatch.setattr(fxpipe.planning, "plan", fake, raising=False)
+    return fake
+
+
+def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that the command leaves on standard error."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith("fxpipe.inspect: ")
+    return lines[0]
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])], ids=["gpipe", "1f1b"]
+)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_micro_batches_in_flight(schedule: str, in_flight: list[int], checkpoint: str) -> None:
+    figures = plan_figures(make_plan(4, 6, schedule, checkpoint))
+    assert [stage.in_flight for stage in figures.stages] == in_flight
+
+
+def test_no_more_micro_batches_in_flight_than_there_are() -> None:
+    assert [stage.in_flight for stage in plan_figures(make_plan(4, 2, "1f1b")).stages] == [2, 2, 2, 1]
+
+
+def test_memory_is_parameters_gradients_and_what_is_in_flight() -> None:
+    # Twice 10 MiB, and for each micro-batch in flight 4 MiB of activations and, but on the first stage, 1 MiB received.
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe")).stages]
+    assert memory == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 5]
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b")).stages]
+    assert memory == [20 + 3 * 4, 20 + 2 * 5, 20 + 1 * 5]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_recomputed_micro_batches_hold_only_what_they_received(checkpoint: str) -> None:
+    # In GPipe's order the last micro-batch goes back before another is recomputed: the modes differ in time alone.
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe", checkpoint)).stages]
+    assert memory == [20 + 4, 20 + 4 * 1 + 4, 20 + 4 * 1 + 4]
+
+
+def test_what_1f1b_keeps_of_the_last_micro_batch_adds_to_a_recomputed_one() -> None:
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b", "except_last")).stages]
+    assert memory == [20 + 2 * 4, 20 + 2 * 1 + 2 * 4, 20 + 1 + 4]
+
+
+def test_a_split_backward_holds_until_its_weights_are_done() -> None:
+    actions = list(map(Action.parse, ["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]))
+    assert stage_memory(parameters=10, activations=3, received=1, actions=actions) == (2, 20 + 2 * 4)
+
+
+def test_without_backward_nothing_is_kept() -> None:
+    actions = list(map(Action.parse, ["0F0", "0F1", "0F2"]))
+    assert stage_memory(parameters=10, activations=3, received=1, actions=actions) == (1, 10 + 4)
+
+
+def test_portals_count_where_they_arrive() -> None:
+    figures = plan_figures(make_plan(3, 4, "gpipe", portals=(Portal("skip", 0, 2, 2 * MIB),)))
+    assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 7]
+    assert [len(stage.portals_in) for stage in figures.stages] == [0, 0, 1]
+    assert [len(stage.portals_out) for stage in figures.stages] == [1, 0, 0]
+
+
+def test_bubble_of_equal_stages_is_the_known_one() -> None:
+    stages = tuple(StagePlan(j, "cpu", (), "", 1e-3, 2e-3, 0, 0, 0) for j in range(4))
+    equal = Plan(stages, (), ("cpu",) * 4, "gpipe", 8, 2, "never", "block", "recording", "0")
+    figures = plan_figures(equal)
+    assert figures.mean_bubble == pytest.approx(3 / 11)  # (n - 1) / (m + n - 1)
+    assert figures.step_seconds == pytest.approx(11 * 3e-3)
+    assert figures.slowest_to_mean == pytest.approx(1)
+    assert plan_figures(make_plan(1, 4)).mean_bubble == pytest.approx(0)
+
+
+def test_costs_of_zero_print() -> None:
+    stages = tuple(StagePlan(j, "cpu", (), "", 0.0, 0.0, 0, 0, 0) for j in range(2))
+    plan = Plan(stages, (), ("cpu", "cpu"), "1f1b", 2, 1, "never", "block", "recording", "")
+    assert "balance 1.00" in plan_table(plan)
+    assert plan_document(plan)["totals"]["step_seconds"] == 0
+
+
+# Tables
+
+
+def test_table_of_two_stages() -> None:
+    text = plan_table(make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024),)))
+    assert text == (
+        """\
+2 stages, 4 micro-batches of at most 2 samples
+schedule 1f1b, checkpoint never, balance block, tracer recording, graph 0123456789ab
+
+  stage  device      nodes    parameters    forward    backward        in    memory    sends      portals      portals
+                                                                   flight                              in          out
+-------  --------  -------  ------------  ---------  ----------  --------  --------  -------  -----------  -----------
+      0  cpu             2      10.0 MiB    1.00 ms     2.00 ms         2  28.0 MiB  1.0 MiB            -  1 (3.0 KiB)
+      1  cpu             2      10.0 MiB    2.00 ms     4.00 ms         1  25.0 MiB        -  1 (3.0 KiB)            -
+
+portal          from    to    bytes
+------------  ------  ----  -------
+encoder_relu       0     1  3.0 KiB
+
+balance 1.33 (slowest stage / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
+    )
+
+
+def test_table_of_64_stages_stays_readable() -> None:
+    portals = tuple(
+        Portal(f"decoder.blocks.{k}.a.module.path.that.goes.on.and.on.for.ever.add_{k}", k % 32, 63, 1024 * (k + 1))
+        for k in range(200)
+    )
+    text = plan_table(make_plan(64, 64, portals=portals))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 125
+    assert len(lines) < 64 + 40
+    assert "and 180 smaller portals, 15.9 MiB together" in text
+    # The largest is shown, with both ends of its name.
+    assert any(line.startswith("decoder.blocks.199") and "add_199" in line and "200.0 KiB" in line for line in lines)
+
+
+def test_node_names_that_look_like_numbers_stay_names() -> None:
+    assert "1e5  " in plan_table(make_plan(2, portals=(Portal("1e5", 0, 1, 8),)))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MIB - 1, "1.0 MiB"),
+        (5 * 2**50, "5120.0 TiB"),
+    ],
+)
+def test_human_bytes(number: int, text: str) -> None:
+    assert human_bytes(number) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0.000 ms"), (1.5e-6, "0.002 ms"), (1e-3, "1.00 ms"), (0.0123, "12.3 ms"), (1.5, "1500 ms"), (12, "12.0 s")],
+)
+def test_human_seconds(seconds: float, text: str) -> None:
+    assert human_seconds(seconds) == text
+
+
+def test_shortened_keeps_both_ends() -> None:
+    assert shortened("abcdefghij", 10) == "abcdefghij"
+    assert shortened("abcdefghijk", 10) == "abcd...ijk"
+
+
+# The document
+
+
+def test_document_is_json_and_has_the_documented_keys() -> None:
+    plan = make_plan(2, portals=(Portal("skip", 0, 1, 5),))
+    document = plan_document(plan)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    described = set((plan_document.__doc__ or "").replace(",", " ").replace("{", " ").replace("}", " ").split())
+    for keys in (document, document["stages"][0], document["portals"][0], document["totals"]):
+        assert keys.keys() <= described
+    assert document["portals"] == [{"name": "skip", "source": 0, "target": 1, "bytes": 5}]
+    assert [stage["nodes"] for stage in document["stages"]] == [list(stage.nodes) for stage in plan.stages]
+    assert document["totals"]["step_seconds"] == pytest.approx(27e-3)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("8x3x64x64", Shape((8, 3, 64, 64), "float32")),
+        ("8", Shape((8,), "float32")),
+        ("8x128:int64", Shape((8, 128), "int64")),
+        ("data:make", Target("data", "make")),
+        ("pkg.data:Batches.make", Target("pkg.data", "Batches.make")),
+        ("2d/models.py:make", Target("2d/models.py", "make")),
+        (r"C:\models.py:make", Target(r"C:\models.py", "make")),
+    ],
+)
+def test_parse_input(text: str, parsed: Shape | Target) -> None:
+    assert parse_input(text) == parsed
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8x", "x8", "8*3", "8,3", "8x0x2", "-8x3", "8X3", "8x3:", ":make", "data", "data:", "8:int64:x"]
+)
+def test_parse_input_says_what_is_accepted(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"expected sizes .*8x3x64x64.*8x128:int64; float32, .*module:make_inputs"):
+        parse_input(text)
+
+
+def test_parse_input_knows_its_dtypes() -> None:
+    accepted = "float32, float64, float16, bfloat16, int64, int32, bool"
+    with pytest.raises(ArgumentError, match=f"no dtype 'int8'; accepted are {accepted}"):
+        parse_input("8x3:int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"])
+def test_inputs_are_drawn(dtype: str) -> None:
+    state = torch.get_rng_state()
+    (first,) = make_arguments([Shape((64, 3), dtype)]).args
+    (second,) = make_arguments([Shape((64, 3), dtype)]).args
+    assert first.shape == (64, 3)
+    assert first.dtype is getattr(torch, dtype)
+    assert torch.equal(first, second)
+    assert torch.equal(state, torch.get_rng_state())
+    if not first.is_floating_point():
+        assert sorted(set(first.flatten().tolist())) == [0, 1]  # what every embedding accepts
+
+
+def test_inputs_that_cannot_be_made() -> None:
+    for sizes in [(10**9, 10**9, 10**9), (10**30,)]:
+        with pytest.raises(ArgumentError, match="cannot be made"):
+            make_arguments([Shape(sizes, "float32")])
+
+
+def test_inputs_of_a_function(model_file: Path) -> None:
+    where = str(model_file)
+    shape = Shape((8, 2), "float32")
+    assert len(make_arguments([shape, Target(where, "tensor_inputs")]).args) == 2
+    arguments = make_arguments([shape, Target(where, "tuple_inputs"), Target(where, "dict_inputs")])
+    assert len(arguments.args) == 3
+    assert arguments.args[2] == 2.0
+    assert list(arguments.kwargs) == ["tokens", "scale"]
+    with pytest.raises(ArgumentError, match=r"returned list; expected a tensor, a tuple of .* or a dict of"):
+        make_arguments([Target(where, "list_inputs")])
+    with pytest.raises(ArgumentError, match="argument 'scale' was given by an --input before it"):
+        make_arguments([Target(where, "dict_inputs"), Target(where, "dict_inputs")])
+
+
+# The command line
+
+
+def test_parse_target() -> None:
+    assert parse_target("a/b.py:make") == Target("a/b.py", "make")
+    for text in ["models", "models:", "a/b:make", "models:make it", ""]:
+        with pytest.raises(ArgumentError, match=r"expected module:factory or path/to/file.py:factory"):
+            parse_target(text)
+
+
+def test_parse_devices() -> None:
+    assert parse_devices("2") == 2
+    assert parse_devices("cpu, cpu") == ("cpu", "cpu")
+    assert parse_devices("cpu") == ("cpu",)
+    assert parse_devices("cuda:0,cuda:1") == ("cuda:0", "cuda:1")
+    for text in ["0", "-1", "", "cpu,", "2,2", "cuda:", "1.5"]:
+        with pytest.raises(ArgumentError, match=r"expected a number .* or a list of devices"):
+            parse_devices(text)
+
+
+def test_parse_balance() -> None:
+    assert parse_balance("block") == "block"
+    assert parse_balance("10,12,9") == (10, 12, 9)
+    assert parse_balance("layer2,layer3.0") == ("layer2", "layer3.0")
+    with pytest.raises(ArgumentError, match="expected block, counts"):
+        parse_balance("3,,4")
+
+
+def test_options_reach_plan_and_only_those_given(model_file: Path, fake_plan: FakePlan) -> None:
+    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu,cpu"]) == 0
+    assert fake_plan.options.keys() == {"example_args", "example_kwargs", "devices"}
+    assert fake_plan.options["devices"] == ("cpu", "cpu", "cpu")
+    assert fake_plan.model.training
+    line = "--devices cpu,cpu --chunks 3 --schedule gpipe --checkpoint always --balance 2,3 --eval"
+    assert main(["zoo_of_models:make_mlp", "--input", "zoo_of_models:dict_inputs", *line.split()]) == 0
+    given = fake_plan.options
+    assert (given["chunks"], given["schedule"], given["checkpoint"], given["balance"]) == (3, "gpipe", "always", (2, 3))
+    assert given["example_args"] == ()
+    assert list(given["example_kwargs"]) == ["tokens", "scale"]
+    assert not fake_plan.model.training
+
+
+@pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_net"])
+def test_targets(target: str, model_file: Path, fake_plan: FakePlan) -> None:
+    assert main([target, "--devices", "cpu,cpu"]) == 0
+    assert isinstance(fake_plan.model, torch.nn.Module)
+
+
+def test_a_number_of_devices_without_cuda(
+    model_file: Path, fake_plan: FakePlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["zoo_of_models:make_mlp", "--devices", "3"]) == 0
+    assert fake_plan.options["devices"] == ("cpu", "cpu", "cpu")
+    assert main(["zoo_of_models:make_mlp"]) == 0
+    assert fake_plan.options["devices"] == ("cpu", "cpu")
+
+
+def test_a_number_of_devices_with_cuda(
+    model_file: Path, fake_plan: FakePlan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
+    assert fake_plan.options["devices"] == ("cuda:0", "cuda:1")
+    assert main(["zoo_of_models:make_mlp"]) == 0
+    assert fake_plan.options["devices"] == ("cuda:0", "cuda:1", "cuda:2")
+    capsys.readouterr()
+    assert "CUDA has 3 here; for CPU workers give a list: cpu,cpu,..." in refusal(
+        ["zoo_of_models:make_mlp", "--devices", "4"], capsys
+    )
+
+
+def test_outputs(model_file: Path, fake_plan: FakePlan, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == plan_table(make_plan(2)) + "\n"
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan_document(make_plan(2))
+    assert main([*argv, "--code", "1"]) == 0
+    assert capsys.readouterr().out == "def stage_1(x): ...\n"
+
+
+MISTAKES = {
+    "no_target": ("", "the following arguments are required: TARGET"),
+    "form_of_target": ("zoo_of_models", "'zoo_of_models': expected module:factory or path/to/file.py:factory"),
+    "module": ("zoo_of_model:make_mlp", "no module named 'zoo_of_model'", "did you mean zoo_of_models?"),
+    "file": ("zoo_of_model.py:make_mlp", "no file 'zoo_of_model.py'", "did you mean zoo_of_models.py?"),
+    "factory": ("zoo_of_models:make_mpl", "zoo_of_models has no 'make_mpl'; did you mean make_mlp"),
+    "factory_of_file": ("zoo_of_models.py:qqq", "zoo_of_models.py has no 'qqq'; it has Net, Zoo,", "make_mlp"),
+    "nested_factory": ("zoo_of_models:Zoo.smal", "zoo_of_models has no 'Zoo.smal'; did you mean small?"),
+    "raises": ("zoo_of_models:make_error", "calling zoo_of_models:make_error raised KeyError: 'width'"),
+    "no_module": ("zoo_of_models:make_wrong", "zoo_of_models:make_wrong returned a list, expected a torch.nn.Module"),
+    "no_function": ("zoo_of_models:number", "zoo_of_models:number is an int, not a function"),
+    "input": ("zoo_of_models:make_mlp --input 8*8", "argument --input: '8*8': expected sizes (8x3x64x64)"),
+    "devices": ("zoo_of_models:make_mlp --devices 0", "argument --devices: '0': expected a number"),
+    "device": ("zoo_of_models:make_mlp --devices cpu,gpu", "--devices: 'gpu' is no device"),
+    "chunks": ("zoo_of_models:make_mlp --chunks 0", "argument --chunks: '0': expected the number of micro-batches"),
+    "schedule": ("zoo_of_models:make_mlp --schedule 1b1f", "--schedule: invalid choice: '1b1f'", "gpipe", "1f1b"),
+    "option": ("zoo_of_models:make_mlp --chunk 2", "unrecognized arguments: --chunk 2 (see --help)"),
+    "code": ("zoo_of_models:make_mlp --devices cpu,cpu --code 2", "--code 2: no such stage; stages are 0 to 1"),
+    "code_below": ("zoo_of_models:make_mlp --devices cpu,cpu --code -1", "--code -1: no such stage"),
+    "code_and_json": ("zoo_of_models:make_mlp --code 1 --json", "not allowed with argument --code"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line(
+    name: str, model_file: Path, fake_plan: FakePlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, *expected = MISTAKES[name]
+    found = refusal(line.split(), capsys)
+    assert all(part in found for part in expected), found
+
+
+def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, expected in [
+        ("import not_there_at_all", "raised ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("def make(:", "raised SyntaxError"),
+        ("raise SystemExit('usage: train.py DATA')", "raised SystemExit: usage: train.py DATA"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ]:
+        (tmp_path / "not_to_be_imported.py").write_text(text)
+        assert "importing not_to_be_imported " + expected in refusal(["not_to_be_imported:make"], capsys)
+        assert "running not_to_be_imported.py " + expected in refusal(["not_to_be_imported.py:make"], capsys)
+    assert "no module named 'not_a_package'" in refusal(["not_a_package.models:make"], capsys)
+
+
+def test_a_file_imports_its_neighbours_and_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_plan: FakePlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "neighbour_of_queue.py").write_text("width = 4")
+    # Named after a module of the standard library, which it must not replace.
+    (tmp_path / "queue.py").write_text(
+        "import neighbour_of_queue, torch\nprint('running')\n"
+        "def make(): return torch.nn.Linear(neighbour_of_queue.width, 1)\ndef inputs(): return torch.ones(2, 4)\n"
+    )
+    file = tmp_path / "queue.py"
+    assert main([f"{file}:make", "--input", f"{file}:inputs", "--devices", "cpu,cpu", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["chunks"] == 4  # what the user's code prints is elsewhere
+    assert captured.err == "running\n"
+    assert "Queue" in dir(sys.modules["queue"])
+
+
+def test_refusals_of_fxpipe_end_in_one_line(
+    model_file: Path, fake_plan: FakePlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_plan.error = PartitionError("cannot be cut:\n  - stage 0 has no node\n  - stage 1 has no node")
+    line = refusal(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"], capsys)
+    assert line == "fxpipe.inspect: cannot be cut: - stage 0 has no node - stage 1 has no node"
+
+
+def test_exceptions_of_the_model_end_in_one_line(
+    model_file: Path, fake_plan: FakePlan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_plan.error = RuntimeError("whatever became of it")
+    line = refusal(["zoo_of_models:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
+    assert "the model raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x9 and 8x16)" in line
+    line = refusal(["zoo_of_models:make_mlp", "--devices", "cpu,cpu"], capsys)
+    assert "without inputs; give them with --input" in line
+
+
+def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, fake_plan: FakePlan) -> None:
+    fake_plan.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"])
+
+
+def test_help_shows_examples_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom fxpipe.inspect.cli import main\ntry:\n    main(['--help'])\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+# End to end
+
+planned = pytest.mark.skipif(not hasattr(fxpipe.planning, "plan"), reason="fxpipe.planning.plan does not exist yet")
+
+
+@planned
+def test_command_prints_a_plan(model_file: Path) -> None:
+    root = str(Path(fxpipe.planning.__file__).parents[1])
+    command = [sys.executable, "-m", "fxpipe.inspect", "zoo_of_models:make_net", "--input", "8x5:int64"]
+    done = subprocess.run(
+        [*command, "--devices", "cpu,cpu", "--chunks", "4"], capture_output=True, text=True, env={"PYTHONPATH": root}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 stages, 4 micro-batches of at most 2 samples\n")
+    assert "step " in done.stdout
+    assert "the model says something" not in done.stdout
+
+
+@planned
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_document_of_a_real_plan(
+    schedule: str, checkpoint: str, model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--schedule", schedule, "--checkpoint", checkpoint, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
+    assert main([f"{model_file}:make_net", "--input", f"{model_file}:dict_inputs", *options, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schedule"], document["checkpoint"], document["chunks"]) == (schedule, checkpoint, 2)
+    assert [stage["index"] for stage in document["stages"]] == [0, 1, 2]
+    assert all(stage["nodes"] and stage["forward_seconds"] > 0 for stage in document["stages"])
+    parameters = 4 * (2 * 16 + 2 * (16 * 16 + 16) + 16 * 4 + 4)
+    assert document["totals"]["parameter_bytes"] == parameters
+    assert 0 < document["totals"]["bubble"] < 1
+
+
+@planned
+def test_code_of_a_real_stage(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [f"{model_file}:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", "--eval"]
+    assert main([*argv, "--code", "1"]) == 0
+    assert "linear" in capsys.readouterr().out
+
+
+@planned
+def test_real_plan_of_a_model_that_fails(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([f"{model_file}:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
+    assert "mat1 and mat2 shapes cannot be multiplied" in line
+
+
+@planned
+def test_plan_prints_its_table(model_file: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    plan = fxpipe.planning.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
+    assert str(plan) == plan_table(plan)

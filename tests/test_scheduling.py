@@ -1,0 +1,628 @@
+"""Schedules as data: what they look like, that they can run, and that what cannot run is refused with a reason."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import random
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxpipe.scheduling
+from fxpipe.errors import ArgumentError, ArgumentTypeError, ScheduleError
+from fxpipe.scheduling import (
+    CHECKPOINTS,
+    SCHEDULES,
+    Action,
+    Kind,
+    Rows,
+    Schedule,
+    backward_part,
+    clock_cycles,
+    dependencies,
+    forward_part,
+    make_schedule,
+    parse_schedule,
+    validate,
+)
+
+ZERO_BUBBLE = """
+    0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2 0U2
+    1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2 1U2
+"""
+TWO_STAGES_PER_DEVICE = """
+    0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+    1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+"""
+
+
+def every_schedule() -> Iterator[Schedule]:
+    for name, checkpoint, n, m in product(SCHEDULES, CHECKPOINTS, range(1, 7), range(1, 9)):
+        yield make_schedule(name, n, m, checkpoint)
+
+
+def rows(text: str) -> Rows:
+    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
+
+
+def table(text: str, n: int, m: int) -> Schedule:
+    """As `parse_schedule`, but not validated."""
+    return Schedule("table", n, m, rows(text))
+
+
+# The triangles
+
+
+def draw_clock(m: int, n: int) -> str:
+    cycles = [dict((j, i) for i, j in cycle) for cycle in clock_cycles(m, n)]
+    return "\n".join(" ".join(str(cycle.get(j, ".")) for cycle in cycles) for j in range(n))
+
+
+def test_clock_cycles_are_a_staircase():
+    assert draw_clock(m=4, n=3) == (
+        "0 1 2 3 . .\n"
+        ". 0 1 2 3 .\n"
+        ". . 0 1 2 3"
+    )  # fmt: skip
+
+
+def test_clock_cycles_of_fewer_micro_batches_than_stages():
+    assert draw_clock(m=2, n=4) == (
+        "0 1 . . .\n"
+        ". 0 1 . .\n"
+        ". . 0 1 .\n"
+        ". . . 0 1"
+    )  # fmt: skip
+
+
+def test_clock_cycles_list_stages_ascending():
+    assert list(clock_cycles(m=4, n=3)) == [
+        ((0, 0),),
+        ((1, 0), (0, 1)),
+        ((2, 0), (1, 1), (0, 2)),
+        ((3, 0), (2, 1), (1, 2)),
+        ((3, 1), (2, 2)),
+        ((3, 2),),
+    ]
+
+
+def test_gpipe_is_all_forwards_then_all_backwards():
+    assert make_schedule("gpipe", stages=3, micro_batches=4).rows == rows("""
+        0F0 0F1 0F2 0F3 0B3 0B2 0B1 0B0
+        1F0 1F1 1F2 1F3 1B3 1B2 1B1 1B0
+        2F0 2F1 2F2 2F3 2B3 2B2 2B1 2B0
+    """)
+
+
+def test_1f1b_warms_up_alternates_and_drains():
+    assert make_schedule("1f1b", stages=3, micro_batches=4).rows == rows("""
+        0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+        1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+        2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+    """)
+
+
+def test_1f1b_of_fewer_micro_batches_than_stages():
+    assert make_schedule("1f1b", stages=4, micro_batches=2).rows == rows("""
+        0F0 0F1 0B0 0B1
+        1F0 1F1 1B0 1B1
+        2F0 2F1 2B0 2B1
+        3F0 3B0 3F1 3B1
+    """)
+
+
+def test_inference_is_forwards_only():
+    assert make_schedule("inference", stages=2, micro_batches=3, checkpoint="always").rows == rows("""
+        0F0 0F1 0F2
+        1F0 1F1 1F2
+    """)
+
+
+def test_recompute_stands_right_before_backward():
+    assert make_schedule("gpipe", stages=2, micro_batches=2, checkpoint="always").rows == rows("""
+        0F0 0F1 0R1 0B1 0R0 0B0
+        1F0 1F1 1R1 1B1 1R0 1B0
+    """)
+    assert make_schedule("1f1b", stages=2, micro_batches=3, checkpoint="always").rows == rows("""
+        0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2
+        1F0 1R0 1B0 1F1 1R1 1B1 1F2 1R2 1B2
+    """)
+
+
+def test_except_last_keeps_the_last_micro_batch():
+    assert make_schedule("1f1b", stages=2, micro_batches=2, checkpoint="except_last").rows == rows("""
+        0F0 0F1 0R0 0B0 0B1
+        1F0 1R0 1B0 1F1 1B1
+    """)
+    assert make_schedule("gpipe", 2, 1, "except_last") == make_schedule("gpipe", 2, 1, "never")
+
+
+def test_gpipe_backward_is_the_reverse_of_the_clock_cycle():
+    for n, m in product(range(1, 7), range(1, 9)):
+        reverse = [(i, j) for cycle in clock_cycles(m, n) for i, j in cycle][::-1]
+        for j, row in enumerate(backward_part(make_schedule("gpipe", n, m))):
+            assert row == tuple(Action(Kind.BACKWARD, j, i) for i, stage in reverse if stage == j)
+
+
+def most_kept(row: tuple[Action, ...]) -> int:
+    """The most micro-batches that are after their F and not after their B at once."""
+    kept, most = 0, 0
+    for action in row:
+        kept += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
+        most = max(most, kept)
+    return most
+
+
+def test_1f1b_keeps_at_most_n_minus_j_micro_batches_at_stage_j():
+    for n, m in product(range(1, 7), range(1, 9)):
+        for j in range(n):
+            assert most_kept(make_schedule("1f1b", n, m).rows[j]) == min(n - j, m)
+            assert most_kept(make_schedule("gpipe", n, m).rows[j]) == m
+
+
+def test_every_schedule_is_valid():
+    for schedule in every_schedule():
+        validate(schedule)
+        assert len(schedule.rows) == schedule.stages
+    for text in (ZERO_BUBBLE, TWO_STAGES_PER_DEVICE):
+        parse_schedule(text)
+
+
+def test_forward_and_backward_part_make_the_whole():
+    for schedule in every_schedule():
+        if schedule.name != "1f1b":
+            parts = zip(forward_part(schedule), backward_part(schedule), strict=True)
+            assert tuple(f + b for f, b in parts) == schedule.rows
+            assert {a.kind for row in forward_part(schedule) for a in row} == {Kind.FORWARD}
+            assert not any(a.kind is Kind.FORWARD for row in backward_part(schedule) for a in row)
+
+
+def test_backward_part_begins_with_recompute():
+    assert backward_part(make_schedule("gpipe", 1, 2, "always")) == rows("0R1 0B1 0R0 0B0")
+
+
+@pytest.mark.parametrize("part", [forward_part, backward_part])
+def test_1f1b_has_no_parts(part):
+    with pytest.raises(ArgumentError, match=r"0F2 stands behind 0B0. Use make_schedule\('gpipe', stages=2, micro_bat"):
+        part(make_schedule("1f1b", 2, 3))
+
+
+def test_a_schedule_is_made_once():
+    assert make_schedule("1f1b", 4, 8) is make_schedule("1f1b", stages=4, micro_batches=8, checkpoint="never")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("1F1B", 2, 2), "schedule='1F1B' is unknown; there are 'gpipe', '1f1b', 'inference'"),
+        ((["gpipe"], 2, 2), r"schedule=\['gpipe'\] is unknown"),
+        (("gpipe", 2, 2, "all"), "checkpoint='all' is unknown; there are 'always', 'except_last', 'never'"),
+        (("gpipe", 2, 2, None), "checkpoint=None is unknown"),
+        (("gpipe", 0, 2), "stages=0 is too few: give an integer of at least 1"),
+        (("gpipe", 2, -1), "micro_batches=-1 is too few"),
+    ],
+)
+def test_bad_value_is_named(arguments, words):
+    with pytest.raises(ArgumentError, match=words):
+        make_schedule(*arguments)
+
+
+@pytest.mark.parametrize("count", [2.0, "2", True, None])
+def test_count_that_is_no_integer_is_refused(count):
+    with pytest.raises(ArgumentTypeError, match=f"stages={count!r} is no number of stages: give an integer"):
+        make_schedule("gpipe", count, 2)
+
+
+# Text
+
+
+def test_schedule_prints_and_parses_back():
+    for schedule in every_schedule():
+        assert parse_schedule(str(schedule)) == schedule
+        text = "\n".join(" ".join(map(str, row)) for row in schedule.rows)
+        assert parse_schedule(text, name=schedule.name) == schedule
+
+
+def test_row_of_an_idle_device_parses_back():
+    schedule = Schedule("idle", 1, 1, (rows("0F0")[0], ()))
+    assert parse_schedule(str(schedule)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no actions: expected one line for each device, as in '0F0"),
+        ("0F0 0X0", "action '0X0': expected stage, kind .* and micro-batch, as in '1F0'"),
+        ("device 1: 0F0", "expected the row of device 0 here"),
+        ("mine: 1 stages, 2 micro-batches\n0F0", "schedule 'mine' .* would not run:\n  - 0F1 is missing"),
+    ],
+)
+def test_bad_text_is_refused(text, words):
+    with pytest.raises(ScheduleError, match=words):
+        parse_schedule(text)
+
+
+# What cannot run
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "grid"),
+    [
+        (
+            "0F0 0F0 0F1 0B0 0B1",
+            "0F0 stands there 2 times: keep one",
+            "device 0: >0F0< >0F0< 0F1 0B0 0B1",
+        ),
+        (
+            "0F0 0F1 0B0",
+            "0B1 is missing (1 of 2): every stage has B for every micro-batch, or the schedule has no B at all",
+            "device 0: 0F0 0F1 0B0",
+        ),
+        (
+            "0B0 0F0 0F1 0B1",
+            "0B0 stands before 0F0, which it needs",
+            "device 0: >0B0< 0F0 0F1 0B1",
+        ),
+        (
+            "0F0 0F1 0B0 0R0 0B1",
+            "0B0 stands before 0R0, which it needs",
+            "device 0: 0F0 0F1 >0B0< 0R0 0B1",
+        ),
+        (
+            "0R0 0F0 0F1 0B0 0B1",
+            "0R0 stands before 0F0, which it needs",
+            "device 0: >0R0< 0F0 0F1 0B0 0B1",
+        ),
+        (
+            "0F0 0F1 0R0",
+            "0R0 is of no use in a schedule without B: add every B, or take it out",
+            "device 0: 0F0 0F1 >0R0<",
+        ),
+        (
+            "0F0 0F1 0B0 0W0 0B1",
+            "0W1 is missing (1 of 2): a stage has W for every micro-batch or for none",
+            "device 0: 0F0 0F1 0B0 0W0 0B1",
+        ),
+        (
+            "0F0 0F1 0W0 0B0 0B1 0W1",
+            "0W0 stands before 0B0, which it needs",
+            "device 0: 0F0 0F1 >0W0< 0B0 0B1 0W1",
+        ),
+        (
+            "0F0 0F1 0B0 0U1 0B1",
+            "0U1 stands before 0B1, which it needs",
+            "device 0: 0F0 0F1 0B0 >0U1< 0B1",
+        ),
+        (
+            "0F0 0F1 0B0 0U0 0B1",
+            "stage 0 is updated, but not with its last micro-batches: 0U1 is missing",
+            "device 0: 0F0 0F1 0B0 0U0 0B1",
+        ),
+        (
+            "0F0 0F1 1F0",
+            "1F0 is for stage 1; stages are 0 to 0",
+            "device 0: 0F0 0F1 >1F0<",
+        ),
+        (
+            "0F0 0F1 0F2",
+            "0F2 is for micro-batch 2; micro-batches are 0 to 1",
+            "device 0: 0F0 0F1 >0F2<",
+        ),
+    ],
+)
+def test_illegal_row_is_shown_with_its_fault(text, words, grid):
+    with pytest.raises(ScheduleError) as raised:
+        validate(table(text, n=1, m=2))
+    assert str(raised.value) == f"schedule 'table' (1 stages, 2 micro-batches) would not run:\n  - {words}\n{grid}"
+
+
+def test_stage_in_two_rows_is_shown():
+    with pytest.raises(ScheduleError) as raised:
+        validate(table("0F0 0F1 1B0 0B0 0B1 \n 1F0 1F1 1B1", n=2, m=2))
+    assert str(raised.value).splitlines()[1:] == [
+        "  - 1B0 stands with device 0: a stage lives in one row, "
+        "move it to device 1, where the rest of stage 1 is",
+        "device 0: 0F0 0F1 >1B0< 0B0 0B1",
+        "device 1: 1F0 1F1 1B1",
+    ]  # fmt: skip
+
+
+def test_rows_that_wait_for_each_other_are_shown():
+    """Device 0 wants the gradient of 0 before it forwards 1, device 1 wants 1 before it gives the gradient of 0."""
+    with pytest.raises(ScheduleError) as raised:
+        validate(table("0F0 0B0 0F1 0B1 \n 1F0 1F1 1B0 1B1", n=2, m=2))
+    assert str(raised.value).splitlines()[1:] == [
+        "  - device 0 waits before 0B0 for the result of 1B0, for ever",
+        "  - device 1 waits before 1F1 for the result of 0F1, for ever",
+        "device 0: 0F0 >0B0< 0F1 0B1",
+        "device 1: 1F0 >1F1< 1B0 1B1",
+    ]
+
+
+def test_rows_that_would_need_room_in_a_channel_are_shown():
+    """0F0 would have to lie somewhere until device 1 has taken 0F1."""
+    with pytest.raises(ScheduleError) as raised:
+        validate(table("0F0 0F1 \n 1F1 1F0", n=2, m=2))
+    assert str(raised.value).splitlines()[1:] == [
+        "  - device 0 waits after 0F0 for 1F0 to take its result, for ever",
+        "  - device 1 waits before 1F1 for the result of 0F1, for ever",
+        "device 0: >0F0< 0F1",
+        "device 1: >1F1< 1F0",
+    ]
+
+
+def test_only_those_that_wait_in_a_circle_are_blamed():
+    with pytest.raises(ScheduleError) as raised:
+        validate(table("0F0 0F1 \n 1F0 1F1 \n 2F1 2F0", n=3, m=2))
+    assert [line[:12] for line in str(raised.value).splitlines() if line.startswith("  -")] == [
+        "  - device 1",
+        "  - device 2",
+    ]
+
+
+def test_long_lists_of_faults_are_cut():
+    with pytest.raises(ScheduleError, match=r"  - and 8 more$"):
+        validate(Schedule("empty", 16, 2, ()))
+
+
+@pytest.mark.parametrize(("n", "m"), [(0, 1), (1, 0)])
+def test_nothing_to_do_is_refused(n, m):
+    with pytest.raises(ScheduleError, match="at least 1 stage and 1 micro-batch"):
+        validate(Schedule("nothing", n, m, ()))
+
+
+def test_dependencies_are_a_chain():
+    needs = {text: " ".join(map(str, dependencies(Action.parse(text), stages=3))) for text in
+             ("0F1", "1F1", "1R1", "1B1", "2B1", "1W1", "1U1")}  # fmt: skip
+    assert needs == {
+        "0F1": "",
+        "1F1": "0F1",
+        "1R1": "1F1",
+        "1B1": "1F1 1R1 2B1",
+        "2B1": "2F1 2R1",
+        "1W1": "1B1",
+        "1U1": "1B0 1B1 1W0 1W1",
+    }
+
+
+# Against a naive executor
+
+
+class Fault(Exception):
+    pass
+
+
+def require(condition: bool) -> None:
+    if not condition:
+        raise Fault
+
+
+class NaiveDevice:
+    """Computes with lists of stage numbers where a model has tensors, and only with what it was handed."""
+
+    def __init__(self, schedule: Schedule, row: tuple[Action, ...]):
+        self.n, self.m, self.row = schedule.stages, schedule.micro_batches, row
+        self.split = {a.stage for a in row if a.kind is Kind.WEIGHT}
+        self.held: dict[tuple[str, int, int], list[int]] = {}  # results here, by kind, stage and micro-batch
+        self.saved: dict[tuple[int, int], int] = {}  # forwards that wait for backward, with their recomputes
+        self.owed: set[tuple[int, int]] = set()  # backwards that wait for W
+        self.gradients: set[tuple[int, int]] = set()
+        self.updated: set[tuple[int, int]] = set()
+
+    def run(self, action: Action) -> None:
+        j, i = action.stage, action.micro_batch
+        require(0 <= j < self.n and 0 <= i < self.m)
+        match action.kind:
+            case Kind.FORWARD:
+                require(j == 0 or ("F", j - 1, i) in self.held)
+                self.held["F", j, i] = [*self.held.get(("F", j - 1, i), []), j]
+                self.saved[j, i] = 0
+            case Kind.RECOMPUTE:
+                require((j, i) in self.saved)
+                self.saved[j, i] += 1
+            case Kind.BACKWARD:
+                require((j, i) in self.saved and (j == self.n - 1 or ("B", j + 1, i) in self.held))
+                del self.saved[j, i]
+                self.held["B", j, i] = [*self.held.get(("B", j + 1, i), []), j]
+                (self.owed if j in self.split else self.gradients).add((j, i))
+            case Kind.WEIGHT:
+                require((j, i) in self.owed)
+                self.owed.remove((j, i))
+                self.gradients.add((j, i))
+            case Kind.UPDATE:
+                require(all((j, h) in self.gradients for h in range(i + 1)))
+                self.updated.add((j, i))
+
+
+def execute(schedule: Schedule, seed: int) -> None:
+    """Runs the rows with hand-to-hand channels, devices taking turns at random; raises Fault if anything is amiss."""
+    n, m = schedule.stages, schedule.micro_batches
+    actions = [action for row in schedule.rows for action in row]
+    require(len(set(actions)) == len(actions))
+    for j in range(n):
+        require(sum(any(a.stage == j for a in row) for row in schedule.rows) == 1)
+    home = {a: d for d, row in enumerate(schedule.rows) for a in row}
+    devices = [NaiveDevice(schedule, row) for row in schedule.rows]
+    hands: set[tuple[str, Action]] = set()  # ("give" or "take", whose result)
+
+    def made(action: Action) -> list[Action]:
+        """The result for another device that `action` makes."""
+        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
+        if step is None:
+            return []
+        user = Action(action.kind, action.stage + step, action.micro_batch)
+        return [action] if home.get(user, home[action]) != home[action] else []
+
+    def taken(action: Action) -> list[Action]:
+        """The result of another device that `action` takes."""
+        step = {Kind.FORWARD: -1, Kind.BACKWARD: 1}.get(action.kind)
+        if step is None:
+            return []
+        maker = Action(action.kind, action.stage + step, action.micro_batch)
+        return [maker] if home.get(maker, home[action]) != home[action] else []
+
+    def life(d: int) -> Iterator[bool]:
+        """Yields whether it got on."""
+        give: list[Action] = []
+        for action in (*schedule.rows[d], None):
+            take = taken(action) if action else []
+            hands.update(("give", a) for a in give)
+            hands.update(("take", a) for a in take)
+            while not all(("take", a) in hands for a in give) or not all(("give", a) in hands for a in take):
+                yield False
+            for a in take:
+                key = str(a.kind), a.stage, a.micro_batch
+                devices[d].held[key] = devices[home[a]].held[key]
+            if action:
+                devices[d].run(action)
+                give = made(action)
+            yield True
+
+    turns = random.Random(seed)
+    lives = {d: life(d) for d in range(len(devices))}
+    idle = 0
+    while lives:
+        require(idle < 50 * len(devices))  # nobody got on for long: they wait for ever
+        d = turns.choice(list(lives))
+        got_on = next(lives[d], None)
+        if got_on is None:
+            del lives[d]
+        idle = 0 if got_on else idle + 1
+
+    held = {key: value for device in devices for key, value in device.held.items()}
+    kinds = {a.kind for a in actions}
+    for j, i in product(range(n), range(m)):
+        require(held.get(("F", j, i)) == list(range(j + 1)))
+        if Kind.BACKWARD in kinds:
+            require(held.get(("B", j, i)) == list(range(j, n))[::-1])
+            require(any((j, i) in device.gradients for device in devices))
+        else:
+            require(kinds == {Kind.FORWARD})
+    for j in {a.stage for a in actions if a.kind is Kind.UPDATE}:
+        require(any((j, m - 1) in device.updated for device in devices))
+
+
+def is_right(schedule: Schedule, seed: int = 0) -> bool:
+    try:
+        execute(schedule, seed)
+    except Fault:
+        return False
+    return True
+
+
+def is_valid(schedule: Schedule) -> bool:
+    try:
+        validate(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def test_naive_executor_runs_every_schedule():
+    for schedule in every_schedule():
+        assert is_right(schedule), schedule
+
+
+SOME_SCHEDULES = st.one_of(
+    st.builds(
+        make_schedule,
+        st.sampled_from(sorted(SCHEDULES)),
+        st.integers(1, 6),
+        st.integers(1, 8),
+        st.sampled_from(CHECKPOINTS),
+    ),
+    st.sampled_from([parse_schedule(ZERO_BUBBLE), parse_schedule(TWO_STAGES_PER_DEVICE)]),
+)
+
+
+def mutated(schedule: Schedule, data: st.DataObject) -> Schedule:
+    """One slip of the pen."""
+    table = [list(row) for row in schedule.rows]
+
+    def draw_row() -> int:
+        return data.draw(st.sampled_from([d for d, row in enumerate(table) if row]))
+
+    d = draw_row()
+    p = data.draw(st.integers(0, len(table[d]) - 1))
+    slip = data.draw(st.sampled_from(["drop", "double", "swap", "swap neighbours", "move", "wrong row", "rename"]))
+    match slip:
+        case "drop":
+            del table[d][p]
+        case "double":
+            table[d].insert(data.draw(st.integers(0, len(table[d]))), table[d][p])
+        case "swap":
+            e = draw_row()
+            q = data.draw(st.integers(0, len(table[e]) - 1))
+            table[d][p], table[e][q] = table[e][q], table[d][p]
+        case "swap neighbours":
+            q = max(p - 1, 0)
+            table[d][p], table[d][q] = table[d][q], table[d][p]
+        case "move":
+            action = table[d].pop(p)
+            table[d].insert(data.draw(st.integers(0, len(table[d]))), action)
+        case "wrong row":
+            action = table[d].pop(p)
+            e = data.draw(st.integers(0, len(table) - 1))
+            table[e].insert(data.draw(st.integers(0, len(table[e]))), action)
+        case "rename":
+            stage, micro_batch = data.draw(st.integers(0, schedule.stages)), data.draw(st.integers(0, 8))
+            table[d][p] = Action(data.draw(st.sampled_from(Kind)), stage, micro_batch)
+    return Schedule(slip, schedule.stages, schedule.micro_batches, tuple(map(tuple, table)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(SOME_SCHEDULES, st.data(), st.integers(0, 3))
+def test_mutated_schedule_is_accepted_exactly_if_it_still_runs_right(schedule, data, seed):
+    once = mutated(schedule, data)
+    twice = mutated(once, data) if data.draw(st.booleans()) and any(once.rows) else once
+    assert is_valid(twice) == is_right(twice, seed), twice
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(CHECKPOINTS), st.randoms(use_true_random=False))
+def test_shuffled_rows_are_accepted_exactly_if_they_run_right(n, m, checkpoint, turns):
+    """Any order that a row's own actions allow: what is left to find is waiting for ever."""
+    shuffled = []
+    for row in make_schedule("gpipe", n, m, checkpoint).rows:
+        left, order = list(row), []
+        while left:
+            free = [a for a in left if not set(dependencies(a, n)) & set(left)]
+            order.append(turns.choice(free))
+            left.remove(order[-1])
+        shuffled.append(tuple(order))
+    schedule = Schedule("shuffled", n, m, tuple(shuffled))
+    assert is_valid(schedule) == is_right(schedule), schedule
+
+
+# The room
+
+
+SOURCES = sorted(Path(fxpipe.scheduling.__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_scheduling_is_plain_data(source):
+    """No torch, and nothing of fxpipe but the exceptions."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors"))
+            assert ours or name.split(".")[0] in sys.stdlib_module_names, name
+
+
+@pytest.mark.parametrize("name", ["scheduling", "scheduling.clock", "scheduling.schedules", "scheduling.text"])
+def test_examples_in_docstrings_print_what_they_say(name):
+    result = doctest.testmod(importlib.import_module(f"fxpipe.{name}"))
+    assert result.attempted
+    assert not result.failed
