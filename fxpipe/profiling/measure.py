@@ -1,24 +1,24 @@
 """Seconds of every node, forward and backward apart, measured node by node on real values.
 
 The graph is run in rounds. In each round every value is made as in the real run but cut off from what made it, so that
-the autograd graph of a node is its own and can go back alone; and it is freed after its last user, so that no more is held
-than in a run without gradients.
+the autograd graph of a node is its own and can go back alone; and it is freed after its last user, so that no more is
+held than in a run without gradients.
 
         values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
               ▲                           │
               └── autograd.grad (ones) ◀──┘   timed apart; each sample has a fresh forward
 
 Nodes of one *kind* (function, constants, thread state; shapes, strides, dtypes and requires_grad of their inputs) share
-their samples and so have the same seconds: noise must not decide where a model of equal blocks is cut. The first sample of
-a kind warms up and is dropped, the median of the others counts. A kind has enough after `repeats`, or when the budget is
-spent and it has one; its nodes then only make their values. So twelve equal blocks are measured in little more than one
-round, and what samples there are of one node lie apart in time: a short disturbance does not meet all of them.
+their samples and so have the same seconds: noise must not decide where a model of equal blocks is cut. The first sample
+of a kind warms up and is dropped, the median of the others counts. A kind has enough after `repeats`, or once the
+budget is spent and it has one; its nodes then only make their values. So twelve equal blocks are measured in little
+more than one round, and the samples of a node without equals lie apart in time: a short disturbance misses most.
 
 What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
 themselves. The model is only read.
 
-To call autograd costs about as much as going back through ten small nodes, and a real backward calls it once. So what it
-takes to go back through a single view is measured first and taken off.
+To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of them.
+So the time to go back through a single view is measured first and taken off.
 """
 
 from __future__ import annotations
@@ -284,5 +284,3 @@ def _progress(total: int) -> Iterator[Callable[[], object]]:
     """A bar on stderr, where that is a terminal, for what takes longer than a second."""
     with tqdm(total=total, desc="profiling", unit="node", delay=1, disable=None, leave=False) as bar:
         yield bar.update
-
-

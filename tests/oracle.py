@@ -1,0 +1,112 @@
+"""The oracle: the plain model in plain torch, over the same micro-batches, in the order in which the schedule runs B."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxpipe.rewriting.functions import mixed
+
+
+class Seeded(TorchFunctionMode):
+    """Gives each random function of a plain model the seed that the pipeline gives it. Knows no list of random functions."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        self.seed, self.ordinal = seed, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.manual_seed(mixed(self.seed, self.ordinal))
+        seeded = generator.get_state()
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.ordinal += not torch.equal(seeded, generator.get_state())
+            generator.set_state(before)
+
+
+def parts_of(tree: Any, count: int, batch: int) -> list[Any]:
+    """A tree of tensors cut into micro-batches."""
+    leaves, spec = pytree.tree_flatten(tree)
+
+    def part(leaf: Any, i: int) -> Any:
+        is_batched = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
+        return leaf.tensor_split(count)[i] if is_batched else leaf
+
+    return [pytree.tree_unflatten([part(leaf, i) for leaf in leaves], spec) for i in range(count)]
+
+
+def draw_seed(model_is_random: bool) -> int:
+    """The seed that a step draws from torch's generator."""
+    return int(torch.randint(2**62, ()).item()) if model_is_random else 0
+
+
+def train_step(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    loss_fn: Callable[..., torch.Tensor],
+    *,
+    chunks: int,
+    order: str,
+    seed: int,
+    batch: int,
+) -> torch.Tensor:
+    """Adds the gradients of a mini-batch to the model; returns its loss. `order`: of backward, "1f1b" or "gpipe"."""
+    m = min(chunks, batch)
+    inputs, targets = parts_of((args, kwargs), m, batch), parts_of(target, m, batch)
+    losses = []
+    for i, (a, k) in enumerate(inputs):
+        with Seeded(mixed(seed, i)):
+            output = model(*a, **k)
+        size = batch // m + (i < batch % m)
+        losses.append(loss_fn(output, targets[i]) * (size / batch))
+    for loss in losses if order == "1f1b" else reversed(losses):
+        loss.backward()
+    return torch.stack([loss.detach() for loss in losses]).sum()
+
+
+def assert_same_gradients(ours: nn.Module, plain: nn.Module, loose: Sequence[str] = ()) -> None:
+    """Every gradient by name: bit for bit, those of `loose` within a tolerance."""
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    have = {name: p.grad for name, p in ours.named_parameters()}
+    assert list(have) == list(want)
+    for name, gradient in want.items():
+        if gradient is None:
+            assert have[name] is None, f"{name} has a gradient, the plain model's has none"
+            continue
+        assert have[name] is not None, f"{name} has no gradient"
+        if name in loose:
+            torch.testing.assert_close(have[name], gradient, msg=lambda m, name=name: f"gradient of {name}: {m}")
+        else:
+            difference = (have[name] - gradient).abs().max()
+            assert torch.equal(have[name], gradient), f"gradient of {name} differs by {difference}"
+
+
+def assert_same_state(ours: nn.Module, plain: nn.Module, *, exact: bool = True) -> None:
+    """Every parameter and buffer by name."""
+    want, have = plain.state_dict(), ours.state_dict()
+    assert list(have) == list(want)
+    for name, value in want.items():
+        if exact:
+            assert torch.equal(have[name], value), f"{name} differs by {(have[name].double() - value.double()).abs().max()}"
+        else:
+            torch.testing.assert_close(have[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@contextmanager
+def closing(pipe: Any) -> Iterator[Any]:
+    """A pipe that is closed at the end of the test, also where it fails."""
+    try:
+        yield pipe
+    finally:
+        pipe.close()
