@@ -29,8 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.functions import running
-from fxpipe.rewriting.functions import mixed
+from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import INPUT, Constant
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import add_gradient
@@ -99,12 +98,9 @@ class Step:
         self.failure: BaseException | None = None
         self.times: dict[Action, tuple[float, float]] = {}
         self._failing = threading.Lock()
-        self._fences = {
-            Action(kind, j, i): threading.Event()
-            for kind in (Kind.FORWARD, Kind.BACKWARD)
-            for j in range(len(self.stages))
-            for i in range(len(weights))
-        }
+        wiring = assembly.wiring
+        self._before = wiring.before if losses is None else wiring.before_with_loss
+        self._fences = {fence: [threading.Event() for _ in weights] for fence in self._before}
 
     @property
     def stages(self) -> Sequence[Any]:
@@ -135,24 +131,26 @@ class Step:
 
     # -- fences ------------------------------------------------------------------------------------------------------
 
-    def _before(self, action: Action) -> tuple[Action, ...]:
-        return self.assembly.wiring.dependencies(action, self.losses is not None)
+    def _fences_before(self, action: Action) -> list[threading.Event]:
+        fences = self._before.get((action.kind, action.stage), ())
+        return [self._fences[fence][action.micro_batch] for fence in fences]
 
     def is_ready(self, action: Action) -> bool:
-        return self.failure is not None or all(self._fences[a].is_set() for a in self._before(action))
+        return self.failure is not None or all(fence.is_set() for fence in self._fences_before(action))
 
     def wait(self, action: Action) -> None:
         """Returns when the action may start, or when the step has failed."""
-        for before in self._before(action):
-            self._fences[before].wait()
+        for fence in self._fences_before(action):
+            fence.wait()
 
     def fail(self, error: BaseException) -> None:
         """The first failure counts. All fences open, so that every row comes to its end."""
         with self._failing:
             if self.failure is None:
                 self.failure = error
-        for fence in self._fences.values():
-            fence.set()
+        for fences in self._fences.values():
+            for fence in fences:
+                fence.set()
 
     def perform(self, action: Action) -> None:
         """Does what the action says. An exception makes the step fail."""
@@ -165,8 +163,9 @@ class Step:
             self.fail(error)
             return
         self.times[action] = (start, time.perf_counter())
-        if action in self._fences:
-            self._fences[action].set()
+        fences = self._fences.get((action.kind, action.stage))
+        if fences is not None:
+            fences[action.micro_batch].set()
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.rewriting.program import Program, Received
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.rewriting.program import INPUT, Program, Received
+from fxpipe.scheduling.actions import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +29,17 @@ class Link:
     later: int | None  # the user from which a further gradient comes, if any
 
 
+Fence = tuple[Kind, int]  # F or B of a stage: one fence for each micro-batch
+
+
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """For each stage, and last for the loss: its links. For each stage: the stages whose B must come before its own."""
+    """Who receives what, and which fences stand before which actions."""
 
-    links: tuple[tuple[Link, ...], ...]
-    backward_after: tuple[tuple[int, ...], ...]  # stage n stands for the loss
+    links: tuple[tuple[Link, ...], ...]  # by stage, and last of the loss
     users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> who receives it
-
-    @property
-    def stages(self) -> int:
-        return len(self.backward_after)
-
-    def dependencies(self, action: Action, has_loss: bool) -> tuple[Action, ...]:
-        """Actions of other stages that must have passed before this one starts."""
-        n, j, i = self.stages, action.stage, action.micro_batch
-        if action.kind is Kind.FORWARD:
-            rows = [j, n] if has_loss and j == n - 1 else [j]
-            sources = {link.value.source for row in rows for link in self.links[row]}
-            return tuple(Action(Kind.FORWARD, s, i) for s in sorted(sources) if s >= 0 and s != j)
-        if action.kind is Kind.BACKWARD:
-            after = [
-                Action(Kind.BACKWARD, k, i) if k < n else Action(Kind.FORWARD, n - 1, i)
-                for k in self.backward_after[j]
-                if k < n or (has_loss and j < n - 1)
-            ]
-            return tuple(after)
-        return ()
+    before: dict[Fence, tuple[Fence, ...]]  # of other stages, for the same micro-batch
+    before_with_loss: dict[Fence, tuple[Fence, ...]]  # where the loss is taken behind the last forward
 
 
 def wire(program: Program) -> Wiring:
@@ -76,13 +60,23 @@ def wire(program: Program) -> Wiring:
         )
 
     links = tuple(tuple(link(user, value) for value in row) for user, row in enumerate(rows))
-    backward_after = tuple(
-        tuple(
-            sorted(
-                {k for (source, _), ks in users.items() if source == j for k in ks}
-                | {one.later for one in links[j] if one.later is not None}
-            )
-        )
-        for j in range(len(program.stages))
-    )
-    return Wiring(links, backward_after, {key: tuple(ks) for key, ks in users.items()})
+    stages = len(program.stages)
+    before = [_fences(links, users, stages, has_loss) for has_loss in (False, True)]
+    return Wiring(links, {key: tuple(ks) for key, ks in users.items()}, *before)
+
+
+def _fences(
+    links: tuple[tuple[Link, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
+) -> dict[Fence, tuple[Fence, ...]]:
+    """F waits for the makers of what it receives; B for everyone who still sends it a gradient."""
+    found: dict[Fence, tuple[Fence, ...]] = {}
+    for j in range(stages):
+        rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
+        makers = {link.value.source for row in rows for link in row} - {INPUT, j}
+        found[Kind.FORWARD, j] = tuple((Kind.FORWARD, source) for source in sorted(makers))
+        senders = {k for (source, _), ks in users.items() if source == j for k in ks}
+        senders |= {link.later for link in links[j] if link.later is not None}
+        # The loss, as user number `stages`, sends its gradients within the last F.
+        last = ((Kind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
+        found[Kind.BACKWARD, j] = (*((Kind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
+    return found
