@@ -7,7 +7,8 @@
 The model is plain PyTorch: its `forward` keeps a list of skips and concatenates them on the way up. It is neither cut
 by hand nor written as a Sequential. The task is to find the discs in a noisy drawing. Three things are printed:
 
-1. the partitions fxpipe chose, and the portals that carry the skips past the stages between maker and user;
+1. the partitions fxpipe chose, and those of four stages, where portals carry skips past the stages between maker and
+   user (with two stages there is nothing between);
 2. the losses of the pipeline and of the plain model, which start from the same weights and see the same drawings;
 3. the time of a training step of both.
 """
@@ -124,6 +125,8 @@ def main() -> None:
 
     pipe = fxpipe.pipeline(model, devices=devices, chunks=options.chunks, example_args=(image,))
     print(pipe.plan)
+    print("\nThe same model in four stages:\n")
+    print(fxpipe.plan(make_model(), 4, example_args=(image,), chunks=options.chunks), "\n")
 
     # The pipeline shares the model's parameters, so any optimizer works, made before or after.
     pipe_optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)

@@ -236,7 +236,7 @@ class _Rounds:
             inputs.update((n, _mapped(torch.clone, self.values[n])) for n in written)
         state = node.meta["state"]
         if any(autocast.enabled for autocast in state.autocast):
-            torch.clear_autocast_cache()  # a cast that it keeps costs nothing the next time and cannot go back twice
+            torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
         with applied(state):
             start = self.clock.now()
             value = call(node, inputs.__getitem__)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from models import WORKLOADS, Workload
 from tabulate import tabulate
-from timing import Contestant, Summary, ratios, run_rounds, summarise, use_threads
+from timing import Contestant, Summary, ratios, run_rounds, summarise, use_one_thread, use_threads
 from torch import Tensor, nn
 
 import fxpipe
@@ -171,7 +171,7 @@ def capacity_contestants(workload: Workload, chunks: int, stack: ExitStack) -> d
     A loop has about the work of a stage and the same kind of operations, but waits for nobody.
     """
     models = [copy.deepcopy(workload.model) for _ in range(STAGES)]
-    pool = stack.enter_context(ThreadPoolExecutor(STAGES, initializer=torch.set_num_threads, initargs=(1,)))
+    pool = stack.enter_context(ThreadPoolExecutor(STAGES, initializer=use_one_thread))
 
     def run(loops: int) -> None:
         half = range(chunks // 2)

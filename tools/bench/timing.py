@@ -43,6 +43,16 @@ def use_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def use_one_thread() -> None:
+    """Makes the calling thread, a new one, run operations alone.
+
+    A thread asks for the default only at its first operation, and then forgets what it was told before (torch 2.13); to
+    ask for the number counts as the first.
+    """
+    torch.set_num_threads(1)
+    torch.get_num_threads()
+
+
 def run_once(contestant: Contestant) -> float:
     """Seconds of one run."""
     with use_threads(contestant.threads):
