@@ -134,7 +134,7 @@ def main() -> None:
     tokens, following = sample_lines(text, generator)
 
     pipe = fxpipe.pipeline(model, devices=devices, chunks=options.chunks, example_args=(tokens,))
-    print(pipe.plan, "\n")
+    print(f"{pipe.plan}\n")
 
     pipe_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)

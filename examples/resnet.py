@@ -137,7 +137,7 @@ def main() -> None:
     images, classes = draw_stripes(generator)
 
     pipe = fxpipe.pipeline(model, devices=devices, chunks=options.chunks, example_args=(images,))
-    print(pipe.plan, "\n")
+    print(f"{pipe.plan}\n")
 
     pipe_optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.02, momentum=0.9)

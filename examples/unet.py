@@ -126,7 +126,8 @@ def main() -> None:
     pipe = fxpipe.pipeline(model, devices=devices, chunks=options.chunks, example_args=(image,))
     print(pipe.plan)
     print("\nThe same model in four stages:\n")
-    print(fxpipe.plan(make_model(), 4, example_args=(image,), chunks=options.chunks), "\n")
+    in_four = fxpipe.plan(make_model(), 4, example_args=(image,), chunks=options.chunks)
+    print(f"{in_four}\n")
 
     # The pipeline shares the model's parameters, so any optimizer works, made before or after.
     pipe_optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)

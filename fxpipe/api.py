@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
 from fxpipe.planning import Plan, Prepared, prepare, prepare_beside
 from fxpipe.runtime import Assembly, Driver, Engine, StepRecord, Workers, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
+from fxpipe.tracing.record import input_leaves
 
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
@@ -42,26 +43,28 @@ def pipeline(
         loss_fn(pipe(x), target).backward()                             # a drop-in: any training loop works as it is
         loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn) # forward and backward interleaved: less memory
 
-    The model keeps its parameters under their names; optimizers made before or after are valid. On GPUs its parameters move
-    to the devices of their stages, and the plain model can then no longer be called.
+    The model keeps its parameters under their names; optimizers made before or after are valid. On GPUs its parameters
+    move to the devices of their stages, and the plain model can then no longer be called.
 
     Args:
         model: any `nn.Module`, as it is.
-        devices: one for each stage; a device may stand there several times (`["cpu", "cpu"]` is two workers, each with its
-            share of the cores). None: all CUDA devices, or two CPU workers where there is none.
-        chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each stage.
+        devices: one for each stage; a device may stand there several times (`["cpu", "cpu"]` is two workers, each with
+            its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
+        chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each
+            stage.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
-        balance: "block" (measured, least bottleneck), or by hand: numbers of nodes, or names of nodes or modules at which
-            the later stages begin.
+        balance: "block" (measured, least bottleneck), or by hand: numbers of nodes, or names of nodes or modules at
+            which the later stages begin.
         schedule: of `forward_backward`: "1f1b" or "gpipe". The drop-in always runs gpipe's order.
-        checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never", "except_last",
-            "always"; "auto" is never.
+        checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
+            "except_last", "always"; "auto" is never.
         tracer: "auto" or "record".
-        in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict by
-            name; None for an input without a batch. Found by itself where that is dimension 0.
-        out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same for
-            all), "mean", "sum", "stack"; one for all or a tree like the output.
-        plan: a plan made before, to be used again.
+        in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
+            by name; None for an input without a batch. Found by itself where that is dimension 0.
+        out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
+            for all), "mean", "sum", "stack"; one for all or a tree like the output.
+        plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
+            given. The schedule is not taken from it.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -72,12 +75,14 @@ def pipeline(
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(example_args, tuple):
-        raise ArgumentTypeError(f"example_args is a {type(example_args).__name__}; expected a tuple of inputs, as in (x,)")
-    if plan is not None and devices is None:
-        devices = plan.devices
-    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims)
-    if plan is not None and len(plan.stages) != len(settings.devices):
-        raise ArgumentError(f"plan has {len(plan.stages)} stages, but devices has {len(settings.devices)} entries; give as many")
+        raise ArgumentTypeError(
+            f"example_args is a {type(example_args).__name__}; expected a tuple of inputs, as in (x,)"
+        )
+    if example_kwargs is not None and not isinstance(example_kwargs, dict):
+        raise ArgumentTypeError(
+            f"example_kwargs is a {type(example_kwargs).__name__}; expected a dict of inputs by name"
+        )
+    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, plan)
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
         pipe._assembly_for(example_args, example_kwargs or {})
@@ -117,18 +122,18 @@ class Pipeline(nn.Module):
         reduction: str = "mean",
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Runs forward and backward of a mini-batch, interleaved as the schedule says, and adds the gradients to `.grad`.
+        """Runs forward and backward of a mini-batch, interleaved as the schedule says; adds the gradients to `.grad`.
 
             loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
 
-        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch. On the first step this is verified.
+        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch; the first step verifies this.
 
         Args:
             args, kwargs: the model's inputs.
-            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn takes the
-                output alone.
-            loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than samples.
-                None: the model's output is the loss.
+            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn
+                takes the output alone.
+            loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than
+                samples. None: the model's output is the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum.
 
         Returns:
@@ -139,9 +144,17 @@ class Pipeline(nn.Module):
         """
         check_reduction(reduction)
         if loss_fn is not None and not callable(loss_fn):
-            raise ArgumentTypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss")
+            raise ArgumentTypeError(
+                f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"
+            )
+        if loss_fn is None and target is not None:
+            raise ArgumentError(
+                "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
+            )
         if not torch.is_grad_enabled():
-            raise StateError("forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate")
+            raise StateError(
+                "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
+            )
         inside = self._fxpipe
         with inside.engine.running():
             assembly, leaves, batch = self._assembly_for(args, kwargs)
@@ -162,11 +175,14 @@ class Pipeline(nn.Module):
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         training = tuple(m.training for m in inside.model.modules())
-        for prepared, assembly in inside.graphs:
-            if prepared.traced.matches(leaves, spec, training):
-                return assembly, leaves, prepared.traced.batch_of(leaves)
-        prepared, assembly = inside.prepare(args, kwargs)
-        return assembly, leaves, prepared.traced.batch_of(leaves)
+        known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, training))
+        prepared, assembly = next(known, None) or inside.prepare(args, kwargs)
+        batch = prepared.traced.batch_of(leaves)
+        if batch == 0:
+            raise ArgumentError(
+                "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
+            )
+        return assembly, leaves, batch
 
     # -- what it tells -----------------------------------------------------------------------------------------------
 
@@ -175,7 +191,8 @@ class Pipeline(nn.Module):
         """The stages, what they cost and what they send."""
         if self._fxpipe.plan is None:
             raise StateError(
-                "the pipe has no plan yet: it plans at the first call; pass example_args to fxpipe.pipeline to plan at once"
+                "the pipe has no plan yet: it plans at the first call; pass example_args to fxpipe.pipeline to plan at "
+                "once"
             )
         return self._fxpipe.plan
 
@@ -198,9 +215,12 @@ class Pipeline(nn.Module):
     # -- its life ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Ends the workers. The model stays as it is; calling the pipe again is an error."""
-        self._fxpipe.closed = True
+        """Ends the workers. The model stays as it is; calling the pipe again is an error.
+
+        A step that another thread runs meanwhile fails.
+        """
         self._fxpipe.engine.driver.close()
+        self._fxpipe.closed = True
 
     def __enter__(self) -> Pipeline:
         return self
@@ -222,7 +242,7 @@ class Pipeline(nn.Module):
         return inside
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self.model.training
 
     @training.setter
@@ -241,8 +261,8 @@ class Pipeline(nn.Module):
             moved = fn(tensor.new_empty(0)).device
             if moved != tensor.device:
                 raise StateError(
-                    f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, devices=[...]); casts of "
-                    "the dtype (.half(), .to(torch.bfloat16)) are fine"
+                    f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
+                    "devices=[...]); casts of the dtype (.half(), .to(torch.bfloat16)) are fine"
                 )
         self.model._apply(fn, recurse)
         self._fxpipe.graphs.clear()  # recorded with the old dtypes
@@ -262,12 +282,17 @@ class _Inside:
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""
+        try:
+            if self.first is None:
+                prepared = prepare(self.model, args, kwargs, self.settings, self.given)
+            else:
+                prepared = prepare_beside(self.first, args, kwargs, self.settings)
+        except Exception as error:
+            _note_sizes(error, self.model, args, kwargs)
+            raise
         if self.first is None:
-            prepared = prepare(self.model, args, kwargs, self.settings, self.given)
             self.first, self.plan = prepared, prepared.plan
             _move(self.model, prepared, self.settings.devices)
-        else:
-            prepared = prepare_beside(self.first, args, kwargs, self.settings)
         traced = prepared.traced
         assembly = Assembly(
             prepared.program,
@@ -301,6 +326,19 @@ def _one_of_each_device(model: nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*model.parameters(), *model.buffers()):
         found.setdefault(tensor.device, tensor)
     yield from found.values()
+
+
+def _note_sizes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Inputs that disagree on the batch size make a model fail in words of its own: add what one would look for."""
+    if isinstance(error, FxpipeError):
+        return
+    found = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
+    if len({size for _, size in found}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in found)
+        error.add_note(
+            f"fxpipe: inputs differ in dimension 0 ({sizes}); if it holds the batch, give all the same number of "
+            "samples"
+        )
 
 
 def _own_loss(output: Any) -> Any:

@@ -151,16 +151,17 @@ def prepare(
     from fxpipe.partitioning import partition
     from fxpipe.profiling import profile
     from fxpipe.rewriting import forbidden_cuts
-    from fxpipe.tracing import trace
+    from fxpipe.tracing.placement import moved, on_one_device
 
-    traced = trace(model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks)
-    if given is not None and given.fingerprint != traced.fingerprint():
-        raise ArgumentError(
-            f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the model, its "
-            "mode or its inputs have changed; plan it again with fxpipe.plan"
-        )
-    micro = _micro_batch(traced, args, kwargs, settings.chunks)
-    profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
+    with on_one_device(model) as device:
+        args, kwargs = moved((args, kwargs), device)
+        traced, micro = _trace(model, args, kwargs, settings)
+        if given is not None and given.fingerprint != traced.fingerprint():
+            raise ArgumentError(
+                f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the model, "
+                "its mode or its inputs have changed; plan it again with fxpipe.plan"
+            )
+        profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
     cut = partition(
         profiled.seconds,
         len(settings.devices),
@@ -176,20 +177,26 @@ def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
     """Another graph of a model that has been planned (for evaluation, say): cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
     from fxpipe.rewriting import forbidden_cuts
-    from fxpipe.tracing import trace
+    from fxpipe.tracing.placement import moved, on_one_device
 
-    traced = trace(
-        first.traced.model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks
-    )
+    model = first.traced.model
+    with on_one_device(model) as device:
+        traced, micro = _trace(model, *moved((args, kwargs), device), settings)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
-    return _prepared(traced, None, starts, _micro_batch(traced, args, kwargs, settings.chunks), settings)
+    return _prepared(traced, None, starts, micro, settings)
 
 
-def _micro_batch(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> int:
+def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> tuple[Traced, int]:
+    """The graph, and the size of the largest micro-batch."""
     from torch.utils import _pytree as pytree
 
+    from fxpipe.tracing import trace
+
+    traced = trace(model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks)
     batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
-    return -(-batch // min(chunks, batch))
+    return traced, -(-batch // min(settings.chunks, batch))
 
 
 def _worker_threads(devices: Sequence[torch.device]) -> int:

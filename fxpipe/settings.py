@@ -10,9 +10,12 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.planning import Plan
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 
 CHUNKS_PER_STAGE = 4  # GPipe, section 2.3: the bubble is negligible from there on
+BALANCES = ("block",)  # besides those by hand
+TRACERS = ("auto", "record")
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 
@@ -39,24 +42,49 @@ def make_settings(
     tracer: str,
     in_dims: Any,
     out_dims: Any,
+    plan: Plan | None = None,
 ) -> Settings:
-    """Checks each argument by itself.
+    """Checks each argument by itself. With a plan, what is left to it is the plan's.
 
     Raises:
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
     """
+    if plan is not None:
+        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance)
     places = parse_devices(devices)
-    if tracer not in ("auto", "record"):
-        raise ArgumentError(f"tracer={tracer!r} is unknown; accepted are 'auto' and 'record'")
+    if plan is not None and len(plan.stages) != len(places):
+        raise ArgumentError(f"plan has {len(plan.stages)} stages, but devices has {len(places)} entries; give as many")
+    checkpoint = _one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
     return Settings(
         places,
         parse_chunks(chunks, len(places)),
         _one_of("schedule", schedule, TRAINING_SCHEDULES),
-        "never" if checkpoint == "auto" else _one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS)),
-        balance if isinstance(balance, str) else tuple(balance),  # type: ignore[arg-type]
-        tracer,
+        "never" if checkpoint == "auto" else checkpoint,
+        parse_balance(balance, len(places)),
+        _one_of("tracer", tracer, TRACERS),
         in_dims,
         out_dims,
+    )
+
+
+def _left_to_plan(
+    plan: Plan,
+    devices: Sequence[str | torch.device] | None,
+    chunks: int | str,
+    checkpoint: str,
+    balance: str | Sequence[int] | Sequence[str],
+) -> tuple[Sequence[str | torch.device], int | str, str]:
+    """Devices, chunks and checkpoint: the plan's, where they were not given."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
+        )
+    if not isinstance(balance, str) or balance != "block":
+        raise ArgumentError(f"balance={balance!r} and a plan, which has its stages already: give one of them")
+    return (
+        plan.devices if devices is None else devices,
+        plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
+        plan.checkpoint if checkpoint == "auto" else checkpoint,
     )
 
 
@@ -66,9 +94,13 @@ def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.d
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise ArgumentTypeError(f"devices={devices!r}: expected a list with a device for each stage, as in ['cpu', 'cpu']")
+        raise ArgumentTypeError(
+            f"devices={devices!r}: expected a list with a device for each stage, as in ['cpu', 'cpu']"
+        )
     if not devices:
-        raise ArgumentError("devices is empty: give a device for each stage, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
+        raise ArgumentError(
+            "devices is empty: give a device for each stage, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']"
+        )
     return tuple(_parse_device(device) for device in devices)
 
 
@@ -84,13 +116,15 @@ def _parse_device(given: str | torch.device) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
     if index >= count:
-        raise ArgumentError(f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works")
+        raise ArgumentError(
+            f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
+        )
     return torch.device("cuda", index)
 
 
 def parse_chunks(chunks: int | str, stages: int) -> int:
     """The number of micro-batches."""
-    if chunks == "auto":
+    if isinstance(chunks, str) and chunks == "auto":
         return CHUNKS_PER_STAGE * stages
     try:
         count = operator.index(chunks)  # type: ignore[arg-type]
@@ -99,8 +133,35 @@ def parse_chunks(chunks: int | str, stages: int) -> int:
     if count is None or isinstance(chunks, bool):
         raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
     if count < 1:
-        raise ArgumentError(f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'")
+        raise ArgumentError(
+            f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
+        )
     return count
+
+
+def parse_balance(balance: str | Sequence[int] | Sequence[str], stages: int) -> str | tuple[int, ...] | tuple[str, ...]:
+    """A name that is known, or as many entries as the stages need. What they say is checked against the graph."""
+    if isinstance(balance, str):
+        if balance in BALANCES:
+            return balance
+        raise ArgumentError(
+            f"balance={balance!r} is unknown; accepted are {', '.join(map(repr, BALANCES))}, or by hand a list: the "
+            "number of nodes of each stage, or the names of the nodes or modules at which the later stages begin"
+        )
+    try:
+        entries: tuple[Any, ...] = tuple(balance)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"balance={balance!r}: expected 'block', or a list of numbers of nodes or of names of nodes or modules"
+        ) from None
+    by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
+    wanted = stages - 1 if by_name else stages
+    if len(entries) != wanted:
+        kind = "names, one for each stage but the first" if by_name else "numbers of nodes, one for each stage"
+        raise ArgumentError(
+            f"balance={list(entries)} has {len(entries)} entries for {stages} stages: give {wanted} {kind}"
+        )
+    return entries
 
 
 def _one_of(argument: str, given: str, known: Sequence[str]) -> str:

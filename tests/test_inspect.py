@@ -566,7 +566,6 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
 planned = pytest.mark.skipif(not hasattr(fxpipe.planning, "plan"), reason="fxpipe.planning.plan does not exist yet")
 
 
-@planned
 def test_command_prints_a_plan(model_file: Path) -> None:
     root = str(Path(fxpipe.planning.__file__).parents[1])
     command = [sys.executable, "-m", "fxpipe.inspect", "zoo_of_models:make_net", "--input", "8x5:int64"]
@@ -579,7 +578,6 @@ def test_command_prints_a_plan(model_file: Path) -> None:
     assert "the model says something" not in done.stdout
 
 
-@planned
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_document_of_a_real_plan(
@@ -596,20 +594,17 @@ def test_document_of_a_real_plan(
     assert 0 < document["totals"]["bubble"] < 1
 
 
-@planned
 def test_code_of_a_real_stage(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [f"{model_file}:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", "--eval"]
     assert main([*argv, "--code", "1"]) == 0
     assert "linear" in capsys.readouterr().out
 
 
-@planned
 def test_real_plan_of_a_model_that_fails(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = refusal([f"{model_file}:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
     assert "mat1 and mat2 shapes cannot be multiplied" in line
 
 
-@planned
 def test_plan_prints_its_table(model_file: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     plan = fxpipe.planning.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)

@@ -39,6 +39,7 @@ def follow(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -
             best.append((cost + costs[j], starts))
     if not best or best[-1][0] == infinite:
         raise PartitionError(
-            f"the graph has {len(misplaced)} nodes, and fewer than {stages} blocks of them can be separated; use fewer devices"
+            f"the graph has {len(misplaced)} nodes, and fewer than {stages} blocks of them can be separated; "
+            "use fewer devices"
         )
     return best[-1][1]

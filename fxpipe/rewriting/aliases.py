@@ -1,44 +1,84 @@
-"""Aliases across a cut: which tensors share storage, and how a stage makes them again from one of them."""
+"""Aliases across a cut: which tensors share storage, and how a stage makes them again from one of them.
+
+    x = conv(h)         x ◀── v ◀── w     `w` is a view of `v`, which is a view of `x`; `y` *is* `x`, changed in place.
+    v = x[:, :3]        ▲
+    w = v.t()           └──── y           Behind a cut where `w` and `y` are alive, a stage that will write to them
+    y = x.add_(1)                         needs a clone of `x` alone: `v`, `w` and `y` it makes again. Where only `w`
+                                          is alive, a clone of `w` does.
+
+The clone is of the *nearest* node from which all can be made. So less is sent, and it is at hand in the stage that has
+written last: what that one had to make again lies on the way from the nodes that are alive to their nearest one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxpipe.tracing.effects import Effects
 
-
-def _chain(effects: Effects, member: fx.Node, root: fx.Node) -> list[fx.Node] | None:
-    """The nodes that make `member` again from `root`, last first; None where views alone do not."""
-    chain = []
-    node = member
-    while node is not root:
-        source = effects.same.get(node) or next(
-            (n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None
-        )
-        if source is None or (effects.writes[effects.place[node]] and node not in effects.same):
-            return None
-        chain.append(node)
-        node = source
-    return chain
+# What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
+# copy has the value of then, not that of now.
+_VIEWS = frozenset(
+    "__getitem__ adjoint chunk detach diagonal dsplit expand expand_as getattr getitem hsplit imag movedim moveaxis "
+    "narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind "
+    "unflatten unfold unsqueeze view view_as view_as_complex view_as_real vsplit".split()
+)
 
 
-def find_root(effects: Effects, members: Sequence[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
-    """A member of an alias class from which all of `members` can be made, and the nodes for that in order."""
-    for root in class_of(effects, effects.alias[members[0]]):
-        chains = [_chain(effects, member, root) for member in members]
-        if all(chain is not None for chain in chains):
-            nodes = {node for chain in chains for node in chain or ()}
-            return root, sorted(nodes, key=effects.place.__getitem__)
-    return None
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """What a graph's placeholders and working nodes share."""
+
+    members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
+    source: dict[fx.Node, fx.Node]  # node -> the one that it is, or is a view of
+    place: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, effects: Effects) -> Aliases:
+        members: dict[int, list[fx.Node]] = defaultdict(list)
+        source = {}
+        for node in effects.place:
+            alias = effects.alias[node]
+            if alias is not None:
+                members[alias].append(node)
+                found = _source(effects, node)
+                if found is not None:
+                    source[node] = found
+        return cls(dict(members), source, effects.place)
+
+    def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
+        """The nearest node from which views make all of `nodes`, and what to make from it, in order; or None."""
+        found, again = set(nodes), []
+        while len(found) > 1 or any(map(_is_container, found)):
+            last = max(found, key=self.place.__getitem__)
+            if last not in self.source:
+                return None
+            found.remove(last)
+            found.add(self.source[last])
+            again.append(last)
+        return found.pop(), again[::-1]
 
 
-def class_of(effects: Effects, alias: int | None) -> list[fx.Node]:
-    """Placeholders and working nodes of an alias class."""
-    return [n for n in effects.place if effects.alias[n] == alias]
+def _source(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The node that this one is, or is a view of, at any size."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node in effects.same:
+        return effects.same[node] if name != "contiguous" else None
+    if name not in _VIEWS:
+        return None
+    return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
 
 
-def written(effects: Effects, places: Iterable[int] | None = None) -> set[int]:
-    """Alias classes that the nodes at `places` (all, if None) change."""
-    return set().union(*(effects.writes[p] for p in (range(len(effects.writes)) if places is None else places)))
+def written(effects: Effects, places: Iterable[int]) -> set[int]:
+    """Alias classes that the nodes at `places` change."""
+    return set().union(*(effects.writes[p] for p in places))
+
+
+def _is_container(node: fx.Node) -> bool:
+    """A tuple, list or dict of tensors: it cannot be cloned, only its parts can."""
+    return any(user.target is operator.getitem for user in node.users)

@@ -2,20 +2,28 @@
 
 A cut may stand almost anywhere. What forbids one:
 
-- A buffer that forward changes: all nodes that read or change it share a stage, so that its states follow each other.
 - Parts of what one node returned (`split(...)[1]`) stay with it, so that only the parts that are needed cross.
-- Tensors that share storage, change in place later, and are alive on both sides, where views cannot make them again from
-  one of them. (Where they can, the stage behind the cut does so from a clone: `x += f(x)` in every block is no obstacle.)
+- A buffer that forward changes or sets anew: all nodes that read or change it share a stage, so that its states follow
+  each other.
+- Tensors that share storage, change in place later, and are alive on both sides, where views cannot make them again
+  from one of them. (Where they can, the stage behind the cut does so from a clone: `x += f(x)` in every block is no
+  obstacle.)
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from torch import fx
 
-from fxpipe.rewriting.aliases import class_of, find_root, written
+from fxpipe.rewriting.aliases import Aliases
+from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.traced import Traced
+
+Span = tuple[int, int, str]  # first place, last place, why no cut may stand between them
 
 
 def forbidden_cuts(traced: Traced) -> dict[int, str]:
@@ -23,31 +31,70 @@ def forbidden_cuts(traced: Traced) -> dict[int, str]:
     effects = traced.effects
     assert effects is not None
     found: dict[int, str] = {}
-
-    def forbid(first: int, last: int, reason: str) -> None:
-        for place in range(first + 1, last + 1):
+    for first, last, reason in (*_parts(effects), *_states(traced, effects), *_shared_memory(traced, effects)):
+        for place in range(max(first, 0) + 1, last + 1):
             found.setdefault(place, reason)
-
-    changed = written(effects)
-    attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
-    states = {effects.alias[n]: str(n.target) for n in attributes}
-    for alias in changed & states.keys():
-        uses = [p for n, p in effects.place.items() if any(effects.alias[s] == alias for s in n.all_input_nodes)]
-        forbid(min(uses), max(uses), f"the buffer {states[alias]!r} is changed here and there")
-    for name, value in traced.assigned.items():
-        uses = [effects.place[u] for n in attributes if n.target == name for u in n.users if u in effects.place]
-        makers = [effects.place[value]] if value in effects.place and effects.place[value] >= 0 else []
-        if uses + makers:
-            forbid(min(uses + makers), max(uses + makers), f"the buffer {name!r} is read and set anew")
-    for alias in changed - states.keys():
-        members = class_of(effects, alias)
-        last_write = max(p for p, classes in enumerate(effects.writes) if alias in classes)
-        for place in range(min(effects.place[n] for n in members) + 1, last_write + 1):
-            crossing = [n for n in members if effects.place[n] < place <= effects.last[n]]
-            if crossing and find_root(effects, crossing) is None:
-                names = ", ".join(n.name for n in crossing)
-                found.setdefault(place, f"{names} share memory that is changed later")
-    for node in effects.nodes:
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            forbid(effects.place[node.args[0]], effects.place[node], f"{node.name} is a part of {node.args[0].name}")
     return found
+
+
+def _parts(effects: Effects) -> Iterator[Span]:
+    for place, node in enumerate(effects.nodes):
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            yield effects.place[node.args[0]], place, f"{node.name} is a part of {node.args[0].name}"
+
+
+def _states(traced: Traced, effects: Effects) -> Iterator[Span]:
+    attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
+    uses: dict[int | None, list[int]] = defaultdict(list)  # alias class -> the places that read or change it
+    for place, node in enumerate(effects.nodes):
+        for alias in {effects.alias[source] for source in node.all_input_nodes}:
+            uses[alias].append(place)
+    last_writes = _last_writes(effects)
+    for name, node in attributes.items():
+        places = uses[effects.alias[node]]
+        if effects.alias[node] in last_writes:
+            yield places[0], places[-1], f"the buffer {name!r} is changed here and there"
+    for name, value in traced.assigned.items():
+        if name not in attributes:
+            continue  # only set
+        reads = [effects.place[user] for user in attributes[name].users if user in effects.place]
+        if value.op == "get_attr":
+            sets = uses[effects.alias[value]]
+        else:
+            sets = [effects.place[value], last_writes.get(effects.alias[value], -1)]
+        if reads:
+            yield (
+                min(reads + [p for p in sets if p >= 0]),
+                max(reads + sets),
+                f"the buffer {name!r} is read and set anew",
+            )
+
+
+def _shared_memory(traced: Traced, effects: Effects) -> Iterator[Span]:
+    aliases = Aliases.of(effects)
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}  # seen to by `_states`
+    for alias, last_write in _last_writes(effects).items():
+        if alias is None or alias in states:
+            continue
+        for first, last, crossing in _crossing(effects, aliases.members[alias]):
+            if first < last_write and aliases.nearest_root(crossing) is None:
+                names = ", ".join(n.name for n in crossing)
+                yield first, min(last, last_write), f"{names} share memory that is changed later"
+
+
+def _crossing(effects: Effects, members: Sequence[fx.Node]) -> Iterator[tuple[int, int, list[fx.Node]]]:
+    """Which of `members` cross the cuts between two places: (first, last, those made by `first` and used later)."""
+    ends = sorted({effects.place[n] for n in members} | {effects.last[n] for n in members})
+    born: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in members:
+        born[effects.place[node]].append(node)
+    alive: list[fx.Node] = []
+    for first, last in pairwise(ends):
+        alive = [n for n in (*alive, *born[first]) if effects.last[n] > first]
+        if alive:
+            yield first, last, alive
+
+
+def _last_writes(effects: Effects) -> dict[int | None, int]:
+    """Alias class -> the last place that changes it."""
+    return {alias: place for place, classes in enumerate(effects.writes) for alias in classes}

@@ -9,27 +9,36 @@ from torch import fx
 
 # Functions that make a tensor from nothing, on the default device where none is given.
 _FACTORIES = frozenset(
-    "arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window linspace "
-    "logspace ones rand randint randn randperm range scalar_tensor tensor tril_indices triu_indices zeros".split()
+    "arange as_tensor asarray bartlett_window blackman_window empty empty_strided eye fft_fftfreq fft_rfftfreq full "
+    "hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor "
+    "tensor tril_indices triu_indices zeros".split()
 )
 
 
 def on_device(node: fx.Node, device: torch.device) -> None:
     """Replaces every device among the node's arguments; a factory that names none is told."""
 
-    def replace(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, torch.device):
             return device
-        if isinstance(value, str) and value.split(":")[0] in ("cpu", "cuda"):
-            return str(device)
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(replace, value)) if not hasattr(value, "_fields") else value
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return type(value)(map(replaced, value))
         return value
 
-    node.args = tuple(map(replace, node.args))
-    node.kwargs = {key: replace(value) for key, value in node.kwargs.items()}
-    name = getattr(node.target, "__name__", "")
-    if node.op == "call_function" and name in _FACTORIES and "device" not in node.kwargs and device.type != "cpu":
+    node.args = tuple(map(replaced, node.args))
+    node.kwargs = {key: replaced(value) for key, value in node.kwargs.items()}
+    if node.kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
         node.kwargs = {**node.kwargs, "device": device}
-    if node.op == "call_method" and node.target in ("cuda", "cpu"):
-        node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
+    if node.op == "call_method":
+        if node.target in ("cuda", "cpu"):
+            node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
+        elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
+            node.args = (node.args[0], device, *node.args[2:])
+    elif _is_factory(node) and node.kwargs.get("device") is None and device.type != "cpu":
+        node.kwargs = {**node.kwargs, "device": device}
+
+
+def _is_factory(node: fx.Node) -> bool:
+    function = node.target
+    is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")
+    return is_torchs and getattr(function, "__name__", "") in _FACTORIES

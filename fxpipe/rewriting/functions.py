@@ -1,7 +1,8 @@
-"""Functions that rewriting puts into stage code: the two ends of a portal, the state of the thread, random nodes.
+"""Functions that rewriting puts into stage code: the ends of a portal, clones, the state of the thread, random nodes.
 
-A random node draws from a seed made of the step's seed, the micro-batch and the node's ordinal in the graph. So its numbers
-hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones without any saved state.
+A random node draws from a seed made of the step's seed, the micro-batch and the node's ordinal in the graph. So its
+numbers hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones without any
+saved state.
 """
 
 from __future__ import annotations
@@ -36,6 +37,18 @@ def pop(value: T, name: str) -> T:
     return value
 
 
+def clone(value: torch.Tensor) -> torch.Tensor:
+    """A copy that the stage may write to.
+
+    It has the strides of the value, also where these leave gaps, which `Tensor.clone` closes: `contiguous` must go on
+    to copy what it copied. (What overlaps itself becomes dense; torch refuses to write to it anyway.)
+    """
+    copy = value.clone()
+    if copy.stride() == value.stride() or 0 in value.stride():
+        return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
 def set_grad(enabled: bool) -> None:
     """`no_grad`, `enable_grad` and `inference_mode` blocks of the model."""
     torch.set_grad_enabled(enabled and running.allow_grad)
@@ -57,7 +70,7 @@ _generator_lock = threading.Lock()
 
 
 def mixed(*numbers: int) -> int:
-    """A seed (63 bits) that differs in all bits when any of `numbers` differs: splitmix64 (Steele et al., OOPSLA 2014)."""
+    """A seed of 63 bits. Each bit hangs on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
@@ -68,15 +81,18 @@ def mixed(*numbers: int) -> int:
 
 
 def seeded(ordinal: int, function: Callable[..., Any] | str, device: torch.device) -> Callable[..., Any]:
-    """`function` (or the method of that name) with its random numbers taken from the seed of the running micro-batch."""
+    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch."""
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(args[0], function)(*args[1:], **kwargs) if isinstance(function, str) else function(*args, **kwargs)
+        if isinstance(function, str):
+            return getattr(args[0], function)(*args[1:], **kwargs)
+        return function(*args, **kwargs)
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         seed = mixed(running.seed, ordinal)
-        generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+        on_cpu = device.type == "cpu"
+        generator = torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]
         # The generator belongs to the process: another worker must not draw from it meanwhile.
         with _generator_lock:
             before = generator.get_state()
@@ -89,10 +105,12 @@ def seeded(ordinal: int, function: Callable[..., Any] | str, device: torch.devic
     def draw_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         # What F.dropout does on CPU, bit for bit, with a generator of its own: no worker waits for another.
         if inplace or input.device.type != "cpu":
-            return draw(input, p, training, inplace)
+            dropped: torch.Tensor = draw(input, p, training, inplace)
+            return dropped
         generator = torch.Generator()
         generator.manual_seed(mixed(running.seed, ordinal))
-        return input * torch.empty_like(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
+        kept = torch.empty_like(input).bernoulli_(1 - p, generator=generator)
+        return input.mul(kept.div_(1 - p))
 
     chosen: Callable[..., Any] = draw_dropout if function is F.dropout else draw
     chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"

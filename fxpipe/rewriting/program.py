@@ -32,8 +32,8 @@ class Location:
 class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
-    It returns the values of `sends`, then the new values of `assigns`. Buffers named in `changes` are written in place: give it
-    copies.
+    It returns the values of `sends`, then the new values of `assigns`. Buffers named in `changes` are written in place:
+    give it copies.
     """
 
     run: Callable[..., tuple[Any, ...]]

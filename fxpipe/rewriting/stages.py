@@ -4,29 +4,77 @@ For each stage, in this order:
 
 1. Which earlier values do its nodes need? Each is received from the stage that made it or, where a stage in between has
    changed it in place, from the last one that did.
-2. A stage that will write to memory it received clones it at entry, and makes again from the clone every alias that it, or
-   a later stage, still uses. So no stage writes to what another one holds.
-3. Its own nodes are copied, with the state of the thread set where it changes, random nodes seeded and devices replaced.
+2. A stage that will write to memory it received clones it at entry, and makes again from the clone every alias that
+   it, or a later stage, still uses. So no stage writes to what another one holds.
+3. Its own nodes are copied, with the state of the thread set where it changes, random nodes seeded and devices
+   replaced.
 4. What later stages need goes out; a value that skips a stage is marked by `stash` here and `pop` there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe.rewriting.aliases import class_of, find_root, written
+from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.devices import on_device
-from fxpipe.rewriting.functions import pop, seeded, set_autocast, set_grad, stash
+from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
-from fxpipe.tracing.effects import Effects
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.traced import Traced
+
+
+def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]) -> Program:
+    """Stages that begin at the places `starts` (the first is 0), for one device each."""
+    cut = _Cut.of(traced, starts)
+    drafts = [_draft(cut, stage) for stage in range(cut.count)]
+    outputs = dict.fromkeys(o for o in traced.outputs if isinstance(o, fx.Node))
+    # By receiver, the end of the pipe last: what it gets, and from which stage.
+    table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
+    table.append({node: cut.owner(node, cut.count) for node in outputs})
+    skips = [
+        Skip(node.name, source, stage)
+        for stage, row in enumerate(table[:-1])
+        for node, source in row.items()
+        if INPUT < source < stage - 1
+    ]
+    ordinals = {n: k for k, n in enumerate(n for n in cut.effects.nodes if n.meta.get("random"))}
+    stages = []
+    for stage, draft in enumerate(drafts):
+        sends = list(dict.fromkeys(n for row in table for n, source in row.items() if source == stage))
+        builder = _Builder(cut, devices[stage], ordinals)
+        attributes = cut.attributes_of(draft, sends)
+        builder.receive(attributes, draft, {skip.name for skip in skips if skip.target == stage})
+        builder.copy(draft.nodes)
+        builder.send(sends, draft.assigns, {skip.name for skip in skips if skip.source == stage})
+        builder.graph.lint()
+        stages.append(
+            Stage(
+                fx.GraphModule({}, builder.graph, class_name=f"Stage{stage}"),
+                tuple(str(n.target) for n in attributes),
+                tuple(Received(n.name, source) for n, source in table[stage].items()),
+                tuple(n.name for n in sends),
+                tuple(draft.assigns),
+                tuple(str(n.target) for n in attributes if cut.effects.alias[n] in cut.writes[stage]),
+                {n.name: Location(n.meta["module"], n.meta["source"]) for n in draft.nodes},
+                stage_code(builder.graph, stage),
+            )
+        )
+    names = {place: node.name for place, node in traced.placeholders.items()}
+    return Program(
+        tuple(stages),
+        tuple(names.get(place) for place in range(len(traced.leaves))),
+        tuple(Received(o.name, table[-1][o]) if isinstance(o, fx.Node) else Constant(o) for o in traced.outputs),
+        tuple(skips),
+        bool(ordinals),
+    )
 
 
 @dataclass(slots=True)
@@ -37,123 +85,123 @@ class _Draft:
     needs: list[fx.Node]  # received
     clones: list[fx.Node]  # received, to be cloned at entry
     again: list[fx.Node]  # views made again from the clones
+    assigns: dict[str, fx.Node]  # buffers that get a new value here
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Cut:
     """A graph with stage numbers."""
 
     traced: Traced
     effects: Effects
+    aliases: Aliases
     starts: Sequence[int]
+    attributes: list[fx.Node]
+    states: set[int | None]  # alias classes of parameters and buffers
+    writes: list[set[int]]  # by stage: the alias classes it changes
+
+    @classmethod
+    def of(cls, traced: Traced, starts: Sequence[int]) -> _Cut:
+        effects = traced.effects
+        assert effects is not None
+        attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        ends = [*starts[1:], len(effects.nodes)]
+        writes = [written(effects, range(start, end)) for start, end in zip(starts, ends, strict=True)]
+        states = {effects.alias[n] for n in attributes}
+        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes)
 
     @property
     def count(self) -> int:
         return len(self.starts)
 
-    def stage_at(self, place: int) -> int:
+    def _stage_at(self, place: int) -> int:
         """The stage of a place; INPUT before the first node, `count` for the end of the graph."""
-        if place == len(self.effects.nodes):
-            return self.count
-        return sum(start <= place for start in self.starts) - 1 if place >= 0 else INPUT
+        return self.count if place == len(self.effects.nodes) else bisect_right(self.starts, place) - 1
 
-    def home(self, node: fx.Node) -> int:
-        return self.stage_at(self.effects.place[node])
+    def is_received(self, node: fx.Node, stage: int) -> bool:
+        """Was it made before this stage?"""
+        return node in self.effects.place and self._stage_at(self.effects.place[node]) < stage
 
-    def until(self, node: fx.Node) -> int:
-        return self.stage_at(self.effects.last[node])
+    def is_alive(self, node: fx.Node, stage: int) -> bool:
+        """Was it made before this stage, and is it used there or later?"""
+        return self.is_received(node, stage) and stage <= self._stage_at(self.effects.last[node])
 
-    def places(self, stage: int) -> range:
-        end = self.starts[stage + 1] if stage + 1 < self.count else len(self.effects.nodes)
-        return range(self.starts[stage], end)
+    def nodes_of(self, stage: int) -> list[fx.Node]:
+        end = self.starts[stage + 1] if stage + 1 < self.count else None
+        return self.effects.nodes[self.starts[stage] : end]
 
+    def owner(self, node: fx.Node, user: int) -> int:
+        """The stage from which `user` gets a value: the last one before it that changed it, or its maker."""
+        if node.op == "get_attr":
+            return self._keeper(node)
+        maker = self._stage_at(self.effects.place[node])
+        changed = (t for t in range(user - 1, maker, -1) if self.effects.alias[node] in self.writes[t])
+        return next(changed, maker)
 
-def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]) -> Program:
-    """Stages that begin at the places `starts` (the first is 0), for one device each."""
-    assert traced.effects is not None
-    cut = _Cut(traced, traced.effects, starts)
-    changed = written(cut.effects)
-    attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
-    state_classes = {cut.effects.alias[n] for n in attributes}
-    drafts = [_draft(cut, stage, written(cut.effects, cut.places(stage)) - state_classes) for stage in range(cut.count)]
+    def _keeper(self, attribute: fx.Node) -> int:
+        """The stage that hands on a parameter or a buffer: the one that changes it, else the last."""
+        changed = (t for t in range(self.count) if self.effects.alias[attribute] in self.writes[t])
+        assigned = (t for t in range(self.count) if str(attribute.target) in self.assigns_of(t))
+        return next(changed, next(assigned, self.count - 1))
 
-    writes = [written(cut.effects, cut.places(stage)) for stage in range(cut.count)]
+    def assigns_of(self, stage: int) -> dict[str, fx.Node]:
+        """Buffers that this stage sets, and their new values."""
+        return {name: value for name, value in self.traced.assigned.items() if self._setter(name, value) == stage}
 
-    def owner(node: fx.Node, user: int) -> int:
-        later = range(cut.home(node) + 1, user)
-        return max([cut.home(node), *(t for t in later if cut.effects.alias[node] in writes[t])])
-
-    table = [[(node, owner(node, stage)) for node in draft.needs] for stage, draft in enumerate(drafts)]
-    out_nodes = list(dict.fromkeys(o for o in traced.outputs if isinstance(o, fx.Node)))
-    # The model may return a parameter or a buffer: the last stage hands it on.
-    table.append([(o, owner(o, cut.count) if o in cut.effects.place else cut.count - 1) for o in out_nodes])
-    assigned_at = {name: max(cut.home(n), 0) if n in cut.effects.place else 0 for name, n in traced.assigned.items()}
-    ordinals = {n: k for k, n in enumerate(n for n in cut.effects.nodes if n.meta.get("random"))}
-    skips = [Skip(n.name, source, stage) for stage, row in enumerate(table[:-1]) for n, source in row if INPUT < source < stage - 1]
-    stashed = {(skip.source, skip.name) for skip in skips}
-    stages = []
-    for stage, draft in enumerate(drafts):
-        sends = list(dict.fromkeys(n for row in table for n, source in row if source == stage))
-        assigns = [name for name, at in assigned_at.items() if at == stage]
-        builder = _Builder(cut, stage, devices[stage], ordinals)
-        users = {*draft.nodes, *draft.again}
-        own = [n for n in attributes if n in sends or any(u in users for u in n.users)]
-        builder.receive(own, draft, {s.name for s in skips if s.target == stage})
-        builder.copy(draft)
-        builder.send(sends, assigns, {name for source, name in stashed if source == stage}, state_classes)
-        graph = builder.finish()
-        stages.append(
-            Stage(
-                fx.GraphModule({}, graph, class_name=f"Stage{stage}"),
-                tuple(str(n.target) for n in own),
-                tuple(Received(n.name, source) for n, source in table[stage]),
-                tuple(n.name for n in sends),
-                tuple(assigns),
-                tuple(str(n.target) for n in own if cut.effects.alias[n] in changed),
-                {n.name: Location(n.meta["module"], n.meta["source"]) for n in draft.nodes},
-                stage_code(graph, stage),
-            )
+    def _setter(self, name: str, value: fx.Node) -> int:
+        """Where the new value of a buffer has come to be. Another attribute: where this one, or that one, is read."""
+        if value.op != "get_attr":
+            return max(self.owner(value, self.count), 0)
+        both = [value, *(n for n in self.attributes if n.target == name)]
+        return min(
+            (self._stage_at(self.effects.place[u]) for n in both for u in n.users if u in self.effects.place), default=0
         )
-    inputs = {place: node.name for place, node in traced.placeholders.items()}
-    sources = {n: source for n, source in table[-1]}
-    outputs = tuple(Received(o.name, sources[o]) if isinstance(o, fx.Node) else Constant(o) for o in traced.outputs)
-    names = tuple(inputs.get(place) for place in range(len(traced.leaves)))
-    return Program(tuple(stages), names, outputs, tuple(skips), bool(ordinals))
+
+    def attributes_of(self, draft: _Draft, sends: Collection[fx.Node]) -> list[fx.Node]:
+        """The parameters and buffers that a stage reads or hands on."""
+        users = {*draft.nodes, *draft.again}
+        handed_on = {*sends, *draft.assigns.values()}
+        return [n for n in self.attributes if n in handed_on or any(u in users for u in n.users)]
 
 
-def _draft(cut: _Cut, stage: int, writes: set[int]) -> _Draft:
-    effects = cut.effects
-    nodes = [effects.nodes[place] for place in cut.places(stage)]
-    needs = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n in effects.place and cut.home(n) < stage)
+def _draft(cut: _Cut, stage: int) -> _Draft:
+    nodes, assigns = cut.nodes_of(stage), cut.assigns_of(stage)
+    read = [*(n for node in nodes for n in node.all_input_nodes), *assigns.values()]
+    needs = dict.fromkeys(n for n in read if cut.is_received(n, stage))
     clones: list[fx.Node] = []
     again: list[fx.Node] = []
-    for alias in sorted(writes):
-        members = [n for n in class_of(effects, alias) if cut.home(n) < stage <= cut.until(n)]
-        if not members:
-            continue
-        found = find_root(effects, members)
-        assert found is not None, "a cut that `forbidden_cuts` forbids"
-        root, nodes_again = found
+    for alias in sorted(cut.writes[stage] - cut.states):
+        members = [n for n in cut.aliases.members[alias] if cut.is_alive(n, stage)]
+        roots, views = _to_clone(cut, stage, members)
         for member in members:
             needs.pop(member, None)
-        needs[root] = None
-        needs |= dict.fromkeys(
-            n for node in nodes_again for n in node.all_input_nodes if n in effects.place and effects.alias[n] != alias
-        )
-        clones.append(root)
-        again += nodes_again
-    return _Draft(nodes, list(needs), clones, sorted(again, key=effects.place.__getitem__))
+        # A view may take its size from elsewhere (`view_as`).
+        others = [n for view in views for n in view.all_input_nodes if cut.effects.alias[n] != alias]
+        needs |= dict.fromkeys([*roots, *(n for n in others if cut.is_received(n, stage))])
+        clones += roots
+        again += views
+    return _Draft(nodes, list(needs), clones, sorted(again, key=cut.effects.place.__getitem__), assigns)
+
+
+def _to_clone(cut: _Cut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What to clone at the entry of a stage, and what to make again from it, so that all of `members` are there."""
+    if stage == 0 or not members:
+        return list(members), []  # each input is a tensor of its own
+    found = cut.aliases.nearest_root(members)
+    assert found is not None, "a cut that `forbidden_cuts` forbids"
+    return [found[0]], found[1]
 
 
 class _Builder:
     """Writes the graph of one stage."""
 
-    def __init__(self, cut: _Cut, stage: int, device: torch.device, ordinals: dict[fx.Node, int]):
-        self.cut, self.stage, self.device, self.ordinals = cut, stage, device, ordinals
+    def __init__(self, cut: _Cut, device: torch.device, ordinals: dict[fx.Node, int]):
+        self.cut, self.device, self.ordinals = cut, device, ordinals
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
+        self._state = cut.traced.state
 
-    def receive(self, attributes: Sequence[fx.Node], draft: _Draft, popped: set[str]) -> None:
+    def receive(self, attributes: Iterable[fx.Node], draft: _Draft, popped: Collection[str]) -> None:
         for node in attributes:
             self.made[node] = self.graph.placeholder(node.name)
             self.made[node].meta["text"] = str(node.target)
@@ -161,52 +209,49 @@ class _Builder:
             self.made[node] = self.graph.placeholder(node.name)
         for node in draft.needs:
             if node.name in popped:
-                self.made[node] = self.graph.create_node(
-                    "call_function", pop, (self.made[node], node.name), name=f"{node.name}_popped"
-                )
+                self.made[node] = self._call(pop, (self.made[node], node.name), f"{node.name}_popped")
         for node in draft.clones:
-            self.made[node] = self.graph.create_node("call_method", "clone", (self.made[node],), name=f"{node.name}_copy")
+            self.made[node] = self._call(clone, (self.made[node],), f"{node.name}_copy")
         for node in draft.again:
             same = self.cut.effects.same.get(node)
             self.made[node] = self.made[same] if same is not None else self._copied(node)
 
-    def copy(self, draft: _Draft) -> None:
-        state = self.cut.traced.state
-        for node in draft.nodes:
-            self._set_state(state, node.meta["state"])
-            state = node.meta["state"]
+    def copy(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
             self.made[node] = self._copied(node)
             ordinal = self.ordinals.get(node)
             if ordinal is not None:
                 copy = self.made[node]
-                copy.op, copy.target = "call_function", seeded(ordinal, node.target, self.device)  # type: ignore[arg-type]
+                copy.op, copy.target = "call_function", seeded(ordinal, node.target, self.device)
+
+    def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
+        self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient
+        values = []
+        for node in sends:
+            value = self.made[node]
+            if self.cut.effects.alias[node] in self.cut.states:
+                # Memory of a parameter or a buffer, which will be written to while others still read this value.
+                value = self._call(clone, (value,), f"{node.name}_copy")
+            if node.name in stashed:
+                value = self._call(stash, (value, node.name), f"{node.name}_stashed")
+            values.append(value)
+        self.graph.output((*values, *(self.made[node] for node in assigns.values())))
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+        return self.graph.create_node("call_function", function, args, name=name)
 
     def _copied(self, node: fx.Node) -> fx.Node:
+        self._set_state(node.meta["state"])
         copy = self.graph.node_copy(node, self.made.__getitem__)
         on_device(copy, self.device)
         return copy
 
-    def _set_state(self, old: ThreadState, new: ThreadState) -> None:
+    def _set_state(self, new: ThreadState) -> None:
+        old, self._state = self._state, new
         if new.grad != old.grad:
             self.graph.call_function(set_grad, (new.grad,))
         for before, after in zip(old.autocast, new.autocast, strict=True):
             if after != before:
-                self.graph.call_function(set_autocast, (after.device, after.enabled, after.dtype, after.cache))
-
-    def send(self, sends: Sequence[fx.Node], assigns: Sequence[str], stashed: set[str], states: set[Any]) -> None:
-        values = []
-        for node in sends:
-            value = self.made[node]
-            if self.cut.effects.alias[node] in states:
-                # Memory of a parameter or a buffer, which will be written to while others still read this value.
-                value = self.graph.create_node("call_method", "clone", (value,), name=f"{node.name}_copy")
-            if node.name in stashed:
-                value = self.graph.create_node("call_function", stash, (value, node.name), name=f"{node.name}_stashed")
-            values.append(value)
-        for name in assigns:
-            values.append(self.made[self.cut.traced.assigned[name]])
-        self.graph.output(tuple(values))
-
-    def finish(self) -> fx.Graph:
-        self.graph.lint()
-        return self.graph
+                # The cache of casts belongs to the process: another worker would clear it in the middle.
+                cache = after.cache and new == self.cut.traced.state
+                self.graph.call_function(set_autocast, (after.device, after.enabled, after.dtype, cache))

@@ -3,8 +3,9 @@
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 
 - Every row comes to its end: an exception in one opens all fences, and the others stop before their next action.
-- `drive` returns when all rows have ended, not before; then the exception, if any, is raised in the caller.
-- A worker holds nothing of a step once its row has ended.
+- `drive` returns when all rows have ended, not before; then the exception, if any, is raised in the caller. An
+  interrupt of the caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
+- A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
 
 Assumed: rows of a validated schedule, so that some action is always ready.
 """
@@ -20,13 +21,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from fxpipe.errors import InternalError
+from fxpipe.errors import InternalError, StateError
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import Rows
+from fxpipe.scheduling.actions import Action, Rows
+from fxpipe.thread_state import ThreadState, applied
 
 
 class Driver(Protocol):
@@ -48,28 +51,43 @@ def _raise_failure(step: Step) -> None:
 
 # -- workers ---------------------------------------------------------------------------------------------------------
 
+POLL = 1.0  # seconds between two looks at whether the workers are still alive
 
-def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int) -> None:
-    """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads."""
-    torch.set_num_threads(threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+
+def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, ready: queue.SimpleQueue[Any]) -> None:
+    """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
+
+    A job is (step, row, what to do before each action), or a queue to answer to, or None for the end.
+    """
+    try:
+        torch.set_num_threads(threads)
+        # Asking settles it: else the thread takes the process's number at its first operation (torch 2.13).
+        torch.get_num_threads()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+    except BaseException as error:
+        ready.put(error)
+        return
+    ready.put(None)
+    del ready
     while (job := jobs.get()) is not None:
-        step, row, before, done = job
+        if isinstance(job, tuple):
+            _run_row(*job)
+        else:
+            job.put(None)
         del job  # nothing of a step may live on while the worker waits for the next one
-        try:
-            for action in row:
-                step.wait(action)
-                if step.failure is not None:
-                    break
-                before()
-                step.perform(action)
-        except BaseException as error:
-            step.fail(error)
-        finally:
-            del step, row
-            done.put(None)
-            del done
+
+
+def _run_row(step: Step, row: Sequence[Action], before: Callable[[], None]) -> None:
+    try:
+        for action in row:
+            step.wait(action)
+            if step.failure is not None:
+                break
+            before()
+            step.perform(action)
+    except BaseException as error:
+        step.fail(error)
 
 
 _all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
@@ -85,26 +103,42 @@ class Workers:
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
         self._process: int | None = None
+        self._step: Step | None = None  # that the workers are at
+        self._closed = False
         _all_workers.add(self)
 
     def drive(self, step: Step, rows: Rows) -> None:
-        if self._process != os.getpid():
+        if self._closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
             self._start()
-        done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for jobs, row in zip(self._queues, rows, strict=True):
-            jobs.put((step, row, self._before(), done))
-        for _ in rows:
-            self._wait_for(done, step)
+        if self._step is not None:  # left behind by a second interrupt
+            self._step.fail(StateError("the step was interrupted"))
+        queues, threads = self._queues, self._threads
+        self._step = step
+        try:
+            for jobs, row in zip(queues, rows, strict=True):
+                jobs.put((step, row, self._before()))
+            self._wait_until_idle(queues, threads)
+        except BaseException as error:  # an interrupt of the caller, wherever it struck
+            step.fail(error)
+            self._wait_until_idle(queues, threads)
+            self._step = step.failure = None
+            raise  # also where a stage has failed before: a Ctrl-C must not get lost
+        self._step = None
         _raise_failure(step)
 
-    def _wait_for(self, done: queue.SimpleQueue[None], step: Step) -> None:
-        """Waits for one row; an interrupt makes the step fail, and the rows are still waited for."""
-        while True:
-            try:
-                done.get()
-                return
-            except KeyboardInterrupt as interrupt:
-                step.fail(interrupt)
+    def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
+        """Returns when the workers have done all that is in their queues."""
+        idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for jobs in queues:
+            jobs.put(idle)
+        for _ in queues:
+            while not _got(idle):
+                if self._closed:
+                    raise StateError("the pipe was closed while this step ran")
+                if not all(thread.is_alive() for thread in threads):
+                    raise InternalError("a worker thread has ended in the middle of a step")
 
     def _before(self) -> Callable[[], None]:
         if self._jitter is None:
@@ -113,32 +147,60 @@ class Workers:
         return lambda: time.sleep(own.random() * 2e-3)
 
     def _start(self) -> None:
-        share = max(1, torch.get_num_threads() // len(self._devices))
+        """New threads, each with its share of the cores; the caller's number of threads stays as it is."""
         own = torch.get_num_threads()
-        self._queues = [queue.SimpleQueue() for _ in self._devices]
-        self._threads = [
-            threading.Thread(target=_work, args=(jobs, device, share), name=f"fxpipe-{j}-{device}", daemon=True)
-            for j, (jobs, device) in enumerate(zip(self._queues, self._devices, strict=True))
+        share = max(1, own // len(self._devices))
+        ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        _stop(self._queues)  # of workers that are left, where one has died
+        queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._devices]
+        threads = [
+            threading.Thread(target=_work, args=(jobs, device, share, ready), name=f"fxpipe-{j}-{device}", daemon=True)
+            for j, (jobs, device) in enumerate(zip(queues, self._devices, strict=True))
         ]
-        for thread in self._threads:
-            thread.start()
-        # A new thread starts with the number that any thread has set last: set it back for those of others.
-        torch.set_num_threads(own)
-        self._process = os.getpid()
-        weakref.finalize(self, _stop, list(self._queues))
+        try:
+            for thread in threads:
+                thread.start()
+            errors = [ready.get() for _ in threads]
+            for error in errors:
+                if error is not None:
+                    raise error
+        except BaseException:
+            _stop(queues)
+            raise
+        finally:
+            # A new thread starts with the number that any thread has set last: set it back for those of others.
+            torch.set_num_threads(own)
+        weakref.finalize(self, _stop, queues)
+        self._queues, self._threads, self._process = queues, threads, os.getpid()
+        self._step = None
 
     def close(self) -> None:
-        """Ends the threads and waits for them. A later step starts new ones."""
+        """Ends the threads, for good, and waits for them. A step that another thread runs meanwhile fails."""
+        if threading.current_thread() in self._threads:
+            raise StateError(
+                "close() was called inside a step of the same pipe (by loss_fn, say); call it after the step"
+            )
+        self._closed = True
         if self._process == os.getpid():
+            if self._step is not None:
+                self._step.fail(StateError("the pipe was closed while this step ran"))
             _stop(self._queues)
             for thread in self._threads:
-                if thread is not threading.current_thread():
-                    thread.join()
+                thread.join()
         self._queues, self._threads, self._process = [], [], None
 
 
 def _nothing() -> None:
     pass
+
+
+def _got(answers: queue.SimpleQueue[None]) -> bool:
+    """Waits for an answer, but not for ever."""
+    try:
+        answers.get(timeout=POLL)
+    except queue.Empty:
+        return False
+    return True
 
 
 def _stop(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
@@ -156,6 +218,11 @@ def _close_all() -> None:
 # -- one thread ------------------------------------------------------------------------------------------------------
 
 
+def _fresh() -> ThreadState:
+    """The state of a worker's thread: no autocast, which forwards set for themselves and backwards must not have."""
+    return ThreadState(True, tuple(replace(autocast, enabled=False) for autocast in ThreadState.now().autocast))
+
+
 class Interleaved:
     """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready."""
 
@@ -163,14 +230,19 @@ class Interleaved:
         self._random = random.Random(seed)
 
     def drive(self, step: Step, rows: Rows) -> None:
+        with applied(_fresh()):
+            self._run(step, rows)
+        _raise_failure(step)
+
+    def _run(self, step: Step, rows: Rows) -> None:
         waiting = [deque(row) for row in rows if row]
         while waiting and step.failure is None:
             ready = [row for row in waiting if step.is_ready(row[0])]
             if not ready:
-                raise InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}")
+                step.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
+                break
             step.perform(self._random.choice(ready).popleft())
             waiting = [row for row in waiting if row]
-        _raise_failure(step)
 
     def close(self) -> None:
         pass

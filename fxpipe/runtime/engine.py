@@ -6,6 +6,7 @@ When one has failed, nothing has changed.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class Engine:
     def __init__(self, model: nn.Module, driver: Driver):
         self.model, self.driver = model, driver
         self.last_step: StepRecord | None = None
-        self._verified = False
+        self._verified: set[Any] = set()  # what losses are made by, and how they add up
         self._busy = threading.Lock()
 
     @contextmanager
@@ -66,8 +67,7 @@ class Engine:
         schedule = make_schedule(name, n, m, checkpoint)
         step = self._step(assembly, leaves, batch, schedule)
         self.driver.drive(step, forward_part(schedule))
-        links = assembly.wiring.links[-1]
-        parts = {link.value: [step.take(n, link, i) for i in range(m)] for link in links}
+        parts = {link.value: [step.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
         outputs = [
             o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
             for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
@@ -75,32 +75,24 @@ class Engine:
         step.commit_buffers()
         self.last_step = record_of(schedule.name, step.times)
         differentiable = [
-            place
+            (place, o)
             for place, o in enumerate(assembly.program.outputs)
             if not isinstance(o, Constant) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
-            earlier = {link.value: link.earlier for link in links}
+            shapes = [[p.value.shape for p in parts[o]] for _, o in differentiable]  # of the parts: their memory may go
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
-                for place, gradient in zip(differentiable, gradients, strict=True):
-                    if gradient is None:
-                        continue
-                    output = assembly.program.outputs[place]
-                    tensors = [p.value for p in parts[output]]
-                    found = scatter_gradient(gradient, tensors, assembly.out_dims[place], step.weights)
-                    for i, one in enumerate(found):
-                        key = (earlier[output], output.name, i)
-                        if one is not None and key in step.gradients:  # the output stands there twice
-                            step.gradients[key] = step.gradients[key] + one
-                        elif one is not None:
-                            step.gradients[key] = one
+                for (place, _), gradient, found in zip(differentiable, gradients, shapes, strict=True):
+                    if gradient is not None:
+                        split = scatter_gradient(gradient, found, assembly.out_dims[place], step.weights)
+                        step.enter_gradients(place, split)
                 with self.running():
                     self.driver.drive(step, backward_part(schedule))
                 self.last_step = record_of(schedule.name, step.times)
 
-            made = self._commit(step, leaves, backward, [outputs[place] for place in differentiable])
-            for place, output in zip(differentiable, made, strict=True):
+            made = self._commit(step, leaves, backward, [outputs[place] for place, _ in differentiable])
+            for (place, _), output in zip(differentiable, made, strict=True):
                 outputs[place] = output
         return pytree.tree_unflatten(outputs, assembly.out_spec)
 
@@ -146,30 +138,39 @@ class Engine:
         shares = [size / batch for size in sizes(batch, m)]
         losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, assembly.devices[-1]))
         extra = [p for p in loss_fn.parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
-        verify = not self._verified and m > 1
+        kind = (_maker_of(loss_fn), reduction)
+        verify = kind not in self._verified and m > 1
         step = self._step(
             assembly, leaves, batch, schedule, losses=losses, loss_parameters=extra, keep_outputs=verify
         )
         self.driver.drive(step, schedule.rows)
         self.last_step = record_of(schedule.name, step.times)
         if verify:
-            self._verify(step, losses, target)
+            _verify(step, losses, target)
+            self._verified.add(kind)
         loss = losses.total()
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
         root.backward()
         step.commit_buffers()
         return loss
 
-    def _verify(self, step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
-        """Once for a pipe: is the loss of all outputs what the losses of micro-batches add up to?"""
-        assembly = step.assembly
-        how = {o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)}
-        parts = zip(*(step.outputs.pop(i) for i in range(step.micro_batches)), strict=True)
-        links = assembly.wiring.links[-1]
-        outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]
-        device = assembly.devices[-1]
-        losses.verify(step.output_tree(outputs), pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), target))
-        self._verified = True
+
+def _verify(step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
+    """Is the loss of all outputs what the losses of micro-batches add up to?"""
+    assembly = step.assembly
+    how = {o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)}
+    parts = zip(*(step.outputs.pop(i) for i in range(step.micro_batches)), strict=True)
+    links = assembly.wiring.links[-1]
+    outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]
+    device = assembly.devices[-1]
+    losses.verify(step.output_tree(outputs), pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), target))
+
+
+def _maker_of(loss_fn: Any) -> Any:
+    """What stays the same where a loop makes its loss function anew in each step."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__code__", type(loss_fn))
 
 
 def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:

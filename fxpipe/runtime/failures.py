@@ -18,17 +18,21 @@ _WORDS = {
 
 def note(error: BaseException, action: Action, stage: Stage, stages: int, device: str) -> str:
     """What to add to an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
-    text = f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
+    text = (
+        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
+    )
     name, location = _node(error, stage)
     if location is not None:
         module = f", module {location.module}" if location.module else ""
         text += f", node {name}{module} ({location.source})"
+    if action.kind is Kind.RECOMPUTE:
+        text += "; the forward of this micro-batch went well before, so it does not do the same twice"
     return text
 
 
 def _node(error: BaseException, stage: Stage) -> tuple[str, Location | None]:
     """The node whose line of the stage's code the traceback goes through."""
-    code = getattr(type(stage.run).forward, "__code__", None)
+    code = getattr(type(stage.run).forward, "__code__", None)  # type: ignore[attr-defined]
     traceback: Any = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code is code:

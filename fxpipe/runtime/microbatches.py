@@ -59,16 +59,16 @@ def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]
 
 
 def scatter_gradient(
-    gradient: torch.Tensor, parts: Sequence[torch.Tensor], how: int | str | None, weights: Sequence[float]
+    gradient: torch.Tensor, shapes: Sequence[torch.Size], how: int | str | None, weights: Sequence[float]
 ) -> list[torch.Tensor | None]:
-    """The gradient of `gather`'s result as gradients of its parts."""
+    """The gradient of `gather`'s result as gradients of its parts, which have these shapes."""
     if how is None:
-        return [gradient, *[None] * (len(parts) - 1)]
+        return [gradient, *[None] * (len(shapes) - 1)]
     if how == "mean":
         return [gradient * weight for weight in weights]
     if how == "sum":
-        return [gradient] * len(parts)
+        return [gradient] * len(shapes)
     if how == "stack":
         return list(gradient.unbind())
     assert isinstance(how, int)
-    return list(gradient.split([part.shape[how] for part in parts], how))
+    return list(gradient.split([shape[how] for shape in shapes], how))

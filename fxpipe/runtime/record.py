@@ -18,7 +18,7 @@ class ActionRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The actions of the last `forward_backward`, or of the last drop-in forward and backward, in order of their start."""
+    """The actions of the last `forward_backward`, or of a drop-in forward and its backward, in order of their start."""
 
     schedule: str
     actions: tuple[ActionRecord, ...]

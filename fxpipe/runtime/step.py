@@ -303,6 +303,15 @@ class Step:
         for (link, _), gradient in zip(pending.leaves, found[len(views) :], strict=True):
             self._send_gradient(link, i, gradient)
 
+    def enter_gradients(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+        """The drop-in: the gradients of an output, one for each micro-batch."""
+        output = self.assembly.program.outputs[place]
+        link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
+        for i, gradient in enumerate(gradients):
+            key = (link.earlier, link.value.name, i)
+            if gradient is not None:  # a value may stand in the output twice
+                self.gradients[key] = gradient if key not in self.gradients else self.gradients[key] + gradient
+
     def _send_gradient(self, link: Link, i: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             return

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentTypeError
+from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.check import check_against_model
 from fxpipe.tracing.record import input_leaves, record
 from fxpipe.tracing.shapes import add_shapes
@@ -52,8 +54,11 @@ def trace(
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
-    traced = record(model, args, kwargs or {})
-    leaves = input_leaves(model, args, kwargs or {})[2]
-    add_shapes(traced, leaves, in_dims, out_dims)
-    traced.effects = check_against_model(traced, leaves, chunks)
+    # Tensors made in inference mode have no versions, and nothing else is lost without it. (Leaving it turns gradients on.)
+    grad = ThreadState.now().grad
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        traced = record(model, args, kwargs or {})
+        leaves = input_leaves(model, args, kwargs or {})[2]
+        add_shapes(traced, leaves, in_dims, out_dims)
+        traced.effects = check_against_model(traced, leaves, chunks)
     return traced

@@ -15,20 +15,26 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.effects import Effects, Run, watch
 from fxpipe.tracing.record import copy_of_input
-from fxpipe.tracing.snapshot import slots_of, undone
+from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import Traced
 
 
 def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
-    """Samples start..stop of flattened inputs."""
-    return [
-        leaf if dim is None else leaf.narrow(dim, start, stop - start)
-        for leaf, dim in zip(leaves, traced.in_dims, strict=True)
-    ]
+    """Samples start..stop of flattened inputs; those after the last are the first again."""
+
+    def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+        over = stop - leaf.shape[dim]
+        if over <= 0:
+            return leaf.narrow(dim, start, stop - start)
+        return torch.cat([leaf.narrow(dim, start, leaf.shape[dim] - start), leaf.narrow(dim, 0, over)], dim)
+
+    return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, traced.in_dims, strict=True)]
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
-    """Compares graph and model on the inputs and on their first samples, as many as micro-batches have and one less than all.
+    """Compares graph and model on the inputs and at other sizes: those of micro-batches, and one sample less.
+
+    Where the model refuses these (batch norm, a single sample), one sample more stands for them.
 
     Returns what the nodes were seen to do.
 
@@ -38,21 +44,20 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     batch = traced.batch_of(leaves)
     parts = min(chunks, batch)
     smaller = {batch // parts, -(-batch // parts), batch - 1} - {0, batch}
-    wanted = [batch, *sorted((s for s in smaller if _same_graph(traced, s)), reverse=True)]
     samples, runs = [], []
     seed = torch.default_generator.initial_seed() % 2**31
-    for size in wanted:
+    for size in (batch, *sorted(smaller, reverse=True), batch + 1):
+        if (size > batch and len(samples) > 1) or not _same_graph(traced, size):
+            continue
         sample = take(traced, leaves, 0, size)
         try:
             runs.append(_run_model(traced, sample, seed))
         except Exception:
             if size == batch:
                 raise
-            continue  # a batch norm that refuses one sample will say so itself when it meets one
+            continue  # it will say so itself when it meets such a batch
         samples.append((size, sample))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
+    effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
     for (size, _), want, have in zip(samples, runs, ours, strict=True):
         _compare(traced, want, have, size, batch)
     _check_gather(traced, leaves, ours[0], batch, seed)
@@ -65,13 +70,13 @@ def _same_graph(traced: Traced, size: int) -> bool:
 
 def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -> tuple[Effects, list[Run]]:
     try:
-        return watch(traced, samples, lambda: torch.manual_seed(seed))
+        with forked_random():
+            return watch(traced, samples, lambda: torch.manual_seed(seed))
     except Exception as error:
-        error.add_note(
-            "fxpipe: raised by the traced graph, not by the model, when both were compared at several batch sizes; "
+        raise TraceError(
+            f"the traced graph raises, and the model does not, when both are compared at several batch sizes: {error}; "
             "forward may compute with the batch size in plain Python (range(len(x)), int(x.shape[0]))"
-        )
-        raise
+        ) from error
 
 
 def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
@@ -89,23 +94,30 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
 def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> None:
     what = "" if size == batch else f" with {size} samples instead of the example's {batch}"
     remedy = (
-        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch): "
-        "keep these in tensor functions"
+        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random numbers, "
+        "or change what it reads later: keep these in tensor functions and buffers"
     )
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
+        name = node.name if isinstance(node, fx.Node) else repr(node)
         if not _agree(w, h):
-            name = node.name if isinstance(node, fx.Node) else repr(node)
             raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
+        if isinstance(w, torch.Tensor) and w.requires_grad != h.requires_grad:
+            raise TraceError(
+                f"output {place} ({name}) requires grad in {'the model' if w.requires_grad else 'the traced graph'} only; "
+                "forward may switch gradients on or off in a way that was not seen"
+            )
     for name, value in have.buffers.items():
         if name in want.buffers and not _agree(want.buffers[name], value):
             raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
 
 
 def _agree(want: Any, have: Any) -> bool:
-    if not isinstance(want, torch.Tensor):
-        return bool(want is have or want == have)
+    if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
+        return bool(want is have or want == have) or (type(want) is type(have) and type(want).__eq__ is object.__eq__)
     if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:
         return False
+    if want.layout != torch.strided:
+        return want.layout == have.layout and _agree(want.to_dense(), have.to_dense())
     if not want.is_floating_point() and not want.is_complex():
         return bool(torch.equal(want, have))
     tolerance = 100 * torch.finfo(want.dtype).eps
@@ -124,7 +136,7 @@ def _check_gather(traced: Traced, leaves: Sequence[Any], whole: Run, batch: int,
         return
     cut = (batch + 1) // 2
     parts = [take(traced, leaves, 0, cut), take(traced, leaves, cut, batch)]
-    _, runs = watch(traced, parts, lambda: torch.manual_seed(seed))
+    _, runs = _watch_seeded(traced, parts, seed)
     for place, node, dim in suspects:
         if not _agree(whole.outputs[place], torch.cat([r.outputs[place] for r in runs], dim)):
             raise ArgumentError(

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe.tracing.containers import tensors_in
 from fxpipe.thread_state import applied
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
@@ -95,7 +96,8 @@ def watch(
 
 
 def _key(number: int, tensor: torch.Tensor) -> Any:
-    return number, tensor.untyped_storage()._cdata
+    """Names the storage of a tensor; a sparse one has several, which nobody shares."""
+    return number, tensor.untyped_storage()._cdata if tensor.layout == torch.strided else (id(tensor),)
 
 
 def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Run:
@@ -142,7 +144,7 @@ def _observed(
     with applied(node.meta["state"]):
         value = call(node, values.__getitem__)
     seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
-    seen.changed[place] |= {_key(number, buffers[b]) for b, t in before.items() if not torch.equal(buffers[b], t)}
+    seen.changed[place] |= {_key(number, buffers[b]) for b, t in before.items() if not same_values(buffers[b], t)}
     if node.target in _NORMS:
         seen.changed[place] |= {_key(number, values[b]) for b in _statistics(node)}
     returned = next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from tabulate import tabulate
 from torch import fx
 
@@ -40,6 +43,8 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, torch.device):
+        return repr(str(value))
     return "..." if value is Ellipsis else repr(value)
 
 
@@ -49,22 +54,46 @@ def _index(value: Any) -> str:
 
 @functools.cache
 def _defaults(function: Any) -> dict[str, Any]:
+    name = getattr(function, "__name__", "")
+    if re.fullmatch(r"conv(_transpose)?\dd", name):  # built in, and hard to read without names
+        last = ("output_padding", "groups", "dilation") if "transpose" in name else ("dilation", "groups")
+        order = ("input", "weight", "bias", "stride", "padding", *last)
+        return {key: {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}.get(key) for key in order}
+    if getattr(F, name, None) is function:  # max_pool2d and others choose one of two functions
+        function = getattr(F, f"_{name}", function)
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # built in
         return {}
-    return {name: p.default for name, p in parameters.items() if p.default is not p.empty}
+    return {name: p.default for name, p in parameters.items()}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if type(value) is tuple and value and type(default) is int:  # a stride for each dimension
+        return all(_is_default(item, default) for item in value)
+    return type(value) is type(default) and bool(value == default)
+
+
+def _named(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a function without what is the default anyway; numbers after tensors are named where it helps."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    names = list(defaults)
+    if "stride" in names and "weight" in names:
+        kwargs = dict(zip(names[3:], args[3:], strict=False)) | kwargs
+        args = args[:3]
+    while len(args) > 1 and (
+        args[-1] is None if len(args) > len(names) else _is_default(args[-1], defaults[names[len(args) - 1]])
+    ):
+        args.pop()
+    return args, {key: v for key, v in kwargs.items() if key not in defaults or not _is_default(v, defaults[key])}
 
 
 def expression(node: fx.Node) -> str:
     """What a working node computes, as one would write it: without arguments that are the default."""
     defaults = {} if isinstance(node.target, str) else _defaults(node.target)
-    args = [_text(a) for a in node.args]
-    keywords = [
-        f"{key}={_text(value)}"
-        for key, value in node.kwargs.items()
-        if isinstance(value, fx.Node) or key not in defaults or defaults[key] != value
-    ]
+    given, named = _named(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
+    args = [_text(a) for a in given]
+    keywords = [f"{key}={_text(value)}" for key, value in named.items()]
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if node.op == "call_method":
         if name in _SYMBOLS and len(args) == 2 and not keywords:
@@ -89,7 +118,7 @@ def graph_table(traced: Traced) -> str:
         (
             n.name,
             expression(n) if n.op in WORKING else n.op,
-            " ".join(map(str, n.meta.get("shapes", ()))) or str(n.meta.get("number", "")),
+            ", ".join(map(str, n.meta.get("shapes", ()))) or str(n.meta.get("number", "")),
             n.meta.get("module", ""),
             source_of(n),
         )

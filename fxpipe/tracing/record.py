@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import operator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,13 +12,15 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.recorder import Recorder
-from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.preconditions import refuse_model
+from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.sizes import Size
+from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
 
-_ARITHMETIC = ("add", "sub", "mul", "floordiv", "mod")
+_OF_SIZES = ("size", "stride", operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 
 
 def flags(model: nn.Module) -> tuple[bool, ...]:
@@ -27,12 +31,12 @@ def flags(model: nn.Module) -> tuple[bool, ...]:
 def input_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
     """The flattened inputs: what they are, their tree, and their values."""
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
-    names = list(inspect.signature(model.forward).parameters)
+    parameters = list(inspect.signature(model.forward).parameters.values())
     leaves = []
     for path, value in paths:
         first = path[1]
         if isinstance(first, pytree.SequenceKey):
-            head = names[first.idx] if first.idx < len(names) else f"args{first.idx}"
+            head = _argument_name(parameters, first.idx)
         else:
             head = str(first.key)
         text = head + "".join(map(str, path[2:]))
@@ -50,6 +54,14 @@ def input_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return tuple(leaves), spec, [value for _, value in paths]
 
 
+def _argument_name(parameters: list[inspect.Parameter], place: int) -> str:
+    """How forward calls its argument number `place`: `x`, `xs[1]`."""
+    for number, parameter in enumerate(parameters[: place + 1]):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{place - number}]"
+    return parameters[place].name if place < len(parameters) else f"args[{place}]"
+
+
 def copy_of_input(value: torch.Tensor) -> torch.Tensor:
     """A copy that forward may write to, and an object of its own should one tensor stand in two places."""
     copy = value.detach().clone()
@@ -63,6 +75,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the remedy.
         Exception: whatever the model raises on these inputs, with a note.
     """
+    refuse_model(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     recorder = Recorder(model)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
@@ -80,6 +93,11 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
+        if isinstance(error, TypeError) and recorder.hashed_at is not None:
+            raise TraceError(
+                f"the model takes the size of a tensor as a key at {recorder.hashed_at}; take a plain number (int(x.shape[1]), "
+                "of a dimension that is not the batch)"
+            ) from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
         error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
         raise
@@ -108,22 +126,32 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 def _output(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return recorder.node_of(value)
-    if any(True for _ in tensors_in(value)):
+    if not isinstance(value, Size) and any(recorder.knows(t) for t in _hidden_tensors(value)):
         raise TraceError(
             f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is unknown to "
-            "torch; return tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
+            "torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or register it "
+            "(torch.utils._pytree.register_pytree_node)"
         )
-    return recorder.argument(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return recorder.argument(value) if isinstance(value, Size) else value
+
+
+def _hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in the attributes of an object of any kind."""
+    yield from tensors_in(value)
+    if depth:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for item in (*inside, *getattr(value, "__dict__", {}).values()):
+            yield from _hidden_tensors(item, depth - 1)
 
 
 def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:
     """Buffers and tensor attributes that forward has set to other tensors, before the snapshot puts the old ones back."""
     found: dict[str, fx.Node] = {}
     for slot, tensor in slots_of(model).items():
-        if tensor is snapshot.slots.get(slot) or not recorder.knows(tensor):
+        if tensor is snapshot.slots.get(slot):
             continue
         if slot.kind == "parameter":
-            raise TraceError(f"forward replaces the parameter {slot.name!r}; change parameters outside forward")
+            raise TraceError(f"forward sets the parameter {slot.name!r}; set parameters outside forward")
         is_read = slot.name in recorder.read_names()
         if tensor.requires_grad:
             if slot.kind == "attribute" and not is_read:
@@ -140,7 +168,6 @@ def _erase_unused_sizes(traced: Traced) -> None:
     """Every `x.shape` leaves a node for each dimension; few are used."""
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
     for node in reversed(list(traced.graph.nodes)):
-        is_size = node.target in ("size", "stride") or getattr(node.target, "__name__", "") in (*_ARITHMETIC, "getitem")
-        if is_size and not node.users and node not in needed:
+        if node.target in _OF_SIZES and not node.users and node not in needed:
             traced.graph.erase_node(node)
 

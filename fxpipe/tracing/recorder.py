@@ -6,7 +6,7 @@ does not see is handled here as well, since forgetting it gives a graph that is 
 
 - `autograd.Function.apply` becomes one node that keeps its backward; reentrant `torch.utils.checkpoint` is called through
   (non-reentrant checkpoint needs nothing), since recompute is the pipeline's own business.
-- `no_grad`, `inference_mode` and autocast are remembered with every node (`states.py`).
+- `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran. No list of random functions to keep.
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
 - A read of a tensor's value that hangs on inputs, parameters or buffers is refused, with the user's line: the graph would
@@ -19,26 +19,26 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.errors import TraceError
+from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
-from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.source import user_line
 
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
 _FREE = frozenset(
-    "dim ndimension is_floating_point is_complex is_signed element_size is_contiguous storage_offset data_ptr get_device "
+    "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed element_size is_contiguous storage_offset data_ptr get_device "
     "__hash__ untyped_storage can_cast __dir__ result_type promote_types is_storage __len__ is_inference __dlpack_device__ "
     "has_names get_default_device is_same_size __repr__ __format__ __str__ is_tensor is_grad_enabled "
     "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
@@ -53,26 +53,12 @@ _REFUSED = {
     "register_post_accumulate_grad_hook": "puts a hook on a tensor",
     "retain_grad": "keeps the gradient of a tensor",
     "backward": "runs backward",
-    "set_default_dtype": "changes the default dtype",
     "requires_grad_": None,  # refused where it asks for gradients: see `_refuse`
 }
 _TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
-_PLAIN = (int, float, bool, str, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator)
-_OWN_DIRECTORIES = (torch.__path__[0], __file__.rsplit("/", 2)[0])
-
-
-def user_frame() -> FrameType | None:
-    """The innermost frame that is neither torch's nor fxpipe's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN_DIRECTORIES):
-        frame = frame.f_back
-    return frame
-
-
-def user_line() -> str:
-    """The user's source line that is running: `path/unet.py:31`."""
-    frame = user_frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+_PLAIN = (bool, int, float, complex, str)
+_CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
 
 
 def generator_states() -> list[Any]:
@@ -85,6 +71,22 @@ def generator_states() -> list[Any]:
 
 def _same_states(left: list[Any], right: list[Any]) -> bool:
     return bool(torch.equal(left[0], right[0])) and left[1:] == right[1:]
+
+
+def _is_one_function(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a function is going to write to, as far as its name and arguments say so."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place |= name in ("__setitem__", "__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__", "__imod__")
+    in_place |= name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__")
+    if in_place or kwargs.get("inplace"):
+        yield from tensors_in(args[:1] or tuple(kwargs.values())[:1])
+    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None:
+        yield from tensors_in(args[1:2])  # it scales the rows in place
+    yield from tensors_in(kwargs.get("out"))
 
 
 def _named_function(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +112,17 @@ class Recorder(TorchFunctionMode):
         self.constants: dict[str, torch.Tensor] = {}  # found in lists, tuples and dicts that modules keep
         self.refusal: TraceError | None = None
         self.module_of_error: str | None = None
+        self.hashed_at: str | None = None  # the user's line that took a size as a key
         self._paused = 0
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self._attributes: dict[int, str] = {}
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._held: dict[int, tuple[str, torch.Tensor]] = {}
+        self._parameters = {
+            p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.layout == torch.strided
+        }
+        self._default_dtype = torch.get_default_dtype()
         self._stack: list[tuple[str, nn.Module]] = []
         self._paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         for slot, tensor in slots_of(model).items():
@@ -147,10 +154,13 @@ class Recorder(TorchFunctionMode):
                     "register it (nn.Parameter, nn.ParameterList, register_buffer)",
                 )
             self.constants[name] = tensor
+        if name is None and isinstance(tensor, nn.Parameter):
+            raise self._refuse("makes a parameter or a module in forward", "make it in __init__")
         if name is None:
             raise self._refuse(
                 f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
-                "make it with a torch function in forward, or keep it in the module (register_buffer)",
+                "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), or keep it "
+                "in the module (register_buffer)",
             )
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
@@ -174,8 +184,13 @@ class Recorder(TorchFunctionMode):
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
-        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
+        if isinstance(value, _CONSTANTS):
             return value
+        for kind in _PLAIN:  # without what a subclass adds: numpy.float64, enumerations
+            if isinstance(value, kind):
+                return value if type(value) is kind else kind.__call__(value)
+        if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
+            return self.argument(value.item())
         raise self._refuse(
             f"passes a {type(value).__module__}.{type(value).__qualname__} to a torch function",
             "convert it to a tensor or a plain number first",
@@ -184,12 +199,14 @@ class Recorder(TorchFunctionMode):
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
         path, name = self._stack[-1][0] if self._stack else "", getattr(target, "__name__", str(target))
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
-        parts = [path] if self._stack and type(self._stack[-1][1]).__module__.startswith("torch.nn.") else [path, name]
+        parts = [path] if self._stack and _is_one_function(self._stack[-1][1]) else [path, name]
+        if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
+            parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`; not `bn`
         label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
         if label[0].isdigit():
             label = f"_{label}"
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
-        node.meta.update(source=user_line(), module=path, state=ThreadState.now())
+        node.meta.update(source=user_line(), module=path, state=ThreadState.now(), random=False)
         return node
 
     def _keep(self, value: Any, node: fx.Node) -> None:
@@ -233,7 +250,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if self._paused or name in _FREE or name in _STATES:
+        if self._paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -243,29 +260,34 @@ class Recorder(TorchFunctionMode):
             return sizes if not dim or dim[0] is None else sizes[dim[0]]
         if name in ("numel", "nelement"):
             return math.prod(self._sizes(args[0], "size"))
-        self._refuse_unrecordable(func, name, args)
+        self._refuse_unrecordable(func, name, args, kwargs)
         if name == "__iter__":
-            parts = self._run(torch.Tensor.unbind, (args[0], 0), {})
+            parts, _ = self._run(torch.Tensor.unbind, (args[0], 0), {})
             self._keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
             return iter(parts)
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         if name in _READS:
-            self._refuse_read(name, node_args)
-            return self._run(func, args, kwargs)
-        before = generator_states()
-        result = self._run(func, args, kwargs)
+            self._refuse_read(name, (node_args, node_kwargs))
+        result, random = self._run(func, args, kwargs)
+        if result is not None and not any(True for _ in tensors_in(result)):
+            if any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result)):
+                self._refuse_read(name, (node_args, node_kwargs))
+            return result  # text, a dtype, or a number that is always the same
         if name == "__setitem__":
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
         else:
             node = self._call(func, name, node_args, node_kwargs)
             self._keep(result, node)
-        node.meta["random"] = not _same_states(before, generator_states())
+        node.meta["random"] = random
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         self._paused += 1  # a custom op applies autograd.Functions of its own
         try:
-            return func(*args, **kwargs)
+            before = generator_states()
+            result = func(*args, **kwargs)
+            return result, not _same_states(before, generator_states())
         finally:
             self._paused -= 1
 
@@ -298,17 +320,30 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or error
         return error
 
-    def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...]) -> None:
+    def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in _REFUSED and (what := _REFUSED[name]) is not None:
             raise self._refuse(what, "do so outside forward")
-        if name == "requires_grad_" and (len(args) < 2 or args[1]) and id(args[0]) not in self._attributes:
-            raise self._refuse("starts to ask for gradients in forward", "ask for them on the inputs of the model")
+        if name == "requires_grad_" and args[0].requires_grad != (asked := (*args[1:], *kwargs.values(), True)[0]):
+            what = "starts to ask for gradients in forward" if asked else "switches off gradients of a tensor in forward"
+            raise self._refuse(what, "do so before the model is called, or use detach()")
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise self._refuse(
+                "draws from a random generator of its own", "draw from torch's default one (leave out generator=)"
+            )
+        if torch.get_default_dtype() != self._default_dtype:
+            raise self._refuse("changes the default dtype", "do so outside forward, or pass dtype= to the functions")
+        for tensor in _written(name, args, kwargs):
+            if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._parameters:
+                raise self._refuse(
+                    f"writes to the parameter {self._parameters[tensor.untyped_storage()._cdata]!r}",
+                    "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
+                )
         if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
             raise self._refuse("runs autograd inside forward", "do so outside forward")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("uses a transform of torch.func (vmap, grad)", "write the batched function out")
 
-    def _refuse_read(self, name: str, args: tuple[Any, ...]) -> None:
+    def _refuse_read(self, name: str, args: Any) -> None:
         kind = _hangs_on(args)
         if kind is not None:
             raise self._refuse(
@@ -323,6 +358,7 @@ class Recorder(TorchFunctionMode):
     def patches(self) -> Iterator[None]:
         """Module calls are followed for their paths and autograd functions become nodes, in the recording thread only."""
         here = threading.get_ident()
+        _PATCHING.acquire()
         module_call = nn.Module.__call__
         function_apply = torch.autograd.Function.__dict__["apply"]
 
@@ -346,10 +382,9 @@ class Recorder(TorchFunctionMode):
             if function is CheckpointFunction:
                 return args[0](*args[2:])
             node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-            before = generator_states()
-            result = self._run(function_apply.__func__, (function, *args), kwargs)
+            result, random = self._run(function_apply.__func__, (function, *args), kwargs)
             node = self.add("call_function", _named_function(function, function_apply.__func__), node_args, node_kwargs)
-            node.meta["random"] = not _same_states(before, generator_states())
+            node.meta["random"] = random
             self._keep(result, node)
             return result
 
@@ -360,6 +395,7 @@ class Recorder(TorchFunctionMode):
         finally:
             nn.Module.__call__ = module_call  # type: ignore[method-assign]
             torch.autograd.Function.apply = function_apply
+            _PATCHING.release()
 
     def _refuse_hooks(self, module: nn.Module) -> None:
         """A hook would run now and never again. Those of torch itself (weight_norm) only compute, and are recorded."""

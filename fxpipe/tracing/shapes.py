@@ -10,6 +10,7 @@ Other dimensions are fixed: inputs of another length are another graph.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.sizes import SizeRead
-from fxpipe.thread_state import applied
+from fxpipe.tracing.snapshot import forked_random
 from fxpipe.tracing.traced import WORKING, BatchRead, Traced, call, lookup, one_batch_size
 
 REDUCTIONS = ("mean", "sum", "stack")
@@ -65,12 +67,18 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
         TraceError: forward computes with the batch size in plain Python.
     """
-    env = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    asked = _asked_dims(traced, in_dims)
-    fakes, symbols = _fake_inputs(traced, values, asked, in_dims is not None, env, mode)
-    made, fixed_by = _interpret(traced, fakes, env, mode)
-    batch = _find_batch(traced, asked, symbols, fixed_by, env, in_dims is not None)
+    asked, sure = _asked_dims(traced, in_dims), in_dims is not None
+    sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
+    if 0 in sizes:
+        raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
+    found = _interpret(traced, values, asked, sure, sizes == {1})
+    if not found.is_free and 1 in sizes and sizes != {1} and not sure:
+        # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
+        with contextlib.suppress(TraceError):
+            second = _interpret(traced, values, asked, sure, True)
+            found = second if second.is_free else found
+    env, made = found.env, found.made
+    batch = _find_batch(traced, asked, found, sure)
 
     def formula(value: Any) -> sympy.Expr:
         if isinstance(value, torch.SymInt):
@@ -116,19 +124,17 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
 
 
 def _fake_inputs(
-    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, env: ShapeEnv, mode: FakeTensorMode
+    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool, mode: FakeTensorMode
 ) -> tuple[dict[fx.Node, Any], dict[int, sympy.Symbol]]:
-    """Fake placeholders, and the symbol of the batch dimension for each leaf that has a candidate."""
-    sizes = [leaf.shape[d] for leaf, d in zip(traced.leaves, asked, strict=True) if d is not None]
-    if 0 in sizes:
-        raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    single = max(sizes, default=1) == 1
+    """Fake placeholders, and the symbol of the batch dimension for each leaf that has a candidate.
+
+    Candidates are dimensions of size 1 if `single`, of other sizes if not, and all of them if the user said so (`sure`).
+    """
     fakes, symbols = {}, {}
     for place, node in traced.placeholders.items():
         value, dim = values[place].detach(), asked[place]
-        # A dimension of size 1 beside larger ones is broadcast; where all are 1, three stand for it: torch fixes 0 and 1.
-        is_batch = dim is not None and (single or sure or value.shape[dim] > 1)
-        if is_batch and value.shape[dim] == 1:
+        is_batch = dim is not None and (sure or single == (value.shape[dim] == 1))
+        if is_batch and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
             value = torch.cat([value] * 3, dim)
         dynamic = [DimDynamic.DYNAMIC if is_batch and d == dim else DimDynamic.STATIC for d in range(value.dim())]
         context = StatelessSymbolicContext(dynamic_sizes=dynamic)  # type: ignore[call-arg]
@@ -141,13 +147,26 @@ def _fake_inputs(
 # -- the run ---------------------------------------------------------------------------------------------------------
 
 
-def _interpret(
-    traced: Traced, fakes: dict[fx.Node, Any], env: ShapeEnv, mode: FakeTensorMode
-) -> tuple[dict[fx.Node, Any], dict[sympy.Symbol, fx.Node]]:
-    """The value of every node on fake tensors; and which node gave a symbol a fixed size."""
-    made = dict(fakes)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The graph, run on fake tensors."""
+
+    env: ShapeEnv
+    symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
+    made: dict[fx.Node, Any]  # the value of every node
+    fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
+
+    @property
+    def is_free(self) -> bool:
+        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
+
+
+def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool) -> _Run:
+    env = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    made, symbols = _fake_inputs(traced, values, asked, sure, single, mode)
     fixed_by: dict[sympy.Symbol, fx.Node] = {}
-    with torch.random.fork_rng(), torch.no_grad(), mode, enable_python_dispatcher():
+    with forked_random(), torch.no_grad(), mode, enable_python_dispatcher():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 made[node] = mode.from_tensor(lookup(traced, node).detach(), static_shapes=True)
@@ -157,24 +176,20 @@ def _interpret(
                     with applied(node.meta["state"]), torch.no_grad():
                         made[node] = call(node, made.__getitem__)
                 except Exception as error:
-                    error.add_note(f"fxpipe: while finding the shapes of {node.name} ({node.meta['source']})")
-                    raise
+                    raise TraceError(
+                        f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) "
+                        f"cannot be told for other batch sizes: {error}"
+                    ) from error
                 if len(env.replacements) != known:
                     for symbol, value in env.replacements.items():
                         if value.is_number:
                             fixed_by.setdefault(symbol, node)
-    return made, fixed_by
+    return _Run(env, symbols, made, fixed_by)
 
 
-def _find_batch(
-    traced: Traced,
-    asked: Sequence[int | None],
-    symbols: dict[int, sympy.Symbol],
-    fixed_by: dict[sympy.Symbol, fx.Node],
-    env: ShapeEnv,
-    sure: bool,
-) -> frozenset[Any]:
+def _find_batch(traced: Traced, asked: Sequence[int | None], run: _Run, sure: bool) -> frozenset[Any]:
     """The symbols that are the batch; sets `traced.in_dims`."""
+    symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
     free = {place: found for place, s in symbols.items() if (found := env.replace(s)).free_symbols}
     if not free or (sure and len(free) < len(symbols)):
         lines = [
@@ -200,8 +215,14 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
         TraceError: it went on computing with it.
     """
     operands = [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
-    if not any(o.free_symbols for o in operands):
+    free = set().union(*(o.free_symbols for o in operands))
+    if not free:
         return None
+    if free != {traced.batch}:
+        raise TraceError(
+            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for these "
+            "values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
+        )
     if read.function in _RELATIONS or read.function is bool:
         holds = _RELATIONS[read.function](*operands) if read.function in _RELATIONS else sympy.Ne(operands[0], 0)
         condition = sympy.simplify(holds if read.result else sympy.Not(holds))
@@ -264,14 +285,22 @@ def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | N
 def _out_dim(
     traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]
 ) -> int | str:
-    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols]
+    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
     if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
         return holding[0]
     shapes = output.meta["shapes"]
     if not holding and len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
-    why = "holds the batch in several dimensions" if holding else "hangs on the batch but has no dimension for it"
+    if any(s is not None and not s.free_symbols <= batch for s in sizes):
+        why = "has a size that hangs on values"
+    elif holding:
+        why = "holds the batch in several dimensions"
+    else:
+        why = "hangs on the batch but has no dimension for it"
+        example = {traced.leaves[p].shape[d] for p, d in enumerate(traced.in_dims) if d is not None}
+        if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
+            why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
     raise ArgumentError(
         f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the outputs of "
         "micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for all), 'mean', 'sum' or "

@@ -16,7 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.fx as fx
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.source import user_line
 
 if TYPE_CHECKING:
     from fxpipe.tracing.recorder import Recorder
@@ -43,10 +47,25 @@ class Size(int):
 
     def __hash__(self) -> int:
         # As for torch.SymInt: a cache of some library, keyed by sizes, would hand out our nodes to the next model.
+        self.recorder.hashed_at = self.recorder.hashed_at or user_line()
         raise TypeError("a recorded size is not hashable")
 
     def __neg__(self) -> int:
         return self * -1
+
+    def __divmod__(self, other: Any) -> tuple[int, int]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[int, int]:
+        return other // self, other % self
+
+    def __pos__(self) -> int:
+        return self
+
+    def __round__(self, digits: Any = None) -> int:
+        return self
+
+    __trunc__ = __ceil__ = __floor__ = __pos__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> int:
         return int.__int__(self)
@@ -61,7 +80,7 @@ def _plain(value: Any) -> Any:
 
 def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Size, Any], Any]:
     def method(self: Size, other: Any) -> Any:
-        if type(other) not in (int, Size):
+        if not isinstance(other, int):
             return NotImplemented
         left, right = (other, self) if swap else (self, other)
         value = function(_plain(left), _plain(right))
@@ -74,7 +93,7 @@ def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Siz
 
 def _reading(function: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
     def method(self: Size, *others: Any) -> Any:
-        if any(type(other) not in (int, Size) for other in others):
+        if not all(isinstance(other, int) for other in others):
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
         value = function(*map(_plain, operands))
@@ -104,20 +123,24 @@ for _name in ("add", "sub", "mul", "floordiv", "mod"):
     _function = getattr(operator, _name)
     setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _computing(_function, False)))
     setattr(Size, f"__r{_name}__", _mixed(f"__r{_name}__", _computing(_function, True)))
-for _name in ("truediv", "pow"):
-    _function = getattr(operator, _name)
+for _name in ("truediv", "pow", "lshift", "rshift", "and_", "or_", "xor"):
+    _function, _name = getattr(operator, _name), _name.rstrip("_")
     setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _reading(_function)))
     setattr(Size, f"__r{_name}__", _mixed(f"__r{_name}__", _reading(_function, True)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _reading(getattr(operator, _name))))
-for _function in (float, int, bool):
+for _function in (float, int, bool, abs):
     setattr(Size, f"__{_function.__name__}__", _reading(_function))
 
 
 class Shape(tuple[int, ...]):
-    """The shape of a recorded tensor; `torch.Size` cannot hold `Size` objects."""
+    """The shape of a recorded tensor; `torch.Size` cannot hold `Size` objects, and cannot be subclassed."""
 
     __slots__ = ()
+
+    @property
+    def __class__(self) -> Any:  # for models that ask `isinstance(shape, torch.Size)`
+        return torch.Size
 
     def numel(self) -> int:
         return math.prod(self)
@@ -125,3 +148,6 @@ class Shape(tuple[int, ...]):
     def __getitem__(self, index: Any) -> Any:
         item = tuple.__getitem__(self, index)
         return Shape(item) if isinstance(index, slice) else item
+
+
+pytree.register_pytree_node(Shape, lambda shape: (list(shape), None), lambda sizes, _: torch.Size(sizes))  # as an output

@@ -8,8 +8,10 @@ source of random numbers.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,10 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
+
+
+_OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +70,27 @@ def held_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from search(item, f"{name}.{key}", depth - 1)
 
-    own = {"_parameters", "_buffers", "_modules"}
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():
-            if key not in own and not isinstance(value, torch.Tensor):
+            if key not in _OWN_NAMES and not isinstance(value, torch.Tensor):
                 found.update(search(value, f"{path}.{key}" if path else key, 3))
     return found
+
+
+def same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """`torch.equal`, of sparse tensors too, and with NaN equal to itself."""
+    if left.layout != torch.strided:
+        return left.shape == right.shape and same_values(left.to_dense(), right.to_dense())
+    return torch.equal(left, right) or (
+        left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
+    )
+
+
+def forked_random() -> contextlib.AbstractContextManager[None]:
+    """A block after which torch's generators stand where they stood; CUDA is not woken for it."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices)
 
 
 def _dice() -> tuple[Any, Any]:
@@ -86,6 +106,31 @@ def _same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     return bool((left[1][1] == right[1][1]).all()) and left[1][2:] == right[1][2:]
 
 
+def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
+    """The lists, dicts and sets in an attribute, innermost last, each with a copy."""
+    if depth and isinstance(value, (list, dict, set, deque)):
+        yield name, value, copy.copy(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
+
+
+def _same_items(left: Any, right: Any) -> bool:
+    """Do two containers hold the same objects?"""
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(left[key] is right[key] for key in left)
+    if isinstance(left, set):
+        return bool(left == right)
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _unchanged(before: Any, now: Any) -> bool:
+    """Is this the same attribute? Other tensors are no matter of a snapshot: they are outputs of the graph."""
+    if before is now or isinstance(now, torch.Tensor):
+        return True
+    return type(before) in _PLAIN and isinstance(now, type(before)) and bool(type(before).__eq__(before, now))
+
+
 @dataclass(slots=True)
 class _Kept:
     tensor: torch.Tensor
@@ -96,7 +141,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class Snapshot:
-    """The state of a model at one moment. After `restore` the model is as it was then; the rest is what was found changed."""
+    """The state of a model at one moment. After `restore` the model is as then; the rest is what was found changed."""
 
     model: nn.Module
     slots: dict[Slot, torch.Tensor]
@@ -104,61 +149,63 @@ class Snapshot:
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
     rolled_dice: bool = False  # Python's or numpy's random numbers were drawn
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
-    _modules: list[tuple[str, nn.Module, dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)  # path, of a module, its copy
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
     _dice: tuple[Any, Any] = (None, None)
+    _dtype: torch.dtype = torch.float32  # the default one
 
     @classmethod
     def take(cls, model: nn.Module) -> Snapshot:
         slots = slots_of(model)
-        snapshot = cls(model, slots, _dice=_dice())
+        snapshot = cls(model, slots, _dice=_dice(), _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
             if tensor.is_inference():  # cannot be written outside inference mode, and has no version
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
             snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value)
-        snapshot._modules = [(p, m, dict(m.__dict__), dict(m._buffers)) for p, m in model.named_modules()]
-        snapshot._containers = [
-            (f"{path}.{key}" if path else key, value, value.copy())
-            for path, module in model.named_modules()
-            for key, value in module.__dict__.items()
-            if type(value) in (list, dict, set) and not key.startswith("_")
-        ]
+        for path, module in model.named_modules():
+            for store in (module.__dict__, module._parameters, module._buffers, module._modules):
+                snapshot._dicts.append((path, store, dict(store)))
+            for key, value in module.__dict__.items():
+                if key not in _OWN_NAMES:
+                    snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 
     def restore(self) -> None:
         """Puts everything back and fills in what was found changed."""
-        for path, module, attributes, buffers in self._modules:
-            for key, value in module.__dict__.items():
-                if attributes.get(key) is not value and not isinstance(value, torch.Tensor):
+        for path, store, before in self._dicts:
+            for key in [*before, *(key for key in store if key not in before)]:
+                if not _unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-        for name, value, copy in self._containers:
-            if len(value) != len(copy):
+            store.clear()
+            store.update(before)
+        for name, container, before in self._containers:
+            if not _same_items(container, before):
                 self.written_attributes.append(name)
-                value.clear()
-                (value.extend if isinstance(value, list) else value.update)(copy)
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():
-            changed = kept.tensor._version != kept.version
-            if kept.value is None:
-                if changed:
-                    self.written_parameters.append(slot.name)
-                continue
-            if not kept.alias.is_set_to(kept.tensor):
-                kept.tensor.data = kept.alias
-            # Not only where the version was raised: batch norm changes its buffers without raising it.
-            if changed or not torch.equal(kept.tensor, kept.value):
-                with torch.no_grad():
-                    kept.tensor.copy_(kept.value)
+            self._put_back(slot, kept)
         now = _dice()
         self.rolled_dice = not _same_dice(now, self._dice)
         if self.rolled_dice:
             random.setstate(self._dice[0])
             if self._dice[1] is not None:
                 sys.modules["numpy"].random.set_state(self._dice[1])
+        torch.set_default_dtype(self._dtype)
+
+    def _put_back(self, slot: Slot, kept: _Kept) -> None:
+        changed = kept.tensor._version != kept.version
+        if kept.value is None:
+            if changed:
+                self.written_parameters.append(slot.name)
+            return
+        if kept.tensor.layout == torch.strided and not kept.alias.is_set_to(kept.tensor):
+            kept.tensor.data = kept.alias
+        # Not only where the version was raised: batch norm changes its buffers without raising it.
+        if changed or not same_values(kept.tensor, kept.value):
+            with torch.no_grad():
+                kept.tensor.copy_(kept.value)
 
     def refuse_changes(self) -> None:
         """Raises TraceError where forward changed what a graph cannot carry."""
@@ -184,7 +231,7 @@ def undone(model: nn.Module) -> Iterator[Snapshot]:
     """A block after which the model and every source of random numbers are as they were before it."""
     snapshot = Snapshot.take(model)
     try:
-        with torch.random.fork_rng():
+        with forked_random():
             yield snapshot
     finally:
         snapshot.restore()

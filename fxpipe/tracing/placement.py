@@ -1,0 +1,46 @@
+"""One device for model and inputs while they are traced.
+
+Inputs may be anywhere. And once a model is spread over the devices of its stages, it cannot be run as it is; for another graph
+of it (evaluation, say) its tensors come to the CPU for the while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+@contextlib.contextmanager
+def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
+    """The device on which the whole model is, for this block; None for a model without tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) < 2:
+        yield next(iter(devices), None)
+        return
+    away = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, data in away:
+            tensor.data = data.cpu()
+        yield torch.device("cpu")
+    finally:
+        for tensor, data in away:
+            tensor.data = data
+
+
+def moved(inputs: Any, device: torch.device | None) -> Any:
+    """The inputs on `device`, to be traced with."""
+    if device is None:
+        return inputs
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, move, inputs)

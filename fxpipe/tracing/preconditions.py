@@ -1,0 +1,53 @@
+"""Models that cannot be recorded as they are, found before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fxpipe.errors import TraceError
+
+_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises TraceError with everything about `model` that stands in the way."""
+    found = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
+    if found:
+        raise TraceError(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(found))
+
+
+def _global_hooks() -> Iterator[str]:
+    for kind in _GLOBAL_HOOKS:
+        for hook in getattr(torch_module, f"_global_{kind}").values():
+            yield f"the hook {hook!r}, put on all modules, would not run in the pipeline; remove it (handle.remove())"
+
+
+def _wrong_modules(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        kind = type(module)
+        name = f"module {path!r} ({kind.__name__})" if path else f"the model ({kind.__name__})"
+        if isinstance(module, torch.jit.ScriptModule):
+            yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
+        elif kind.__module__ == "torch._dynamo.eval_frame":
+            yield f"{name} is a compiled module; use the module it was made from (compiled._orig_mod)"
+        elif module._compiled_call_impl is not None:
+            yield f"{name} was compiled in place (module.compile()); use a module that was not"
+        elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
+            yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"
+
+
+def _wrong_tensors(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            yield f"{name!r} is not initialized; call the model once on example inputs first"
+        elif tensor.is_inference():
+            yield f"{name!r} was made in inference mode and can be neither trained nor changed; make the model outside of it"
+        elif tensor.is_meta:
+            yield (
+                f"{name!r} is on the meta device and has no values; give it some first "
+                "(model.to_empty(device=...), then load_state_dict)"
+            )

@@ -1,0 +1,22 @@
+"""Where in the user's code something happens."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import FrameType
+
+import torch
+
+# With the separator: torchvision lives beside torch, and is the user's.
+_NOT_THE_USERS = tuple(
+    os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
+)
+
+
+def user_line() -> str:
+    """The innermost source line that is neither torch's nor fxpipe's: `path/unet.py:31`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
