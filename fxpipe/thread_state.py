@@ -1,8 +1,8 @@
 """The state of a thread that changes what torch functions do: recorded with every node, set again where the node runs.
 
 A function sees more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong to a
-thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under; `applied(state)` sets it
-for a block. The default dtype belongs to the process; a model that changes it in forward is refused.
+thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under; `applied(state)` sets
+it for a block. The default dtype belongs to the process; a model that changes it in forward is refused.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Step:
                 tensor = self.tensors.get(name)
                 moved = tensor.detach().to(device, non_blocking=True)
                 if name in stage.changes or name in stage.assigns:
-                    state[name] = moved
+                    state[name] = moved.clone()  # the drop-in commits before R asks what F saw
                 elif isinstance(tensor, torch.nn.Parameter):
                     views[-1][name] = moved.requires_grad_(tensor.requires_grad and self.grad)
                 else:

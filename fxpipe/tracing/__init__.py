@@ -3,13 +3,15 @@
     traced = fxpipe.trace(model, (x,))
     print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
 
-The passes, in order: `record` runs the model once and writes down every torch function; `shapes` finds the dimension that
-holds the batch; `check` compares graph and model at several sizes and `effects` watches what shares storage and what is
-changed in place. The model, its buffers and all random states stay as they were.
+The passes, in order: `record` runs the model once and writes down every torch function; `shapes` finds the dimension
+that holds the batch; `check` compares graph and model at several sizes and `effects` watches what shares storage and
+what is changed in place. The model, its buffers and all random states stay as they were.
 """
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 import torch
@@ -39,10 +41,10 @@ def trace(
     Args:
         model: any module. It runs on the inputs a few times and is left as it was.
         args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists and dicts.
-        in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input, or a
-            dict by name; None for inputs without a batch.
-        out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a dimension,
-            None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
+        in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
+            or a dict by name; None for inputs without a batch.
+        out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
+            dimension, None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
 
     Raises:
@@ -54,11 +56,16 @@ def trace(
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
-    # Tensors made in inference mode have no versions, and nothing else is lost without it. (Leaving it turns gradients on.)
+    # Tensors made in inference mode have no versions, and nothing else is lost without it. Leaving it turns gradients on.
     grad = ThreadState.now().grad
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), _compiled_functions_run_plainly():
         traced = record(model, args, kwargs or {})
         leaves = input_leaves(model, args, kwargs or {})[2]
         add_shapes(traced, leaves, in_dims, out_dims)
         traced.effects = check_against_model(traced, leaves, chunks)
     return traced
+
+
+def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:
+    """What `torch.compile` made runs as the Python it was made from, and is recorded as that."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

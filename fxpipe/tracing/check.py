@@ -94,7 +94,8 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
 def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> None:
     what = "" if size == batch else f" with {size} samples instead of the example's {batch}"
     remedy = (
-        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random numbers, "
+        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
+        "numbers, "
         "or change what it reads later: keep these in tensor functions and buffers"
     )
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
@@ -103,7 +104,8 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
             raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
         if isinstance(w, torch.Tensor) and w.requires_grad != h.requires_grad:
             raise TraceError(
-                f"output {place} ({name}) requires grad in {'the model' if w.requires_grad else 'the traced graph'} only; "
+                f"output {place} ({name}) requires grad in "
+                f"{'the model' if w.requires_grad else 'the traced graph'} only; "
                 "forward may switch gradients on or off in a way that was not seen"
             )
     for name, value in have.buffers.items():
@@ -140,7 +142,9 @@ def _check_gather(traced: Traced, leaves: Sequence[Any], whole: Run, batch: int,
     for place, node, dim in suspects:
         if not _agree(whole.outputs[place], torch.cat([r.outputs[place] for r in runs], dim)):
             raise ArgumentError(
-                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of the batch, and "
-                "the outputs of micro-batches put one behind the other are not the output of the batch; say with out_dims how "
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of "
+                "the batch, and "
+                "the outputs of micro-batches put one behind the other are not the output of the batch; say with "
+                "out_dims how "
                 "they go together ('stack', 'mean', 'sum'), or let forward return a dimension of its own for the batch"
             )

@@ -1,9 +1,10 @@
 """What every node shares and changes: storages, in-place writes, changed buffers. Watched, not guessed.
 
-The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its tensors
-have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its buffers without
-raising their version; as its statistics may come out the same by chance, it is also known by name). Whether `reshape` and
-`contiguous` share or copy hangs on sizes as much as on code, so what holds at any size is taken to hold at all.
+The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its
+tensors have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its
+buffers without raising their version; as its statistics may come out the same by chance, it is also known by name).
+Whether `reshape` and `contiguous` share or copy hangs on sizes as much as on code, so what holds at any size is taken
+to hold at all.
 
 The same runs serve to compare the graph with the model.
 """
@@ -69,7 +70,9 @@ class _Watch:
     def made(self, node: fx.Node, value: Any, keys: Iterable[Any]) -> None:
         for key in keys:
             self.parent[self.find(key)] = self.find(self.first.setdefault(node, key))
-        self.requires_grad[node] = self.requires_grad.get(node, False) or any(t.requires_grad for t in tensors_in(value))
+        self.requires_grad[node] = self.requires_grad.get(node, False) or any(
+            t.requires_grad for t in tensors_in(value)
+        )
 
 
 def watch(
@@ -147,7 +150,9 @@ def _observed(
     seen.changed[place] |= {_key(number, buffers[b]) for b, t in before.items() if not same_values(buffers[b], t)}
     if node.target in _NORMS:
         seen.changed[place] |= {_key(number, values[b]) for b in _statistics(node)}
-    returned = next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None
+    returned = (
+        next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None
+    )
     seen.same[node] = returned if seen.same.get(node, returned) is returned else None
     return value
 

@@ -1,7 +1,7 @@
 """One device for model and inputs while they are traced.
 
-Inputs may be anywhere. And once a model is spread over the devices of its stages, it cannot be run as it is; for another graph
-of it (evaluation, say) its tensors come to the CPU for the while.
+Inputs may be anywhere. And once a model is spread over the devices of its stages, it cannot be run as it is; for
+another graph of it (evaluation, say) its tensors come to the CPU for the while.
 """
 
 from __future__ import annotations

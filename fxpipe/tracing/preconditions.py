@@ -45,7 +45,7 @@ def _wrong_tensors(model: nn.Module) -> Iterator[str]:
         if nn.parameter.is_lazy(tensor):
             yield f"{name!r} is not initialized; call the model once on example inputs first"
         elif tensor.is_inference():
-            yield f"{name!r} was made in inference mode and can be neither trained nor changed; make the model outside of it"
+            yield f"{name!r} was made in inference mode and cannot be changed any more; make the model outside of it"
         elif tensor.is_meta:
             yield (
                 f"{name!r} is on the meta device and has no values; give it some first "

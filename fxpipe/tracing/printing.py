@@ -16,8 +16,21 @@ from torch import fx
 from fxpipe.tracing.traced import WORKING, Traced
 
 # How people write the modules that torch functions live in.
-_SHORT = {"torch.nn.functional": "F", "torch": "torch", "torch._C._nn": "F", "torch.functional": "torch", "math": "math"}
-_OPERATORS = {"getitem": "{}[{}]", "add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "floordiv": "{} // {}", "mod": "{} % {}"}
+_SHORT = {
+    "torch.nn.functional": "F",
+    "torch": "torch",
+    "torch._C._nn": "F",
+    "torch.functional": "torch",
+    "math": "math",
+}
+_OPERATORS = {
+    "getitem": "{}[{}]",
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "floordiv": "{} // {}",
+    "mod": "{} % {}",
+}
 _SYMBOLS = {
     "__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__pow__": "**",
     "__matmul__": "@", "__mod__": "%", "__and__": "&", "__or__": "|", "__xor__": "^", "__eq__": "==", "__ne__": "!=",
@@ -58,7 +71,9 @@ def _defaults(function: Any) -> dict[str, Any]:
     if re.fullmatch(r"conv(_transpose)?\dd", name):  # built in, and hard to read without names
         last = ("output_padding", "groups", "dilation") if "transpose" in name else ("dilation", "groups")
         order = ("input", "weight", "bias", "stride", "padding", *last)
-        return {key: {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}.get(key) for key in order}
+        return {
+            key: {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}.get(key) for key in order
+        }
     if getattr(F, name, None) is function:  # max_pool2d and others choose one of two functions
         function = getattr(F, f"_{name}", function)
     try:

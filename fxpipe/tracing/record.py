@@ -20,7 +20,16 @@ from fxpipe.tracing.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
 
-_OF_SIZES = ("size", "stride", operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
+_OF_SIZES = (
+    "size",
+    "stride",
+    operator.getitem,
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.floordiv,
+    operator.mod,
+)
 
 
 def flags(model: nn.Module) -> tuple[bool, ...]:
@@ -28,7 +37,9 @@ def flags(model: nn.Module) -> tuple[bool, ...]:
     return tuple(m.training for m in model.modules())
 
 
-def input_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
+def input_leaves(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
     """The flattened inputs: what they are, their tree, and their values."""
     paths, spec = pytree.tree_flatten_with_path((args, kwargs))
     parameters = list(inspect.signature(model.forward).parameters.values())
@@ -42,12 +53,15 @@ def input_leaves(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         text = head + "".join(map(str, path[2:]))
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided:
-                raise ArgumentError(f"input {text} has the layout {value.layout}; only strided tensors can be cut: to_dense()")
+                raise ArgumentError(
+                    f"input {text} has the layout {value.layout}; only strided tensors can be cut: to_dense()"
+                )
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             if any(True for _ in tensors_in(value)):
                 raise ArgumentError(
-                    f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass tensors in "
+                    f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass "
+                    "tensors in "
                     "tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
                 )
             leaves.append(Leaf(False, head, text, value))
@@ -72,7 +86,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
     Raises:
-        TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the remedy.
+        TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the
+            remedy.
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
@@ -95,7 +110,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
             raise recorder.refusal from error
         if isinstance(error, TypeError) and recorder.hashed_at is not None:
             raise TraceError(
-                f"the model takes the size of a tensor as a key at {recorder.hashed_at}; take a plain number (int(x.shape[1]), "
+                f"the model takes the size of a tensor as a key at {recorder.hashed_at}; take a plain number "
+                "(int(x.shape[1]), "
                 "of a dimension that is not the batch)"
             ) from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
@@ -128,7 +144,8 @@ def _output(recorder: Recorder, value: Any) -> Any:
         return recorder.node_of(value)
     if not isinstance(value, Size) and any(recorder.knows(t) for t in _hidden_tensors(value)):
         raise TraceError(
-            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is unknown to "
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is "
+            "unknown to "
             "torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or register it "
             "(torch.utils._pytree.register_pytree_node)"
         )
@@ -157,7 +174,8 @@ def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[
             if slot.kind == "attribute" and not is_read:
                 continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
             raise TraceError(
-                f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to the next; "
+                f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to "
+                "the next; "
                 "detach it"
             )
         found[slot.name] = recorder.node_of(tensor)
@@ -170,4 +188,3 @@ def _erase_unused_sizes(traced: Traced) -> None:
     for node in reversed(list(traced.graph.nodes)):
         if node.target in _OF_SIZES and not node.users and node not in needed:
             traced.graph.erase_node(node)
-

@@ -1,16 +1,16 @@
 """The recorder: a function mode under which a model runs once, and every torch function it calls becomes a graph node.
 
-Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of `torch.nn`:
-the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a function mode
-does not see is handled here as well, since forgetting it gives a graph that is silently wrong:
+Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of
+`torch.nn`: the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a
+function mode does not see is handled here as well, since forgetting it gives a graph that is silently wrong:
 
-- `autograd.Function.apply` becomes one node that keeps its backward; reentrant `torch.utils.checkpoint` is called through
-  (non-reentrant checkpoint needs nothing), since recompute is the pipeline's own business.
+- `autograd.Function.apply` becomes one node that keeps its backward; reentrant `torch.utils.checkpoint` is called
+  through (non-reentrant checkpoint needs nothing), since recompute is the pipeline's own business.
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran. No list of random functions to keep.
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
-- A read of a tensor's value that hangs on inputs, parameters or buffers is refused, with the user's line: the graph would
-  hold for these inputs only. So are hooks on tensors, autograd inside forward, and transforms of `torch.func`.
+- A read of a tensor's value that hangs on inputs, parameters or buffers is refused, with the user's line: the graph
+  would hold for these inputs only. So are hooks on tensors, autograd inside forward, and transforms of `torch.func`.
 - A tensor of unknown origin is refused: something made it that the mode does not see.
 """
 
@@ -38,8 +38,10 @@ from fxpipe.tracing.source import user_line
 
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
 _FREE = frozenset(
-    "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed element_size is_contiguous storage_offset data_ptr get_device "
-    "__hash__ untyped_storage can_cast __dir__ result_type promote_types is_storage __len__ is_inference __dlpack_device__ "
+    "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
+    "element_size is_contiguous storage_offset data_ptr get_device "
+    "__hash__ untyped_storage can_cast __dir__ result_type promote_types is_storage __len__ is_inference "
+    "__dlpack_device__ "
     "has_names get_default_device is_same_size __repr__ __format__ __str__ is_tensor is_grad_enabled "
     "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
 )
@@ -84,7 +86,10 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     in_place |= name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__")
     if in_place or kwargs.get("inplace"):
         yield from tensors_in(args[:1] or tuple(kwargs.values())[:1])
-    if name in ("embedding", "embedding_bag") and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None:
+    if (
+        name in ("embedding", "embedding_bag")
+        and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
+    ):
         yield from tensors_in(args[1:2])  # it scales the rows in place
     yield from tensors_in(kwargs.get("out"))
 
@@ -159,7 +164,8 @@ class Recorder(TorchFunctionMode):
         if name is None:
             raise self._refuse(
                 f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
-                "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), or keep it "
+                "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
+                "or keep it "
                 "in the module (register_buffer)",
             )
         if name not in self._attribute_nodes:
@@ -296,12 +302,16 @@ class Recorder(TorchFunctionMode):
         is_method |= type(func).__name__ in ("method_descriptor", "wrapper_descriptor")
         # `x ** 2` and the like: wrappers that torch._tensor does not export.
         is_method |= getattr(func, "__module__", "") == "torch._tensor" and not hasattr(torch._tensor, name)
-        return self.add("call_method", name, args, kwargs) if is_method else self.add("call_function", func, args, kwargs)
+        return (
+            self.add("call_method", name, args, kwargs) if is_method else self.add("call_function", func, args, kwargs)
+        )
 
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__
         if name == "__set__":
-            raise self._refuse(f"sets the attribute `.{attribute}` of a tensor", "use a function that gives a new tensor")
+            raise self._refuse(
+                f"sets the attribute `.{attribute}` of a tensor", "use a function that gives a new tensor"
+            )
         if attribute == "shape":
             return self._sizes(args[0], "size")
         value = func(*args)
@@ -324,7 +334,9 @@ class Recorder(TorchFunctionMode):
         if name in _REFUSED and (what := _REFUSED[name]) is not None:
             raise self._refuse(what, "do so outside forward")
         if name == "requires_grad_" and args[0].requires_grad != (asked := (*args[1:], *kwargs.values(), True)[0]):
-            what = "starts to ask for gradients in forward" if asked else "switches off gradients of a tensor in forward"
+            what = (
+                "starts to ask for gradients in forward" if asked else "switches off gradients of a tensor in forward"
+            )
             raise self._refuse(what, "do so before the model is called, or use detach()")
         if isinstance(kwargs.get("generator"), torch.Generator):
             raise self._refuse(
@@ -348,7 +360,8 @@ class Recorder(TorchFunctionMode):
         if kind is not None:
             raise self._refuse(
                 f"reads the value of a tensor ({name.strip('_')}) that hangs on {kind}",
-                "the graph would hold for this value only: keep the decision in tensors (torch.where, masks), or take it "
+                "the graph would hold for this value only: keep the decision in tensors (torch.where, masks), or "
+                "take it "
                 "outside forward",
             )
 
@@ -405,7 +418,8 @@ class Recorder(TorchFunctionMode):
         if foreign:
             path = self._paths.get(id(module), "")
             self.refusal = TraceError(
-                f"module {path!r} ({type(module).__name__}) has the hook {foreign[0]!r}, which would not run in the pipeline; "
+                f"module {path!r} ({type(module).__name__}) has the hook {foreign[0]!r}, which would not run in "
+                "the pipeline; "
                 "remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
             )
             raise self.refusal

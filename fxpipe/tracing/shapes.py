@@ -1,9 +1,9 @@
 """Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
 
-The graph is interpreted once on fake tensors whose batch dimensions are symbols, one for each input. Operations unify the
-symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] turns out to have
-no batch, also where T happens to equal the batch size of the example (`duck_shape=False`). What remains free is the batch.
-Without the Python dispatcher `F.pad` and `F.interpolate` would bake it in.
+The graph is interpreted once on fake tensors whose batch dimensions are symbols, one for each input. Operations unify
+the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] turns out
+to have no batch, also where T happens to equal the batch size of the example (`duck_shape=False`). What remains free is
+the batch. Without the Python dispatcher `F.pad` and `F.interpolate` would bake it in.
 
 Other dimensions are fixed: inputs of another length are another graph.
 """
@@ -109,7 +109,8 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
         by_head = in_dims
     else:
         raise ArgumentError(
-            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry (int or None) for "
+            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry "
+            "(int or None) for "
             "each input, or a dict from input name to int or None"
         )
     dims: list[int | None] = []
@@ -128,7 +129,8 @@ def _fake_inputs(
 ) -> tuple[dict[fx.Node, Any], dict[int, sympy.Symbol]]:
     """Fake placeholders, and the symbol of the batch dimension for each leaf that has a candidate.
 
-    Candidates are dimensions of size 1 if `single`, of other sizes if not, and all of them if the user said so (`sure`).
+    Candidates are dimensions of size 1 if `single`, of other sizes if not, and all of them if the user said so
+    (`sure`).
     """
     fakes, symbols = {}, {}
     for place, node in traced.placeholders.items():
@@ -177,7 +179,8 @@ def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None
                         made[node] = call(node, made.__getitem__)
                 except Exception as error:
                     raise TraceError(
-                        f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) "
+                        f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at "
+                        f"{node.meta['source']}) "
                         f"cannot be told for other batch sizes: {error}"
                     ) from error
                 if len(env.replacements) != known:
@@ -220,7 +223,8 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
         return None
     if free != {traced.batch}:
         raise TraceError(
-            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for these "
+            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold "
+            "for these "
             "values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
         )
     if read.function in _RELATIONS or read.function is bool:
@@ -255,7 +259,9 @@ def _out_dims(
     if out_dims is not None:
         given = pytree._broadcast_to_and_flatten(out_dims, traced.out_spec)
         if given is None:
-            raise ArgumentError(f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves")
+            raise ArgumentError(
+                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves"
+            )
     dependent = batched_nodes(traced)
     found: list[int | str | None] = []
     for place, output in enumerate(traced.outputs):
@@ -267,7 +273,9 @@ def _out_dims(
             found.append(None)
         else:
             value = made[output]
-            sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
+            sizes = [
+                env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())
+            ]
             found.append(_out_dim(traced, output, place, sizes, batch))
     return tuple(found)
 
@@ -282,9 +290,7 @@ def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | N
     )
 
 
-def _out_dim(
-    traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]
-) -> int | str:
+def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]) -> int | str:
     holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
     if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
         return holding[0]
@@ -302,8 +308,10 @@ def _out_dim(
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
     raise ArgumentError(
-        f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the outputs of "
-        "micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for all), 'mean', 'sum' or "
+        f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the "
+        "outputs of "
+        "micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for all), "
+        "'mean', 'sum' or "
         "'stack'"
     )
 
@@ -320,4 +328,3 @@ def _fold_fixed_sizes(traced: Traced) -> None:
             user.kwargs = fx.map_arg(user.kwargs, lambda n, node=node, value=value: value if n is node else n)
         traced.graph.erase_node(node)
     traced.size_reads = ()
-

@@ -1,11 +1,12 @@
 """Sizes of recorded tensors: integers that remember the graph node that computes them.
 
-A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `Size`: an `int` of
-the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes. What leaves the world of integers, a
-comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw. Whether that
-holds for other batch sizes is asked later, when the symbolic value of the node is known.
+A model asks a tensor for its shape and computes with the answer. While it is recorded, the answer is a `Size`: an `int`
+of the right value (torch's C++ functions take nothing else) whose arithmetic adds nodes. What leaves the world of
+integers, a comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw.
+Whether that holds for other batch sizes is asked later, when the symbolic value of the node is known.
 
-What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at a second size.
+What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at a second
+size.
 """
 
 from __future__ import annotations
@@ -150,4 +151,6 @@ class Shape(tuple[int, ...]):
         return Shape(item) if isinstance(index, slice) else item
 
 
-pytree.register_pytree_node(Shape, lambda shape: (list(shape), None), lambda sizes, _: torch.Size(sizes))  # as an output
+pytree.register_pytree_node(
+    Shape, lambda shape: (list(shape), None), lambda sizes, _: torch.Size(sizes)
+)  # as an output

@@ -1,8 +1,8 @@
 """What a model holds, by name, and a snapshot that puts it back: tracing leaves no trace.
 
 A model's tensors are its parameters, its buffers, and tensors kept as plain attributes, alone or in lists, tuples and
-dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of every
-source of random numbers.
+dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of
+every source of random numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from fxpipe.errors import TraceError
-
 
 _OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -149,7 +148,9 @@ class Snapshot:
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
     rolled_dice: bool = False  # Python's or numpy's random numbers were drawn
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
-    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(default_factory=list)  # path, of a module, its copy
+    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
+        default_factory=list
+    )  # path, of a module, its copy
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
     _dice: tuple[Any, Any] = (None, None)
     _dtype: torch.dtype = torch.float32  # the default one
@@ -216,12 +217,14 @@ class Snapshot:
             )
         if self.written_parameters:
             raise TraceError(
-                f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a buffer "
+                f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
+                "buffer "
                 "(register_buffer), or change the parameter outside forward"
             )
         if self.written_attributes:
             raise TraceError(
-                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot carry it "
+                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph "
+                "cannot carry it "
                 "from step to step; keep it in a buffer (register_buffer), or set it outside forward"
             )
 

@@ -2,13 +2,15 @@
 
 The graph has, in order of running,
 
-- `placeholder`: one for each tensor among the flattened inputs (`in_0`, `in_1`, ...; numbers are places among all leaves),
+- `placeholder`: one for each tensor among the flattened inputs (`in_0`, `in_1`, ...; numbers are places among all
+  leaves),
 - `get_attr`: a parameter, a buffer or a constant of the model, by its dotted name,
 - `call_function`, `call_method`: the work. There are no modules in the graph,
 - `output`: `(outputs, assigned)`: the leaves of the model's output, and the buffers that forward re-assigns, by name.
 
-Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state` (of the
-thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake tensor or number).
+Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state` (of
+the thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake tensor or
+number).
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.sizes import SizeRead
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.sizes import SizeRead
 
 if TYPE_CHECKING:
     from fxpipe.tracing.effects import Effects
@@ -72,7 +74,9 @@ class Traced:
     size_reads: tuple[SizeRead, ...]
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
-    out_dims: tuple[int | str | None, ...] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
+    out_dims: tuple[
+        int | str | None, ...
+    ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
     batch_reads: tuple[BatchRead, ...] = ()
     effects: Effects | None = None  # what the nodes share and change
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
@@ -176,4 +180,8 @@ def call(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
 
 
 def _target_name(target: Any) -> str:
-    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+    return (
+        target
+        if isinstance(target, str)
+        else f"{getattr(target, '__module__', '')}.{getattr(target, '__name__', target)}"
+    )
