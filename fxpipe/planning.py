@@ -80,7 +80,7 @@ class Plan:
             stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
             portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
             return cls(stages, portals, tuple(fields.pop("devices")), **fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)") from None
 
     def __str__(self) -> str:

@@ -61,6 +61,8 @@ def applied(state: ThreadState) -> Iterator[None]:
         if changed:
             for autocast in state.autocast:
                 autocast.set()
+            # The cache of casts is the process's: another worker that leaves its block would empty it under this one.
+            torch.set_autocast_cache_enabled(False)
         try:
             yield
         finally:

@@ -55,10 +55,10 @@ def set_grad(enabled: bool) -> None:
 
 
 def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
-    """Autocast blocks of the model."""
+    """Autocast blocks of the model; without the cache of casts, which belongs to the process and not to one worker."""
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(cache)
+    torch.set_autocast_cache_enabled(cache and not enabled)
     if not enabled:
         torch.clear_autocast_cache()
 

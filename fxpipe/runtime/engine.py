@@ -41,15 +41,18 @@ class Engine:
     @contextmanager
     def running(self) -> Iterator[None]:
         """One step at a time: workers that served two would wait for each other."""
-        if not self._busy.acquire(blocking=False):
-            raise StateError(
-                "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); call it when that "
-                "has ended"
-            )
+        acquired = False
         try:
+            acquired = self._busy.acquire(blocking=False)
+            if not acquired:
+                raise StateError(
+                    "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); call it when "
+                    "that has ended"
+                )
             yield
         finally:
-            self._busy.release()
+            if acquired:
+                self._busy.release()
 
     def _step(self, assembly: Assembly, leaves: Sequence[Any], batch: int, schedule: Schedule, **more: Any) -> Step:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]

@@ -239,7 +239,8 @@ class Step:
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
         running.seed = mixed(self.seed, i)
         with applied(self.assembly.state), torch.set_grad_enabled(grad):
-            made = stage.run(*attributes, *uses)
+            # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
+            made = stage.run.forward(*attributes, *uses)
         sent, assigned = list(made[: len(stage.sends)]), made[len(stage.sends) :]
         after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
         if grad:

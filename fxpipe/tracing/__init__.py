@@ -56,7 +56,7 @@ def trace(
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
-    # Tensors made in inference mode have no versions, and nothing else is lost without it. Leaving it turns gradients on.
+    # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
     with torch.inference_mode(False), torch.set_grad_enabled(grad), _compiled_functions_run_plainly():
         traced = record(model, args, kwargs or {})

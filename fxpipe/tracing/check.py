@@ -44,7 +44,8 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     batch = traced.batch_of(leaves)
     parts = min(chunks, batch)
     smaller = {batch // parts, -(-batch // parts), batch - 1} - {0, batch}
-    samples, runs = [], []
+    samples: list[tuple[int, list[Any]]] = []
+    runs: list[Run] = []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in (batch, *sorted(smaller, reverse=True), batch + 1):
         if (size > batch and len(samples) > 1) or not _same_graph(traced, size):
@@ -95,8 +96,7 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
     what = "" if size == batch else f" with {size} samples instead of the example's {batch}"
     remedy = (
         "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
-        "numbers, "
-        "or change what it reads later: keep these in tensor functions and buffers"
+        "numbers, or change what it reads later: keep these in tensor functions and buffers"
     )
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
         name = node.name if isinstance(node, fx.Node) else repr(node)
@@ -104,9 +104,8 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
             raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
         if isinstance(w, torch.Tensor) and w.requires_grad != h.requires_grad:
             raise TraceError(
-                f"output {place} ({name}) requires grad in "
-                f"{'the model' if w.requires_grad else 'the traced graph'} only; "
-                "forward may switch gradients on or off in a way that was not seen"
+                f"output {place} ({name}) requires grad in {'the model' if w.requires_grad else 'the traced graph'} "
+                "only; forward may switch gradients on or off in a way that was not seen"
             )
     for name, value in have.buffers.items():
         if name in want.buffers and not _agree(want.buffers[name], value):
@@ -115,7 +114,8 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
 
 def _agree(want: Any, have: Any) -> bool:
     if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
-        return bool(want is have or want == have) or (type(want) is type(have) and type(want).__eq__ is object.__eq__)
+        is_new = type(want) is type(have) and getattr(type(want), "__eq__", None) is object.__eq__
+        return is_new or bool(want is have or want == have)
     if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:
         return False
     if want.layout != torch.strided:
@@ -142,9 +142,8 @@ def _check_gather(traced: Traced, leaves: Sequence[Any], whole: Run, batch: int,
     for place, node, dim in suspects:
         if not _agree(whole.outputs[place], torch.cat([r.outputs[place] for r in runs], dim)):
             raise ArgumentError(
-                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of "
-                "the batch, and "
-                "the outputs of micro-batches put one behind the other are not the output of the batch; say with "
-                "out_dims how "
-                "they go together ('stack', 'mean', 'sum'), or let forward return a dimension of its own for the batch"
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of the "
+                "batch, and the outputs of micro-batches put one behind the other are not the output of the batch; "
+                "say with out_dims how they go together ('stack', 'mean', 'sum'), or let forward return a "
+                "dimension of its own for the batch"
             )

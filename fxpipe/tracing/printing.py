@@ -90,7 +90,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _named(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a function without what is the default anyway; numbers after tensors are named where it helps."""
+    """The arguments of a function without what is the default anyway; numbers are named where it helps."""
     args, kwargs = list(node.args), dict(node.kwargs)
     names = list(defaults)
     if "stride" in names and "weight" in names:

@@ -49,7 +49,7 @@ def input_leaves(
         if isinstance(first, pytree.SequenceKey):
             head = _argument_name(parameters, first.idx)
         else:
-            head = str(first.key)
+            head = str(first.key)  # type: ignore[attr-defined]
         text = head + "".join(map(str, path[2:]))
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided:
@@ -61,8 +61,7 @@ def input_leaves(
             if any(True for _ in tensors_in(value)):
                 raise ArgumentError(
                     f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass "
-                    "tensors in "
-                    "tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
+                    "tensors in tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
                 )
             leaves.append(Leaf(False, head, text, value))
     return tuple(leaves), spec, [value for _, value in paths]
@@ -111,8 +110,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         if isinstance(error, TypeError) and recorder.hashed_at is not None:
             raise TraceError(
                 f"the model takes the size of a tensor as a key at {recorder.hashed_at}; take a plain number "
-                "(int(x.shape[1]), "
-                "of a dimension that is not the batch)"
+                "(int(x.shape[1]), of a dimension that is not the batch)"
             ) from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
         error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
@@ -145,9 +143,8 @@ def _output(recorder: Recorder, value: Any) -> Any:
     if not isinstance(value, Size) and any(recorder.knows(t) for t in _hidden_tensors(value)):
         raise TraceError(
             f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is "
-            "unknown to "
-            "torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or register it "
-            "(torch.utils._pytree.register_pytree_node)"
+            "unknown to torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or "
+            "register it (torch.utils._pytree.register_pytree_node)"
         )
     return recorder.argument(value) if isinstance(value, Size) else value
 
@@ -162,7 +159,7 @@ def _hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:
-    """Buffers and tensor attributes that forward has set to other tensors, before the snapshot puts the old ones back."""
+    """Buffers and tensor attributes that forward has set to other tensors. To be asked before they are put back."""
     found: dict[str, fx.Node] = {}
     for slot, tensor in slots_of(model).items():
         if tensor is snapshot.slots.get(slot):
@@ -175,8 +172,7 @@ def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[
                 continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
             raise TraceError(
                 f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to "
-                "the next; "
-                "detach it"
+                "the next; detach it"
             )
         found[slot.name] = recorder.node_of(tensor)
     return found

@@ -39,10 +39,9 @@ from fxpipe.tracing.source import user_line
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
 _FREE = frozenset(
     "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
-    "element_size is_contiguous storage_offset data_ptr get_device "
-    "__hash__ untyped_storage can_cast __dir__ result_type promote_types is_storage __len__ is_inference "
-    "__dlpack_device__ "
-    "has_names get_default_device is_same_size __repr__ __format__ __str__ is_tensor is_grad_enabled "
+    "element_size is_contiguous storage_offset data_ptr get_device __hash__ untyped_storage can_cast __dir__ "
+    "result_type promote_types is_storage __len__ is_inference __dlpack_device__ has_names get_default_device "
+    "is_same_size __repr__ __format__ __str__ is_tensor is_grad_enabled "
     "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
 )
 _READS = frozenset(
@@ -165,8 +164,7 @@ class Recorder(TorchFunctionMode):
             raise self._refuse(
                 f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
                 "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
-                "or keep it "
-                "in the module (register_buffer)",
+                "or keep it in the module (register_buffer)",
             )
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
@@ -361,15 +359,14 @@ class Recorder(TorchFunctionMode):
             raise self._refuse(
                 f"reads the value of a tensor ({name.strip('_')}) that hangs on {kind}",
                 "the graph would hold for this value only: keep the decision in tensors (torch.where, masks), or "
-                "take it "
-                "outside forward",
+                "take it outside forward",
             )
 
     # -- what a function mode does not see ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def patches(self) -> Iterator[None]:
-        """Module calls are followed for their paths and autograd functions become nodes, in the recording thread only."""
+        """Module calls are followed for their paths, autograd functions become nodes: in the recording thread only."""
         here = threading.get_ident()
         _PATCHING.acquire()
         module_call = nn.Module.__call__
@@ -407,7 +404,7 @@ class Recorder(TorchFunctionMode):
             yield
         finally:
             nn.Module.__call__ = module_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = function_apply
+            torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
             _PATCHING.release()
 
     def _refuse_hooks(self, module: nn.Module) -> None:
@@ -418,9 +415,8 @@ class Recorder(TorchFunctionMode):
         if foreign:
             path = self._paths.get(id(module), "")
             self.refusal = TraceError(
-                f"module {path!r} ({type(module).__name__}) has the hook {foreign[0]!r}, which would not run in "
-                "the pipeline; "
-                "remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
+                f"module {path!r} ({type(module).__name__}) has the hook {foreign[0]!r}, which would not run in the "
+                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
             )
             raise self.refusal
 

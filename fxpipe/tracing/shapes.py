@@ -59,7 +59,7 @@ class TensorShape:
 
 
 def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
-    """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (a tuple of `TensorShape`) to its nodes.
+    """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (`TensorShape`s) to its nodes.
 
     Sizes that turn out fixed become constants of the graph.
 
@@ -109,9 +109,8 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
         by_head = in_dims
     else:
         raise ArgumentError(
-            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry "
-            "(int or None) for "
-            "each input, or a dict from input name to int or None"
+            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry (int "
+            "or None) for each input, or a dict from input name to int or None"
         )
     dims: list[int | None] = []
     for leaf in traced.leaves:
@@ -135,14 +134,16 @@ def _fake_inputs(
     fakes, symbols = {}, {}
     for place, node in traced.placeholders.items():
         value, dim = values[place].detach(), asked[place]
-        is_batch = dim is not None and (sure or single == (value.shape[dim] == 1))
-        if is_batch and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
+        if dim is not None and not sure and single != (value.shape[dim] == 1):
+            dim = None
+        if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
             value = torch.cat([value] * 3, dim)
-        dynamic = [DimDynamic.DYNAMIC if is_batch and d == dim else DimDynamic.STATIC for d in range(value.dim())]
-        context = StatelessSymbolicContext(dynamic_sizes=dynamic)  # type: ignore[call-arg]
-        fakes[node] = mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
-        if is_batch:
-            symbols[place] = fakes[node].shape[dim].node.expr
+        dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fake: Any = mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
+        fakes[node] = fake
+        if dim is not None:
+            symbols[place] = fake.shape[dim].node.expr
     return fakes, symbols
 
 
@@ -180,8 +181,7 @@ def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None
                 except Exception as error:
                     raise TraceError(
                         f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at "
-                        f"{node.meta['source']}) "
-                        f"cannot be told for other batch sizes: {error}"
+                        f"{node.meta['source']}) cannot be told for other batch sizes: {error}"
                     ) from error
                 if len(env.replacements) != known:
                     for symbol, value in env.replacements.items():
@@ -223,9 +223,8 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
         return None
     if free != {traced.batch}:
         raise TraceError(
-            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold "
-            "for these "
-            "values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
+            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for "
+            "these values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
         )
     if read.function in _RELATIONS or read.function is bool:
         holds = _RELATIONS[read.function](*operands) if read.function in _RELATIONS else sympy.Ne(operands[0], 0)
@@ -309,10 +308,8 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], 
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
     raise ArgumentError(
         f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the "
-        "outputs of "
-        "micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for all), "
-        "'mean', 'sum' or "
-        "'stack'"
+        "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "
+        "all), 'mean', 'sum' or 'stack'"
     )
 
 
@@ -322,9 +319,11 @@ def _fold_fixed_sizes(traced: Traced) -> None:
         number = node.meta.get("number")
         if node.op not in WORKING or number is None or number.free_symbols:
             continue
-        value = int(number)
         for user in list(node.users):
-            user.args = fx.map_arg(user.args, lambda n, node=node, value=value: value if n is node else n)
-            user.kwargs = fx.map_arg(user.kwargs, lambda n, node=node, value=value: value if n is node else n)
+            user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))
         traced.graph.erase_node(node)
     traced.size_reads = ()
+
+
+def _with_constant(arguments: Any, node: fx.Node, value: int) -> Any:
+    return fx.map_arg(arguments, lambda n: value if n is node else n)

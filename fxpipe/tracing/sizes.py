@@ -139,7 +139,7 @@ class Shape(tuple[int, ...]):
 
     __slots__ = ()
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for models that ask `isinstance(shape, torch.Size)`
         return torch.Size
 

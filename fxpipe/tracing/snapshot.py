@@ -40,15 +40,20 @@ class Slot:
     def store(self, model: nn.Module) -> dict[str, Any]:
         """The dict in which the tensor stands under `key`."""
         module = model.get_submodule(self.path)
-        stores = {"parameter": module._parameters, "buffer": module._buffers, "attribute": module.__dict__}
-        return stores[self.kind]
+        stores: dict[str, Any] = {
+            "parameter": module._parameters,
+            "buffer": module._buffers,
+            "attribute": module.__dict__,
+        }
+        found: dict[str, Any] = stores[self.kind]
+        return found
 
     def get(self, model: nn.Module) -> Any:
         return self.store(model)[self.key]
 
 
 def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
-    """Every tensor that a module of `model` holds by name, parameters before buffers before attributes in each module."""
+    """Every tensor that a module of `model` holds by name: in each, parameters before buffers before attributes."""
     found: dict[Slot, torch.Tensor] = {}
     for path, module in model.named_modules():
         stores = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
@@ -127,7 +132,7 @@ def _unchanged(before: Any, now: Any) -> bool:
     """Is this the same attribute? Other tensors are no matter of a snapshot: they are outputs of the graph."""
     if before is now or isinstance(now, torch.Tensor):
         return True
-    return type(before) in _PLAIN and isinstance(now, type(before)) and bool(type(before).__eq__(before, now))
+    return type(before) in _PLAIN and isinstance(now, type(before)) and bool(before == now)
 
 
 @dataclass(slots=True)
@@ -218,14 +223,12 @@ class Snapshot:
         if self.written_parameters:
             raise TraceError(
                 f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
-                "buffer "
-                "(register_buffer), or change the parameter outside forward"
+                "buffer (register_buffer), or change the parameter outside forward"
             )
         if self.written_attributes:
             raise TraceError(
-                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph "
-                "cannot carry it "
-                "from step to step; keep it in a buffer (register_buffer), or set it outside forward"
+                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
+                "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward"
             )
 
 

@@ -99,7 +99,7 @@ class Traced:
     @property
     def assigned(self) -> dict[str, fx.Node]:
         """Buffers and tensor attributes that forward re-assigns, and the nodes of their new values."""
-        return dict(self.graph.output_node().args[0][1])  # type: ignore[index,call-overload]
+        return dict(self.graph.output_node().args[0][1])  # type: ignore[index,arg-type]
 
     def fingerprint(self) -> str:
         """The same for two traces of one model: names, functions and arguments of all nodes."""

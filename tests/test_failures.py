@@ -1,0 +1,475 @@
+"""A failure anywhere reaches the caller as itself, changes nothing, hangs nothing, and the next call works."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import LossError
+from fxpipe.runtime import Interleaved, Workers
+from fxpipe.scheduling import CHECKPOINTS, make_schedule
+from fxpipe.scheduling.actions import Kind
+
+STAGES, CHUNKS, BATCH = 3, 4, 8
+ALL = [
+    (kind, j, i) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) for j in range(STAGES) for i in range(CHUNKS)
+]
+WORDS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+
+
+class Boom(Exception):
+    pass
+
+
+class Bomb(torch.autograd.Function):
+    """The identity, but where it is armed. `samples` are numbered, so it knows its micro-batch."""
+
+    armed: dict[tuple[Kind, int, int], BaseException]
+    seen: dict[tuple[int, int], int]  # (stage, micro-batch) -> how often forward ran: the second time is a recompute
+    watched: list[weakref.ref] | None
+
+    @classmethod
+    def arm(cls, *armed, watch=False):
+        cls.armed, cls.seen, cls.watched = dict(armed), {}, [] if watch else None
+
+    @classmethod
+    def meet(cls, kind, stage, micro_batch):
+        if (kind, stage, micro_batch) in cls.armed:
+            raise cls.armed[kind, stage, micro_batch]
+
+    @staticmethod
+    def forward(ctx, x, samples, stage):
+        if type(samples) is not torch.Tensor:  # a fake one, while shapes are found
+            return x.clone()
+        ctx.save_for_backward(x)  # so `x` lives as long as its graph
+        ctx.place = stage, int(samples[0]) * CHUNKS // BATCH
+        before = Bomb.seen.get(ctx.place, 0)
+        Bomb.seen[ctx.place] = before + 1
+        if Bomb.watched is not None:
+            Bomb.watched.append(weakref.ref(x))
+        Bomb.meet(Kind.RECOMPUTE if before else Kind.FORWARD, *ctx.place)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Bomb.meet(Kind.BACKWARD, *ctx.place)
+        return gradient, None, None
+
+
+Bomb.arm()
+
+
+class Block(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear, self.norm = number, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x, samples):
+        x = F.dropout(self.norm(self.linear(x)), 0.2, self.training)
+        x = Bomb.apply(x, samples, self.number)  # the user's line
+        return torch.tanh(x)
+
+
+SOURCE = Block.forward.__code__.co_firstlineno + 2
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(k) for k in range(STAGES))
+
+    def forward(self, x, samples):
+        skip = x
+        for block in self.blocks:
+            x = block(x, samples)
+        return x + skip
+
+
+def _data():
+    generator = torch.Generator().manual_seed(5)
+    x, t = (torch.randn(BATCH, 4, generator=generator) for _ in range(2))
+    return x, torch.arange(BATCH), t
+
+
+def _make(model, **options):
+    x, samples, _ = _data()
+    options = {"balance": ["blocks.1", "blocks.2"], "example_args": (x, samples)} | options
+    pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, **options)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    return pipe
+
+
+def _step(pipe, loss_fn=F.mse_loss):
+    x, samples, t = _data()
+    torch.manual_seed(3)
+    return pipe.forward_backward(x, samples, target=t, loss_fn=loss_fn)
+
+
+def _drop_in(pipe):
+    x, samples, t = _data()
+    torch.manual_seed(3)
+    loss = F.mse_loss(pipe(x, samples), t)
+    loss.backward()
+    return loss.detach()
+
+
+def _state(model):
+    """Parameters, buffers and gradients, by name; copies."""
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    return found | {f"{name}.grad": p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _reset(model, state):
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(state[name])
+    for name, p in model.named_parameters():
+        p.grad = state[f"{name}.grad"].clone()
+
+
+def _assert_equal(have, want):
+    assert list(have) == list(want)
+    for name, value in want.items():
+        assert torch.equal(have[name], value), f"{name} differs by {(have[name] - value).abs().max()}"
+
+
+def _exists(kind, j, i, schedule, checkpoint):
+    rows = make_schedule(schedule, STAGES, CHUNKS, checkpoint).rows
+    return any((a.kind, a.stage, a.micro_batch) == (kind, j, i) for row in rows for a in row)
+
+
+def _assert_note(error, kind, j, i):
+    (note,) = error.__notes__
+    assert f"stage {j} of {STAGES} on cpu, micro-batch {i}, {WORDS[kind]}" in note
+    if kind is not Kind.BACKWARD:
+        assert f"node blocks_{j}_Bomb" in note
+        assert f"module blocks.{j}" in note
+        assert f"{__file__}:{SOURCE}" in note
+
+
+@pytest.fixture(autouse=True)
+def _disarmed():
+    Bomb.arm()
+    yield
+    Bomb.arm()
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "drop-in"])
+def test_a_failure_at_every_action(schedule, checkpoint):
+    """The original object arrives with a note, nothing has changed, and the next step equals a fresh pipe's bits."""
+    order, run = ("gpipe", _drop_in) if schedule == "drop-in" else (schedule, _step)
+    model = Model()
+    fresh = copy.deepcopy(model)
+    with _make(fresh, schedule=order, checkpoint=checkpoint) as pipe:
+        want_loss, want = run(pipe), _state(fresh)
+    with _make(model, schedule=order, checkpoint=checkpoint) as pipe:
+        before = _state(model)
+        for kind, j, i in ALL:
+            if not _exists(kind, j, i, order, checkpoint):
+                continue
+            error = Boom(f"{j}{kind}{i}")
+            Bomb.arm(((kind, j, i), error))
+            with pytest.raises(Boom) as caught:
+                run(pipe)
+            assert caught.value is error
+            _assert_note(error, kind, j, i)
+            # The drop-in's forward has ended well where its backward fails: it has written the buffers.
+            expected = before
+            if schedule == "drop-in" and kind is not Kind.FORWARD:
+                buffers = {name: want[name] for name, _ in model.named_buffers()}
+                expected = before | buffers
+            _assert_equal(_state(model), expected)
+            _reset(model, before)
+            Bomb.arm()
+            assert torch.equal(run(pipe), want_loss)
+            _assert_equal(_state(model), want)
+            _reset(model, before)
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, MemoryError, torch.OutOfMemoryError]
+)
+def test_every_kind_of_exception_arrives(kind, error):
+    with _make(Model()) as pipe:
+        raised = error("away")
+        Bomb.arm(((kind, 1, 2), raised))
+        with pytest.raises(error) as caught:
+            _step(pipe)
+        assert caught.value is raised
+        Bomb.arm()
+        _step(pipe)
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+def test_several_failures_at_once(kind):
+    """One of them arrives; the pipe is none the worse."""
+    with _make(Model()) as pipe:
+        for _ in range(5):
+            errors = {(kind, j, i): Boom(f"{j}{i}") for j in range(STAGES) for i in range(CHUNKS)}
+            Bomb.arm(*errors.items())
+            with pytest.raises(Boom) as caught:
+                _step(pipe)
+            assert any(caught.value is error for error in errors.values())
+        Bomb.arm()
+        _step(pipe)
+
+
+def test_others_stop_before_their_next_action():
+    """The first stage fails at its third micro-batch: nobody can have got further than the two before."""
+    with _make(Model(), schedule="gpipe") as pipe:
+        Bomb.arm(((Kind.FORWARD, 0, 2), Boom()))
+        with pytest.raises(Boom):
+            _step(pipe)
+        assert max(i for _, i in Bomb.seen) == 2
+        assert (0, 3) not in Bomb.seen
+        assert (1, 2) not in Bomb.seen
+
+
+@pytest.mark.parametrize("place", range(CHUNKS))
+def test_a_failing_loss_fn(place):
+    model = Model()
+    with _make(model) as pipe:
+        _step(pipe)
+        before, calls = _state(model), []
+
+        def loss_fn(y, t):
+            calls.append(1)
+            if len(calls) == place + 1:
+                raise Boom("loss")
+            return F.mse_loss(y, t)
+
+        with pytest.raises(Boom, match="loss") as caught:
+            _step(pipe, loss_fn)
+        assert f"stage 2 of 3 on cpu, micro-batch {place}, forward" in caught.value.__notes__[0]
+        _assert_equal(_state(model), before)
+        _step(pipe)
+
+
+def test_a_loss_fn_that_fails_on_the_whole_mini_batch():
+    """It is called once more, on all outputs, where the first step is compared."""
+    model = Model()
+    with _make(model) as pipe:
+        before = _state(model)
+
+        def loss_fn(y, t):
+            if len(y) == BATCH:
+                raise Boom("whole")
+            return F.mse_loss(y, t)
+
+        with pytest.raises(Boom, match="whole"):
+            _step(pipe, loss_fn)
+        _assert_equal(_state(model), before)
+        _step(pipe)
+
+
+def test_a_failing_hook_of_a_parameter():
+    """It runs when the step is committed, in the caller; buffers are written after it."""
+    model = Model()
+    with _make(model) as pipe:
+        before = _state(model)
+
+        def hook(gradient):
+            raise Boom("hook")
+
+        handle = model.blocks[0].linear.weight.register_hook(hook)
+        with pytest.raises(Boom, match="hook"):
+            _step(pipe)
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        handle.remove()
+        _reset(model, before)
+        _step(pipe)
+
+
+class Take(nn.Module):
+    """Fails in C++: an index out of range, and shapes that do not fit."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, k):
+        return self.linear(self.table(k))  # both lines
+
+
+def test_an_error_of_torch_names_its_node():
+    k = torch.zeros(4, dtype=torch.int64)
+    with fxpipe.pipeline(Take(), ["cpu", "cpu"], 2, balance=[1, 1], example_args=(k,)) as pipe:
+        k[3] = 9
+        with pytest.raises(IndexError, match="out of range") as caught:
+            pipe(k)
+        assert "stage 0 of 2 on cpu, micro-batch 1, forward, node table, module table" in caught.value.__notes__[0]
+
+
+def test_an_error_of_a_builtin_names_its_node(capfd):
+    """What fx adds to errors of its modules (it prints, and throws the traceback away) must not come in between."""
+    k, model = torch.zeros(4, dtype=torch.int64), Take()
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, balance=[1, 1], example_args=(k,)) as pipe:
+        model.linear.weight.data = torch.randn(4, 5)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            pipe(k)
+        assert "stage 1 of 2 on cpu, micro-batch 0, forward, node linear, module linear" in caught.value.__notes__[0]
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_that_only_a_recompute_has_says_so():
+    with _make(Model(), checkpoint="always") as pipe:
+        Bomb.arm(((Kind.RECOMPUTE, 1, 1), Boom()))
+        with pytest.raises(Boom) as caught:
+            _step(pipe)
+        assert "recompute" in caught.value.__notes__[0]
+        assert "went well before" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD])
+@pytest.mark.parametrize("run", [_step, _drop_in])
+def test_an_exception_keeps_no_activation_alive(run, kind):
+    """Tracebacks hold frames and frames hold tensors: gone with the exception, without the garbage collector."""
+    with _make(Model(), checkpoint="always" if kind is Kind.RECOMPUTE else "never") as pipe:
+        run(pipe)
+        gc.collect()
+        gc.disable()
+        try:
+            Bomb.arm(((kind, 1, 1), Boom()), watch=True)
+            with contextlib.suppress(Boom):
+                run(pipe)
+            Bomb.armed = {}
+            assert Bomb.watched
+            alive = [ref for ref in Bomb.watched if ref() is not None]
+            assert not alive, f"{len(alive)} of {len(Bomb.watched)} activations are alive"
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("run", [_step, _drop_in])
+def test_a_step_that_went_well_keeps_no_activation_alive(run):
+    with _make(Model(), checkpoint="except_last") as pipe:
+        run(pipe)
+        gc.collect()
+        gc.disable()
+        try:
+            Bomb.arm(watch=True)
+            run(pipe)
+            assert len(Bomb.watched) >= STAGES * CHUNKS
+            assert all(ref() is None for ref in Bomb.watched)
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("driver", [Workers([torch.device("cpu")] * STAGES, jitter=1), Interleaved(1)])
+def test_failures_under_other_drivers(driver):
+    with _make(Model()) as pipe:
+        pipe._fxpipe.engine.driver.close()
+        pipe._fxpipe.engine.driver = driver
+        for kind, j, i in ((Kind.FORWARD, 1, 1), (Kind.BACKWARD, 2, 0), (Kind.BACKWARD, 0, 3)):
+            error = Boom()
+            Bomb.arm(((kind, j, i), error))
+            with pytest.raises(Boom) as caught:
+                _step(pipe)
+            assert caught.value is error
+            _assert_note(error, kind, j, i)
+            Bomb.arm()
+            _step(pipe)
+
+
+def test_evaluation_that_fails():
+    model = Model()
+    with _make(model) as pipe:
+        pipe.eval()
+        x, samples, _ = _data()
+        with torch.no_grad():
+            want = pipe(x, samples)
+            for j, i in ((0, 0), (1, 2), (2, 3)):
+                Bomb.arm(((Kind.FORWARD, j, i), Boom()))
+                with pytest.raises(Boom):
+                    pipe(x, samples)
+                Bomb.arm()
+                assert torch.equal(pipe(x, samples), want)
+
+
+def test_a_loss_error_has_its_place_too():
+    with _make(Model()) as pipe, pytest.raises(LossError) as caught:
+        _step(pipe, lambda y, t: (y - t).pow(2))
+    assert "stage 2 of 3 on cpu, micro-batch 0, forward" in caught.value.__notes__[0]
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+INTERRUPTS = """
+    import os, random, signal, sys, threading, time
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    import fxpipe
+
+    torch.set_num_threads(2)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Linear(8, 4))
+    x, t = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = fxpipe.pipeline(model, ["cpu"] * 3, 4, example_args=(x,))
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(drop_in):
+        torch.manual_seed(1)
+        if drop_in:
+            F.mse_loss(pipe(x), t).backward()
+        else:
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+
+    def clean(drop_in):
+        model.load_state_dict(start)
+        model.zero_grad()
+        step(drop_in)
+        found = [p.grad for p in model.parameters()] + list(model.buffers())
+        return [value.clone() for value in found]
+
+    want = [clean(False), clean(True)]
+    chance = random.Random(7)
+    caught = 0
+    for k in range(25):
+        timer = threading.Timer(chance.random() * 0.03, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            while True:
+                step(k % 2)
+        except KeyboardInterrupt:
+            caught += 1
+        timer.join()
+        have = clean(k % 2)
+        assert all(torch.equal(a, b) for a, b in zip(have, want[k % 2], strict=True)), k
+    print("caught", caught, "threads", sorted(t.name for t in threading.enumerate()))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_at_random_times():
+    """Wherever it strikes, the step ends, KeyboardInterrupt arrives, and the next step is right."""
+    ran = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(INTERRUPTS)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "caught 25" in ran.stdout
+    assert "terminate" not in ran.stderr
+
+
+def test_all_the_places_of_a_schedule_are_tried():
+    """The grid above skips what a schedule does not have: that must be recomputes and nothing else."""
+    for checkpoint in CHECKPOINTS:
+        missing = [cell for cell in ALL if not _exists(*cell, "1f1b", checkpoint)]
+        assert all(kind is Kind.RECOMPUTE for kind, _, _ in missing)

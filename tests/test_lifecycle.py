@@ -1,0 +1,643 @@
+"""From the first step to the last reference: nothing is left behind, in threads, tensors or processes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import StateError
+
+
+class Watched(torch.autograd.Function):
+    """The identity; remembers weakly what went through."""
+
+    seen: list[weakref.ref] | None = None
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)  # so `x` lives as long as its graph
+        if Watched.seen is not None:
+            Watched.seen.append(weakref.ref(x))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = Watched.apply(torch.tanh(self.norm(self.first(x))))
+        return Watched.apply(self.second(F.dropout(y, 0.1, self.training))) + x
+
+
+def _x(batch=8):
+    return torch.randn(batch, 4)
+
+
+def _pipe(model=None, stages=2, **options):
+    return fxpipe.pipeline(model or Model(), ["cpu"] * stages, 4, example_args=(_x(),), **options)
+
+
+def _step(pipe, x=None, t=None):
+    x = _x() if x is None else x
+    return pipe.forward_backward(x, target=torch.zeros_like(x) if t is None else t, loss_fn=F.mse_loss)
+
+
+def _workers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fxpipe")]
+
+
+def _wait_for_end(threads):
+    for thread in threads:
+        thread.join(2)
+    return not any(thread.is_alive() for thread in threads)
+
+
+@pytest.fixture
+def watched():
+    """What went through the stages; with the garbage collector off, so that a cycle shows."""
+    gc.collect()
+    gc.disable()
+    Watched.seen = []
+    yield Watched.seen
+    Watched.seen = None
+    gc.enable()
+
+
+def _alive(seen):
+    return [ref for ref in seen if ref() is not None]
+
+
+# -- dropped ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_start_with_the_first_step():
+    before = _workers()
+    pipe = _pipe()
+    assert _workers() == before
+    pipe(_x())
+    assert len(_workers()) == len(before) + 2
+    pipe.close()
+
+
+def test_a_pipe_that_is_dropped_takes_all_along():
+    model = Model()
+    pipe = _pipe(model)
+    _step(pipe)
+    loss = pipe(_x()).sum()
+    loss.backward()
+    threads = _workers()
+    refs = [weakref.ref(thing) for thing in (pipe, pipe._fxpipe, pipe._fxpipe.engine, model, *model.parameters())]
+    del pipe, model, loss
+    gc.collect()
+    assert _wait_for_end(threads)
+    assert not [ref for ref in refs if ref() is not None]
+
+
+def test_a_pipe_that_is_dropped_after_a_failure():
+    pipe = _pipe()
+    with pytest.raises(ZeroDivisionError):
+        pipe.forward_backward(_x(), loss_fn=lambda y: 1 / 0)
+    threads, ref = _workers(), weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert _wait_for_end(threads)
+    assert ref() is None
+
+
+def test_a_pipe_that_is_dropped_lives_until_its_backward():
+    model = Model()
+    pipe = _pipe(model)
+    loss = pipe(_x()).sum()
+    threads = _workers()
+    del pipe
+    gc.collect()
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    del loss
+    gc.collect()
+    assert _wait_for_end(threads)
+
+
+def test_the_model_outlives_its_pipe():
+    model = Model()
+    pipe = _pipe(model)
+    _step(pipe)
+    del pipe
+    gc.collect()
+    model(_x()).sum().backward()
+
+
+# -- activations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_activation_outlives_its_step(watched, schedule, checkpoint):
+    with _pipe(schedule=schedule, checkpoint=checkpoint) as pipe:
+        for _ in range(3):
+            _step(pipe)
+            assert watched
+            assert not _alive(watched)
+
+
+def test_no_activation_outlives_a_drop_in_backward(watched):
+    with _pipe() as pipe:
+        for _ in range(3):
+            loss = pipe(_x()).pow(2).sum()
+            assert _alive(watched)
+            loss.backward()
+            assert not _alive(watched)  # though `loss` is still there
+
+
+def test_outputs_that_die_without_backward_free_their_step(watched):
+    with _pipe() as pipe:
+        y = pipe(_x())
+        loss = y.sum()
+        assert _alive(watched)
+        del y
+        assert _alive(watched)
+        del loss
+        assert not _alive(watched)
+
+
+def test_a_forward_without_gradients_keeps_nothing(watched):
+    with _pipe() as pipe, torch.no_grad():
+        y = pipe(_x())
+        assert not _alive(watched)
+        assert not y.requires_grad
+
+
+def test_nothing_grows_over_steps():
+    """Neither threads nor tensors, not even those that only the garbage collector would find."""
+
+    def tensors():
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    with _pipe() as pipe:
+        for _ in range(3):
+            _step(pipe)
+            pipe(_x()).sum().backward()
+        gc.collect()
+        gc.disable()
+        try:
+            threads, before = threading.active_count(), tensors()
+            for _ in range(20):
+                _step(pipe)
+                pipe(_x()).sum().backward()
+                pipe(_x())
+            assert threading.active_count() == threads
+            assert tensors() == before
+        finally:
+            gc.enable()
+
+
+# -- closing ---------------------------------------------------------------------------------------------------------
+
+
+def test_close_ends_the_threads_and_may_be_called_again():
+    pipe = _pipe()
+    _step(pipe)
+    threads = _workers()
+    pipe.close()
+    assert not any(thread.is_alive() for thread in threads)
+    pipe.close()
+
+
+def test_close_before_the_first_step():
+    pipe = fxpipe.pipeline(Model(), ["cpu"])
+    pipe.close()
+    with pytest.raises(StateError, match="closed"):
+        pipe(_x())
+
+
+def test_a_closed_pipe_says_so_and_keeps_its_model():
+    model = Model()
+    with _pipe(model) as pipe:
+        _step(pipe)
+        assert pipe.last_step is not None
+    for call in (lambda: pipe(_x()), lambda: _step(pipe)):
+        with pytest.raises(StateError, match=r"closed; make a new one with fxpipe\.pipeline"):
+            call()
+    assert pipe.plan.stages
+    assert pipe.model is model
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    model(_x())
+    with _pipe(pipe.model) as again:
+        _step(again)
+
+
+def test_backward_after_close_says_so():
+    pipe = _pipe()
+    loss = pipe(_x()).sum()
+    pipe.close()
+    with pytest.raises(StateError, match="closed"):
+        loss.backward()
+    assert not _workers() or _wait_for_end(_workers())
+
+
+def test_leaving_the_context_by_an_exception_closes():
+    pipe = _pipe()
+    _step(pipe)
+    with pytest.raises(KeyError), pipe:
+        raise KeyError
+    with pytest.raises(StateError, match="closed"):
+        pipe(_x())
+
+
+def test_close_inside_a_step_is_refused():
+    with _pipe() as pipe:
+
+        def loss_fn(y, t):
+            pipe.close()
+            return F.mse_loss(y, t)
+
+        with pytest.raises(StateError, match="inside a step"):
+            pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+        _step(pipe)
+
+
+def test_close_while_another_thread_steps():
+    pipe = _pipe()
+    _step(pipe)
+    errors = []
+
+    def run():
+        try:
+            while True:
+                _step(pipe)
+        except StateError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.02)
+    pipe.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "closed" in str(errors[0])
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _assert_independent_equals(copied, pipe):
+    """Another model and other workers, and the same numbers."""
+    assert copied.model is not pipe.model
+    assert type(copied) is fxpipe.Pipeline
+    ours, theirs = dict(pipe.named_parameters()), dict(copied.named_parameters())
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not {id(p) for p in ours.values()} & {id(p) for p in theirs.values()}
+    x = _x()
+    losses = []
+    for one in (pipe, copied):
+        one.zero_grad()
+        torch.manual_seed(3)
+        losses.append(_step(one, x))
+    assert torch.equal(*losses)
+    for name, p in ours.items():
+        torch.testing.assert_close(theirs[name].grad, p.grad)
+    with torch.no_grad():
+        copied.model.first.weight.add_(1)
+    assert not torch.equal(copied.model.first.weight, pipe.model.first.weight)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
+def test_copies(how, planned):
+    pipe = _pipe() if planned else fxpipe.pipeline(Model(), ["cpu", "cpu"], 4)
+    _step(pipe)
+    if how == "pickle":
+        copied = pickle.loads(pickle.dumps(pipe))
+    elif how == "deepcopy":
+        copied = copy.deepcopy(pipe)
+    else:
+        file = io.BytesIO()
+        torch.save(pipe, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    with pipe, copied:
+        _assert_independent_equals(copied, pipe)
+
+
+def test_a_copy_keeps_tied_weights_and_modes():
+    model = Model()
+    model.second.weight = model.first.weight
+    pipe = _pipe(model).eval()
+    copied = copy.deepcopy(pipe)
+    assert copied.model.second.weight is copied.model.first.weight
+    assert not copied.training
+    with pipe, copied:
+        x = _x()
+        assert torch.equal(copied(x), pipe(x))
+
+
+def test_a_copy_of_a_model_that_holds_a_pipe():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pipe, self.model = None, Model()
+            self.pipe = fxpipe.pipeline(self.model, ["cpu", "cpu"], 4)
+
+        def forward(self, x):
+            return self.pipe(x)
+
+    holder = Holder()
+    copied = copy.deepcopy(holder)
+    assert copied.pipe.model is copied.model
+    copied(_x())
+    copied.pipe.close()
+
+
+# -- several threads -------------------------------------------------------------------------------------------------
+
+
+def test_two_pipes_in_two_threads():
+    """Each gives what it gives alone."""
+    models = [Model(), Model()]
+    pipes = [_pipe(copy.deepcopy(model)) for model in models]
+    inputs = [_x() for _ in pipes]
+    found = [[], []]
+
+    def run(k):
+        pipe = pipes[k].eval()  # the generator is one for all threads: no dropout
+        for _ in range(10):
+            pipe.zero_grad()
+            loss = _step(pipe, inputs[k])
+            found[k].append([loss, *(p.grad for p in pipe.parameters())])
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for k in range(2):
+        assert len(found[k]) == 10
+        with _pipe(copy.deepcopy(models[k])) as alone:
+            alone.eval()
+            want = [_step(alone, inputs[k]), *(p.grad for p in alone.parameters())]
+        for have in found[k]:
+            assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+        pipes[k].close()
+
+
+def test_concurrent_calls_of_one_pipe():
+    with _pipe() as pipe:
+        started, go_on, errors = threading.Event(), threading.Event(), []
+
+        def loss_fn(y, t):
+            started.set()
+            assert go_on.wait(30)
+            return F.mse_loss(y, t)
+
+        thread = threading.Thread(target=lambda: pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn))
+        thread.start()
+        assert started.wait(30)
+        for call in (lambda: pipe(_x()), lambda: _step(pipe)):
+            with pytest.raises(StateError, match="already running a step, in another thread") as caught:
+                call()
+            errors.append(caught.value)
+        go_on.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert len(errors) == 2
+        _step(pipe)
+
+
+def test_a_call_inside_a_step():
+    with _pipe() as pipe:
+        with pytest.raises(StateError, match=r"already running a step.*around this call"):
+            pipe.forward_backward(_x(), target=_x(), loss_fn=lambda y, t: F.mse_loss(pipe(t), y))
+        handle = pipe.model.first.weight.register_hook(lambda gradient: pipe(_x()).sum() * gradient)
+        with pytest.raises(StateError, match="already running a step"):
+            _step(pipe)
+        handle.remove()
+        _step(pipe)
+
+
+def test_the_number_of_threads_of_the_caller_stays():
+    torch.set_num_threads(4)
+    found = []
+
+    def loss_fn(y, t):
+        found.append((threading.current_thread().name, torch.get_num_threads()))
+        return F.mse_loss(y, t)
+
+    with _pipe() as pipe:
+        for _ in range(3):
+            pipe(_x()).sum().backward()
+            pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+            assert torch.get_num_threads() == 4
+    assert {threads for name, threads in found if name.startswith("fxpipe")} == {2}
+
+
+# -- several forwards in flight --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_several_forwards_and_then_their_backwards(order, checkpoint):
+    """In any order, with a step of another kind in between; the gradients are those of each alone."""
+    model = Model()
+    model.norm.eval()  # which refuses micro-batches of 1 sample
+    inputs = [_x(), _x(6), _x(2)]
+    alone = []
+    start = copy.deepcopy(model.state_dict())
+    with _pipe(model, checkpoint=checkpoint) as pipe:
+
+        def forward(k):
+            torch.manual_seed(k)
+            return pipe(inputs[k]).pow(2).sum()
+
+        losses = [forward(k) for k in range(3)]
+        for loss in losses:
+            pipe.zero_grad()
+            loss.backward()
+            alone.append([p.grad for p in pipe.parameters()])
+        model.load_state_dict(start)
+        losses = [forward(k) for k in range(3)]
+        for k in order:
+            pipe.zero_grad()
+            losses[k].backward()
+            assert all(torch.equal(p.grad, g) for p, g in zip(pipe.parameters(), alone[k], strict=True))
+            _step(pipe)
+
+
+def test_the_sum_of_two_forwards():
+    model = Model().eval()
+    plain = copy.deepcopy(model)
+    x, y = _x(), _x(5)
+    with _pipe(model) as pipe:
+        (pipe(x).sum() + pipe(y).pow(2).sum()).backward()
+        (plain(x).sum() + plain(y).pow(2).sum()).backward()
+        for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_forward_into_a_forward():
+    """The output of one call is the input of the next: one backward goes through both."""
+    model = Model().eval()
+    plain = copy.deepcopy(model)
+    x = _x().requires_grad_()
+    with _pipe(model) as pipe:
+        pipe(pipe(x)).pow(2).sum().backward()
+    ours, x.grad = x.grad, None
+    plain(plain(x)).pow(2).sum().backward()
+    torch.testing.assert_close(ours, x.grad)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+BEGIN = """
+    import os, sys, threading, time
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    import fxpipe
+
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+    x = torch.randn(32, 16)
+    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))
+
+    def step():
+        return pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+
+    step()
+"""
+
+
+def _run(script, timeout=60):
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(BEGIN) + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+EXITS = {
+    "idle, with a forward in flight": ("loss = pipe(x).sum()", 0),
+    "by sys.exit inside loss_fn": (
+        "pipe.forward_backward(x, target=x, loss_fn=lambda y, t: sys.exit(3))",
+        3,
+    ),
+    "while another thread steps": (
+        """
+        def run():
+            while True:
+                step()
+
+        threading.Thread(target=run, daemon=True).start()
+        time.sleep(0.1)
+        """,
+        0,
+    ),
+    "in a long step of another thread": (
+        """
+        def slow(y, t):
+            time.sleep(0.05)
+            return F.mse_loss(y, t)
+
+        run = lambda: pipe.forward_backward(x, target=x, loss_fn=slow)
+        threading.Thread(target=run, daemon=True).start()
+        time.sleep(0.08)
+        """,
+        0,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXITS)
+def test_the_interpreter_ends_with_a_live_pipe(name):
+    script, code = EXITS[name]
+    ran = _run(script)
+    assert ran.returncode == code, ran.stderr
+    assert "terminate" not in ran.stderr
+    assert "Fatal" not in ran.stderr
+
+
+FORK = """
+    want = pipe.eval()(x)
+    step()
+    child = os.fork()
+    if child == 0:
+        import faulthandler
+        faulthandler.dump_traceback_later(20, exit=True)
+        assert torch.equal(pipe(x), want)
+        for p in pipe.parameters():
+            p.grad = None
+        step()
+        pipe(x).sum().backward()
+        assert len([t for t in threading.enumerate() if t.name.startswith("fxpipe")]) == 2
+        sys.exit(7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7, status
+    step()
+    assert torch.equal(pipe(x), want)
+    print("parent is well")
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_after_use():
+    """The child starts workers of its own, and ends as it should; the parent does not notice."""
+    ran = _run(FORK)
+    assert ran.returncode == 0, ran.stderr
+    assert "parent is well" in ran.stdout
+
+
+@pytest.mark.slow
+def test_a_fork_in_the_middle_of_a_step():
+    """The child's copy of the pipe is busy for ever: it says so, and does not hang."""
+    ran = _run(
+        """
+        started, go_on = threading.Event(), threading.Event()
+
+        def slow(y, t):
+            started.set()
+            go_on.wait(20)
+            return F.mse_loss(y, t)
+
+        thread = threading.Thread(target=lambda: pipe.forward_backward(x, target=x, loss_fn=slow))
+        thread.start()
+        started.wait()
+        child = os.fork()
+        if child == 0:
+            import faulthandler
+            faulthandler.dump_traceback_later(20, exit=True)
+            try:
+                step()
+            except fxpipe.errors.StateError:
+                os._exit(5)
+            os._exit(6)
+        _, status = os.waitpid(child, 0)
+        go_on.set()
+        thread.join()
+        assert os.waitstatus_to_exitcode(status) == 5, status
+        """
+    )
+    assert ran.returncode == 0, ran.stderr
