@@ -57,8 +57,7 @@ def applied(state: ThreadState) -> Iterator[None]:
     """Sets `state` in this thread for a block."""
     before = ThreadState.now()
     with torch.set_grad_enabled(state.grad):
-        changed = state.autocast != before.autocast
-        if changed:
+        if state.autocast != before.autocast:
             for autocast in state.autocast:
                 autocast.set()
             # The cache of casts is the process's: another worker that leaves its block would empty it under this one.
@@ -66,6 +65,6 @@ def applied(state: ThreadState) -> Iterator[None]:
         try:
             yield
         finally:
-            if changed:
+            if ThreadState.now().autocast != before.autocast:  # what ran may have raised within a block of its own
                 for autocast in before.autocast:
                     autocast.set()

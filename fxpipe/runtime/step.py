@@ -223,22 +223,15 @@ class Step:
     ) -> tuple[list[Any], dict[str, torch.Tensor], Pending]:
         """Runs the stage. Returns what it sends, the buffers after it, and what B needs."""
         stage, pending = self.stages[j], Pending()
-        uses = []
-        for link, value in zip(self.assembly.wiring.links[j], received, strict=True):
-            use = value.value
-            if isinstance(use, torch.Tensor):
-                use = use.detach()
-                if value.requires_grad and grad:
-                    pending.leaves.append((link, use.requires_grad_()))
-                    if link.later is not None:  # a later user's gradient enters here
-                        use = use.view_as(use)
-                        pending.roots.append((link.value.name, get_gradient_edge(use)))
-            uses.append(use)
         copies = {name: tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views[j], self.constants[j]
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
         running.seed = mixed(self.seed, i)
         with applied(self.assembly.state), torch.set_grad_enabled(grad):
+            uses = [
+                self._enter(link, value, pending) if isinstance(value.value, torch.Tensor) else value.value
+                for link, value in zip(self.assembly.wiring.links[j], received, strict=True)
+            ]
             # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
             made = stage.run.forward(*attributes, *uses)
         sent, assigned = list(made[: len(stage.sends)]), made[len(stage.sends) :]
@@ -249,12 +242,24 @@ class Step:
             ]
         return sent, after, pending
 
+    def _enter(self, link: Link, value: Value, pending: Pending) -> torch.Tensor:
+        """A received tensor as the stage uses it: a leaf of the graph that is about to be made."""
+        leaf: torch.Tensor = value.value.detach()
+        if not (value.requires_grad and torch.is_grad_enabled()):
+            return leaf
+        pending.leaves.append((link, leaf.requires_grad_()))
+        if link.later is None:
+            return leaf
+        use = leaf.view_as(leaf)  # a later user's gradient enters here
+        pending.roots.append((link.value.name, get_gradient_edge(use)))
+        return use
+
     def _loss(self, i: int) -> None:
         """The loss of a micro-batch and the gradients of the outputs: a stage of its own, behind the last."""
         assert self.losses is not None
         links = self.assembly.wiring.links[-1]
         values = [self.take(len(self.stages), link, i) for link in links]
-        leaves = [v.value.requires_grad_() if v.requires_grad else v.value for v in values]
+        leaves = [v.value.detach().requires_grad_() if v.requires_grad else v.value for v in values]
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         with applied(self.assembly.state):

@@ -86,7 +86,8 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)
-        outputs = pytree.tree_leaves(traced.model(*args, **kwargs))
+        leaves = pytree.tree_leaves(traced.model(*args, **kwargs))
+        outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
     return Run(outputs, buffers)

@@ -68,6 +68,8 @@ class _Watch:
         return key
 
     def made(self, node: fx.Node, value: Any, keys: Iterable[Any]) -> None:
+        if not isinstance(value, torch.Tensor):
+            keys = list(keys)[:1]  # the parts of a tuple are nodes of their own, and need not share memory
         for key in keys:
             self.parent[self.find(key)] = self.find(self.first.setdefault(node, key))
         self.requires_grad[node] = self.requires_grad.get(node, False) or any(
@@ -106,7 +108,7 @@ def _key(number: int, tensor: torch.Tensor) -> Any:
 def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Run:
     """Every value lives until the end of the run: else one address would name two storages."""
     values: dict[fx.Node, Any] = {}
-    buffers: dict[fx.Node, torch.Tensor] = {}
+    buffers: dict[Any, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     place = {n: p for p, n in enumerate(seen.nodes)}
     placeholders = {node: p for p, node in traced.placeholders.items()}
     for node in traced.graph.nodes:
@@ -120,13 +122,14 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
             if isinstance(tensor, torch.nn.Parameter):
                 values[node] = tensor.detach().requires_grad_(tensor.requires_grad)
             else:
-                values[node] = buffers[node] = tensor.detach().clone()
+                values[node] = tensor.detach().clone()
+                buffers[_key(number, values[node])] = node, values[node]
         elif node.op in WORKING:
             values[node] = _observed(node, values, buffers, number, seen, place[node])
         else:
             continue
         seen.made(node, values[node], (_key(number, t) for t in tensors_in(values[node])))
-    after = {str(n.target): t for n, t in buffers.items()}
+    after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
     return Run([values[o] if isinstance(o, fx.Node) else o for o in traced.outputs], after)
 
@@ -134,7 +137,7 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
 def _observed(
     node: fx.Node,
     values: dict[fx.Node, Any],
-    buffers: dict[fx.Node, torch.Tensor],
+    buffers: dict[Any, tuple[fx.Node, torch.Tensor]],
     number: int,
     seen: _Watch,
     place: int,
@@ -143,11 +146,11 @@ def _observed(
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [t._version for t in read]
     keys = {_key(number, t) for t in read}
-    before = {b: t.clone() for b, t in buffers.items() if _key(number, t) in keys}
+    before = {key: buffers[key][1].clone() for key in keys if key in buffers}
     with applied(node.meta["state"]):
         value = call(node, values.__getitem__)
     seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
-    seen.changed[place] |= {_key(number, buffers[b]) for b, t in before.items() if not same_values(buffers[b], t)}
+    seen.changed[place] |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in _NORMS:
         seen.changed[place] |= {_key(number, values[b]) for b in _statistics(node)}
     returned = (

@@ -1,0 +1,398 @@
+"""What cannot be traced is refused by an error that names the module, the user's line and a remedy."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fxpipe import trace
+from fxpipe.errors import ArgumentError, FxpipeError, TraceError
+
+
+class Inner(nn.Module):
+    """The refused code runs in a module of its own, so that messages can name it."""
+
+    def __init__(self, forward: Any, **held: Any):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.function = forward
+        for name, value in held.items():
+            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(4, 6)
+
+
+def refusal(forward: Any, **held: Any) -> str:
+    with pytest.raises(TraceError) as caught:
+        trace(Outer(Inner(forward, **held)), (x(),))
+    return str(caught.value)
+
+
+def _swallowing(m, x):
+    try:
+        if x.sum() > 0:
+            return m.lin(x)
+    except Exception:
+        pass
+    return x
+
+
+def _random_branch(m, x):
+    return m.lin(x) if torch.rand(()) < 0.5 else x
+
+
+READS: dict[str, tuple[Any, str]] = {
+    "if": (lambda m, x: m.lin(x) if (x > 0).all() else x, r"\(bool\) that hangs on the inputs"),
+    "while": (lambda m, x: next(m.lin(x) for _ in iter(lambda: bool(x.sum() > 9), False)), r"\(bool\).*the inputs"),
+    "item": (lambda m, x: m.lin(x) * x.max().item(), r"\(item\).*the inputs"),
+    "of a result": (lambda m, x: m.lin(x) * float(m.lin(x).norm()), r"\(float\) that hangs on 'inner.lin.bias'"),
+    "of a parameter": (lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that hangs on 'inner.lin.weight'"),
+    "of a buffer": (lambda m, x: m.lin(x) * int(m.n), r"\(int\) that hangs on 'inner.n'"),
+    "of random numbers": (_random_branch, r"\(bool\) that hangs on random numbers"),
+    "tolist": (lambda m, x: m.lin(x) * x.tolist()[0][0], r"\(tolist\)"),
+    "numpy": (lambda m, x: m.lin(x) * x.numpy().sum(), r"\(numpy\)"),
+    "function of numpy": (lambda m, x: m.lin(x) + np.sin(x), r"\(array\)"),
+    "index": (lambda m, x: m.lin(x)[:, : x[0].argmax()] if [0][x[0].argmax() * 0] else x, r"\(index\)"),
+    "contains": (lambda m, x: m.lin(x) * (3.0 in x), r"\(contains\)"),
+    "equal": (lambda m, x: m.lin(x) if torch.equal(x, x) else x, r"\(equal\)"),
+    "allclose": (lambda m, x: m.lin(x) if torch.allclose(x, x + 1) else x, r"\(allclose\)"),
+    "assert": (lambda m, x: torch._assert((x.abs() < 1e9).all(), "large") or m.lin(x), r"\(bool\)"),
+    "a number from another function": (
+        lambda m, x: m.lin(x) * torch.ops.aten._local_scalar_dense(x.max()), r"\(local_scalar_dense",
+    ),
+    "swallowed": (_swallowing, r"\(bool\) that hangs on the inputs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READS)
+def test_value_reads(name):
+    forward, message = READS[name]
+    text = refusal(forward, n=torch.ones(()))
+    assert text.startswith("the model in module 'inner' reads the value of a tensor ")
+    assert _matches(message, text), text
+    assert "keep the decision in tensors (torch.where, masks), or take it outside forward" in text
+    assert _names_line_of(forward, text), text
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern, text) is not None
+
+
+def _names_line_of(forward: Any, text: str) -> bool:
+    lines, first = inspect.getsourcelines(forward)
+    return any(f"{__file__}:{number}" in text for number in range(first, first + len(lines)))
+
+
+def _set(module, **values):
+    for name, value in values.items():
+        setattr(module, name, value)
+    return 0
+
+
+def _with_grad_off(m, x):
+    m.lin.requires_grad_(False)
+    return m.lin(x)
+
+
+def _write_without_grad(m, x):
+    with torch.no_grad():
+        m.lin.weight.mul_(0.5)
+    return m.lin(x)
+
+
+def _write_by_out(m, x):
+    with torch.no_grad():
+        torch.mul(m.lin.weight, 2, out=m.lin.weight)
+    return m.lin(x)
+
+
+def _initialize(m, x):
+    nn.init.zeros_(m.lin.weight)
+    return m.lin(x)
+
+
+def _default_dtype(m, x):
+    torch.set_default_dtype(torch.float64)
+    return m.lin(x.double())
+
+
+_elsewhere = torch.ones(6)
+
+
+def _jit(function):
+    with warnings.catch_warnings(action="ignore"):
+        return torch.jit.trace(function, torch.ones(4, 6))
+
+
+_scripted = _jit(lambda y: y * 2)
+PARAMETER = (r"writes to the parameter 'inner.lin.weight'", "keep what forward changes in a buffer")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, _):
+        return x * 2
+
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "parameter": (_write_without_grad, *PARAMETER),
+    "parameter, by data": (lambda m, x: m.lin(x) + m.lin.weight.data.add_(1).sum() * 0, *PARAMETER),
+    "parameter, by a view": (lambda m, x: m.lin(x) + m.lin.weight.detach()[0].mul_(2).sum() * 0, *PARAMETER),
+    "parameter, an item": (lambda m, x: m.lin.weight.data.__setitem__(0, 1.0) or m.lin(x), *PARAMETER),
+    "parameter, by out": (_write_by_out, *PARAMETER),
+    "parameter, by init": (_initialize, *PARAMETER),
+    "parameter, data set": (
+        lambda m, x: m.lin.weight.__setattr__("data", m.lin.weight * 2) or m.lin(x), "sets the attribute `.data`",
+        "gives a new tensor",
+    ),
+    "parameter made": (lambda m, x: x * nn.Parameter(torch.ones(6)), "makes a parameter or a module", "in __init__"),
+    "module made": (lambda m, x: nn.Linear(6, 6)(x), "makes a parameter or a module in forward", "make it in __init__"),
+    "gradients switched off": (_with_grad_off, "switches off gradients", "before the model is called"),
+    "gradients switched on": (lambda m, x: m.lin(x.requires_grad_()), "starts to ask for gradients", "before"),
+    "gradients asked for": (
+        lambda m, x: x.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
+        "a new tensor",
+    ),
+    "hook on a tensor": (lambda m, x: m.lin(x).register_hook(abs) and x, "puts a hook on a tensor", "outside forward"),
+    "retain_grad": (lambda m, x: m.lin(x).retain_grad() or x, "keeps the gradient of a tensor", "outside forward"),
+    "backward": (lambda m, x: m.lin(x).sum().backward() or x, "runs backward", "outside forward"),
+    "autograd.grad": (
+        lambda m, x: torch.autograd.grad(m.lin(x).sum(), m.lin.weight)[0], "runs autograd", "outside forward",
+    ),
+    "vmap": (lambda m, x: torch.vmap(m.lin)(x), "transform of torch.func", "write the batched function out"),
+    "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func|ask for gradients", ""),
+    "tensor from elsewhere": (
+        lambda m, x: m.lin(x) + _elsewhere, r"unknown origin \(\(6,\), torch.float32\)", "register_buffer",
+    ),
+    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "not by numpy"),
+    "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
+    "numpy array": (lambda m, x: m.lin(x) + torch.as_tensor(np.ones(6)), "numpy.ndarray|unknown origin", ""),
+    "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
+    "generator": (
+        lambda m, x: m.lin(x) + torch.rand(6, generator=torch.Generator()), "a random generator of its own",
+        "leave out",
+    ),
+    "default dtype": (_default_dtype, "changes the default dtype", "pass dtype="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_module_line_and_remedy(name):
+    forward, what, remedy = REFUSED[name]
+    text = refusal(forward)
+    assert text.startswith("the model in module 'inner")
+    assert _matches(what, text), text
+    assert remedy in text
+    assert _names_line_of(forward, text), text
+
+
+CHANGED: dict[str, tuple[Any, str]] = {
+    "counter": (lambda m, x: _set(m, count=m.count + 1) + m.lin(x) * m.count, "attribute 'inner.count'"),
+    "new attribute": (lambda m, x: _set(m, size=x.shape[1]) + m.lin(x), "attribute 'inner.size'"),
+    "deleted attribute": (lambda m, x: m.__delattr__("count") or m.lin(x), "attribute 'inner.count'"),
+    "list": (lambda m, x: m.log.append(1) or m.lin(x), "attribute 'inner.log'"),
+    "list item": (lambda m, x: m.log.__setitem__(0, object()) or m.lin(x), "attribute 'inner.log'"),
+    "nested": (lambda m, x: m.nested["a"][0].append(1) or m.lin(x), r"attribute \"inner.nested\['a'\]\[0\]\""),
+    "private dict": (lambda m, x: m._cache.setdefault("key", 1) and m.lin(x), "attribute 'inner._cache'"),
+    "queue": (lambda m, x: m.recent.append(x.shape) or m.lin(x), "attribute 'inner.recent'"),
+    "training flag": (lambda m, x: m.lin.eval() and m.lin(x), "attribute 'inner.lin.training'"),
+    "submodule": (lambda m, x: _set(m, other=m.lin) + m.lin(x), "attribute 'inner.other'"),
+    "python's random numbers": (
+        lambda m, x: m.lin(x) * random.random(),
+        "Python's or numpy's random numbers.*torch.rand",
+    ),
+    "numpy's random numbers": (lambda m, x: m.lin(x) * np.random.rand(), "Python's or numpy's random numbers"),
+    "buffer that requires grad": (
+        lambda m, x: _set(m, n=m.lin(x)) + m.n,
+        "sets 'inner.n' to a tensor that requires grad",
+    ),
+    "parameter replaced": (lambda m, x: _set(m, weight=m.lin.weight) + m.lin(x), "sets the parameter 'inner.weight'"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_state_that_a_graph_cannot_carry(name):
+    forward, message = CHANGED[name]
+    held = {"count": 0, "log": [1], "nested": {"a": [[]]}, "_cache": {}, "recent": deque(maxlen=2), "n": torch.ones(6)}
+    text = refusal(forward, **held)
+    assert _matches(message, text), text
+
+
+def test_attribute_set_to_what_it_was_is_no_change():
+    trace(Inner(lambda m, x: _set(m, width=x.shape[1], on=True) + m.lin(x), width=6, on=True), (x(),))
+
+
+def test_embedding_that_scales_its_weight_is_refused():
+    with pytest.raises(TraceError, match="writes to the parameter 'weight'"):
+        trace(nn.Embedding(5, 3, max_norm=0.5), (torch.tensor([1, 2]),))
+
+
+# -- models that are refused before they run -------------------------------------------------------------------------
+
+
+def _hooked(add: str) -> nn.Module:
+    model = Outer(nn.Linear(6, 6))
+    getattr(model.inner, add)(lambda *_: None)
+    return model
+
+
+HOOKS = "register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook"
+
+
+@pytest.mark.parametrize("add", HOOKS.split())
+def test_hooks_on_modules(add):
+    with pytest.raises(TraceError, match=r"module 'inner' \(Linear\) has the hook .*remove it before fxpipe.pipeline"):
+        trace(_hooked(add), (x(),))
+
+
+def test_hooks_on_all_modules():
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(TraceError, match=r"put on all modules.*handle.remove\(\)"):
+            trace(nn.Linear(6, 6), (x(),))
+    finally:
+        handle.remove()
+
+
+def _compiled_in_place() -> nn.Module:
+    model = nn.Linear(6, 6)
+    model.compile(backend="eager")
+    return model
+
+
+def _made_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(6, 6)
+
+
+MODELS: dict[str, tuple[Any, str]] = {
+    "lazy": (lambda: nn.LazyLinear(6), "'inner.weight' is not initialized; call the model once"),
+    "meta": (lambda: nn.Linear(6, 6, device="meta"), "'inner.weight' is on the meta device.*to_empty"),
+    "made in inference mode": (_made_in_inference_mode, "'inner.weight' was made in inference mode"),
+    "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
+    "compiled": (lambda: torch.compile(nn.Linear(6, 6), backend="eager"), "'inner' .*compiled module.*_orig_mod"),
+    "compiled in place": (_compiled_in_place, r"'inner' \(Linear\) was compiled in place"),
+    "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_cannot_be_recorded(name):
+    make, message = MODELS[name]
+    with pytest.raises(TraceError, match=r"Outer cannot be traced as it is") as caught:
+        trace(Outer(make()), (x(),))
+    assert _matches(message, str(caught.value)), caught.value
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    with pytest.raises(TraceError) as caught:
+        trace(nn.Sequential(nn.LazyLinear(6), nn.Linear(6, 6, device="meta")), (x(),))
+    assert str(caught.value).count("\n- ") == 4
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Box:
+    tensor: torch.Tensor
+
+
+class Cache:
+    def __init__(self, tensor):
+        self.layers = [{"key": tensor}]
+
+
+def test_unknown_containers():
+    with pytest.raises(ArgumentError, match=r"input args.* is a Box that holds tensors.*register_pytree_node"):
+        trace(_Star(), (Box(x()),))
+    for holder in (Box, Cache):
+        text = refusal(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))
+        assert f"{holder.__name__} that holds tensors" in text
+        assert "use_cache=False" in text
+
+
+class _Star(nn.Module):
+    def forward(self, *args):
+        return args[0].tensor
+
+
+def test_sparse_inputs_are_refused():
+    with pytest.raises(ArgumentError, match=r"input x has the layout torch.sparse_coo.*to_dense"):
+        trace(Inner(lambda m, x: torch.sparse.mm(x, m.lin.weight)), (x().to_sparse(),))
+
+
+class OwnError(Exception):
+    pass
+
+
+def _raise(m, x):
+    raise OwnError("no")
+
+
+@pytest.mark.parametrize(
+    ("forward", "error"),
+    [
+        (_raise, OwnError),
+        (lambda m, x: m.lin(x) @ torch.ones(3, 3), RuntimeError),
+        (lambda m, x: {}["key"], KeyError),
+        (lambda m, x: F.cross_entropy(x, torch.tensor([9] * 4)), IndexError),
+    ],
+)
+def test_what_the_model_raises_itself_gets_a_note(forward, error):
+    with pytest.raises(error) as caught:
+        trace(Outer(Inner(forward)), (x(),))
+    assert not isinstance(caught.value, FxpipeError)
+    assert "fxpipe: the model raised this in module 'inner' when it was run on the example inputs to trace it" in (
+        caught.value.__notes__
+    )
+
+
+def test_missing_argument_is_the_models_own_error():
+    with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
+        trace(Inner(lambda m, x: x), ())
+    assert caught.value.__notes__ == ["fxpipe: the model raised this when it was run on the example inputs to trace it"]
+
+
+def test_interrupt_passes_and_leaves_no_patch():
+    def interrupted(m, x):
+        raise KeyboardInterrupt
+
+    before = nn.Module.__call__
+    with pytest.raises(KeyboardInterrupt):
+        trace(Inner(interrupted), (x(),))
+    assert nn.Module.__call__ is before
+    trace(nn.Linear(6, 6), (x(),))
+
+
+def test_function_without_a_shape_rule_is_named():
+    adjacency = torch.eye(6).to_sparse()
+    with pytest.raises(
+        TraceError, match=r"shape of inner_sparse_mm \(inner, made at .*\) cannot be told for other batch sizes"
+    ):
+        trace(Outer(Inner(lambda m, x: torch.sparse.mm(m.a, m.lin(x).T).T, a=adjacency)), (x(),))
