@@ -2,7 +2,7 @@
 
 
 class FxpipeError(Exception):
-    """Base of all of them: `except fxpipe.errors.FxpipeError` catches what fxpipe refused, and nothing of the user's own."""
+    """Base of all of them: to catch what fxpipe refused, and nothing of the user's own."""
 
 
 class ArgumentError(FxpipeError, ValueError):
@@ -30,7 +30,7 @@ class LossError(FxpipeError, ValueError):
 
 
 class StateError(FxpipeError, RuntimeError):
-    """The pipe was asked for something that its state does not allow (closed, a second backward, a call within a call)."""
+    """The pipe is in no state for what was asked: it is closed, its backward has run, a step is running."""
 
 
 class InternalError(FxpipeError, RuntimeError):

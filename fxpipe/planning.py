@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError
 
 if TYPE_CHECKING:
     import torch
     from torch import fx, nn
 
-    from fxpipe.partitioning import Partition
     from fxpipe.profiling import Profile
     from fxpipe.rewriting import Program
     from fxpipe.settings import Settings
@@ -81,7 +80,9 @@ class Plan:
             portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
             return cls(stages, portals, tuple(fields.pop("devices")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArgumentError(f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)") from None
+            raise ArgumentError(
+                f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)"
+            ) from None
 
     def __str__(self) -> str:
         from fxpipe.inspect.tables import plan_table
@@ -140,7 +141,9 @@ def plan(
         devices = ["cpu"] * stages
     settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims)
     if stages is not None and stages != len(settings.devices):
-        raise ArgumentError(f"stages={stages}, but devices has {len(settings.devices)} entries; give as many, or leave stages out")
+        raise ArgumentError(
+            f"stages={stages}, but devices has {len(settings.devices)} entries; give as many, or leave stages out"
+        )
     return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
@@ -158,8 +161,8 @@ def prepare(
         traced, micro = _trace(model, args, kwargs, settings)
         if given is not None and given.fingerprint != traced.fingerprint():
             raise ArgumentError(
-                f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the model, "
-                "its mode or its inputs have changed; plan it again with fxpipe.plan"
+                f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
+                "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
     cut = partition(
@@ -174,21 +177,20 @@ def prepare(
 
 
 def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Prepared:
-    """Another graph of a model that has been planned (for evaluation, say): cut so that nodes stay with their parameters."""
+    """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
     from fxpipe.rewriting import forbidden_cuts
     from fxpipe.tracing.placement import moved, on_one_device
 
     model = first.traced.model
     with on_one_device(model) as device:
-        traced, micro = _trace(model, *moved((args, kwargs), device), settings)
+        args, kwargs = moved((args, kwargs), device)
+        traced, micro = _trace(model, args, kwargs, settings)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
     return _prepared(traced, None, starts, micro, settings)
 
 
-def _trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
-) -> tuple[Traced, int]:
+def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
     from torch.utils import _pytree as pytree
 

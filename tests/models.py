@@ -1,4 +1,4 @@
-"""Models of the kinds that people have, small: a U-Net, a tied GPT, a ResNet, two branches, several outputs in a dict."""
+"""Models of the kinds that people have, small: U-Net, tied GPT, ResNet, two branches, several outputs in a dict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ class UNet(nn.Module):
             self.down.append(nn.Sequential(nn.Conv2d(last, w, 3, padding=1), nn.GroupNorm(2, w), nn.ReLU()))
             last = w
         self.middle = nn.Conv2d(last, last, 3, padding=1)
-        self.up = nn.ModuleList(nn.Conv2d(last + w, w, 3, padding=1) for last, w in zip([last, *widths[:0:-1]], widths[::-1], strict=True))
+        self.up = nn.ModuleList(
+            nn.Conv2d(last + w, w, 3, padding=1) for last, w in zip([last, *widths[:0:-1]], widths[::-1], strict=True)
+        )
         self.head = nn.Conv2d(widths[0], 1, 1)
 
     def forward(self, x):
@@ -45,7 +47,9 @@ class Block(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+        )
 
     def forward(self, x):
         b, t, d = x.shape
@@ -171,7 +175,11 @@ CASES = (
         ("tokens.weight",),
     ),
     Case(
-        "resnet", ResNet, lambda b: ((torch.randn(b, 3, 8, 8),), {}), lambda b: torch.randint(0, 5, (b,)), F.cross_entropy
+        "resnet",
+        ResNet,
+        lambda b: ((torch.randn(b, 3, 8, 8),), {}),
+        lambda b: torch.randint(0, 5, (b,)),
+        F.cross_entropy,
     ),
     Case(
         "two_branch",

@@ -1,4 +1,4 @@
-"""The oracle: the plain model in plain torch, over the same micro-batches, in the order in which the schedule runs B."""
+"""The oracle: the plain model in plain torch, over the same micro-batches, backward in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpipe.rewriting.functions import mixed
 
 
 class Seeded(TorchFunctionMode):
-    """Gives each random function of a plain model the seed that the pipeline gives it. Knows no list of random functions."""
+    """Gives each random function of a plain model the seed that the pipeline gives it, and knows no list of them."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -98,7 +98,9 @@ def assert_same_state(ours: nn.Module, plain: nn.Module, *, exact: bool = True) 
     assert list(have) == list(want)
     for name, value in want.items():
         if exact:
-            assert torch.equal(have[name], value), f"{name} differs by {(have[name].double() - value.double()).abs().max()}"
+            assert torch.equal(have[name], value), (
+                f"{name} differs by {(have[name].double() - value.double()).abs().max()}"
+            )
         else:
             torch.testing.assert_close(have[name], value, msg=lambda m, name=name: f"{name}: {m}")
 

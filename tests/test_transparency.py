@@ -42,7 +42,7 @@ NAMES = [case.name for case in CASES]
 
 
 def _set(pipe, **settings):
-    """Another schedule or checkpoint mode for a pipe that is planned: planning takes longer than the steps of a test."""
+    """Another schedule or checkpoint mode for a planned pipe: planning takes longer than the steps of a test."""
     pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
 
 
@@ -92,7 +92,9 @@ def test_drop_in_equals_the_plain_model(name, stages, chunks):
                 optimizer.zero_grad()
             torch.manual_seed(step)
             seed = draw_seed(_is_random(pipe))
-            want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH)
+            want = train_step(
+                plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH
+            )
             torch.manual_seed(step)
             loss = case.loss(pipe(*args, **kwargs), target)
             loss.backward()
@@ -186,7 +188,7 @@ def test_hooks_of_parameters_fire_once_for_a_step():
 def test_autograd_grad_works_on_the_drop_in():
     case, plain, pipe = _pair("unet", 2, 2)
     with pipe:
-        args, kwargs = case.inputs(BATCH)
+        args, _ = case.inputs(BATCH)
         target = case.target(BATCH)
         want = torch.autograd.grad(case.loss(plain(*args), target), list(plain.parameters()))
         have = torch.autograd.grad(case.loss(pipe(*args), target), list(pipe.parameters()))

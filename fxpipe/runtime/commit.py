@@ -1,9 +1,9 @@
 """Gradients of a step are committed once, when it has ended well.
 
-`Commit` stands in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and the inputs
-that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, it has the workers run
-theirs and returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates as ever, `autograd.grad` works,
-and a step that fails leaves nothing behind.
+`Commit` stands in the caller's autograd graph for the whole pipeline: its inputs are the model's parameters and the
+inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, it has the
+workers run theirs and returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates as ever,
+`autograd.grad` works, and a step that fails leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Commit(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         finish, ctx.finish = ctx.finish, None
         if finish is None:
             raise StateError(
-                "the backward of this forward has already run, and what it needed is gone; add the losses and call backward "
-                "once: (loss1 + loss2).backward()"
+                "the backward of this forward has already run, and what it needed is gone; add the losses and call "
+                "backward once: (loss1 + loss2).backward()"
             )
         found = finish(gradients)
         # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
@@ -50,8 +50,8 @@ class Commit(torch.autograd.Function):
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:
     """The sum of `count` gradients before and `new`.
 
-    The first is kept as autograd gave it, and may share storage with another one; so the second is added out of place, and
-    only the sum that is then ours is added to in place.
+    The first is kept as autograd gave it, and may share storage with another one; so the second is added out of place,
+    and only the sum that is then ours is added to in place.
     """
     if have is None:
         return new

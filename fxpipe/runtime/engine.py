@@ -1,7 +1,7 @@
 """Runs whole steps: the drop-in, whose backward is the caller's, and `forward_backward`, which has its own.
 
-Both end the same way. When all rows have ended well, buffers are written into the model, and gradients go through `Commit`.
-When one has failed, nothing has changed.
+Both end the same way. When all rows have ended well, buffers are written into the model, and gradients go through
+`Commit`. When one has failed, nothing has changed.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Engine:
             acquired = self._busy.acquire(blocking=False)
             if not acquired:
                 raise StateError(
-                    "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); call it when "
-                    "that has ended"
+                    "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
+                    "call it when that has ended"
                 )
             yield
         finally:
@@ -56,7 +56,8 @@ class Engine:
 
     def _step(self, assembly: Assembly, leaves: Sequence[Any], batch: int, schedule: Schedule, **more: Any) -> Step:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
-        # Only where something draws: a model without random nodes leaves the generator alone, as it does without a pipe.
+        # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
+        # pipe.
         seed = int(torch.randint(2**62, ()).item()) if assembly.program.is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
         return Step(assembly, Tensors(self.model, assembly.constants), leaves, shares, seed, recomputed, **more)
@@ -143,9 +144,7 @@ class Engine:
         extra = [p for p in loss_fn.parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
         kind = (_maker_of(loss_fn), reduction)
         verify = kind not in self._verified and m > 1
-        step = self._step(
-            assembly, leaves, batch, schedule, losses=losses, loss_parameters=extra, keep_outputs=verify
-        )
+        step = self._step(assembly, leaves, batch, schedule, losses=losses, loss_parameters=extra, keep_outputs=verify)
         self.driver.drive(step, schedule.rows)
         self.last_step = record_of(schedule.name, step.times)
         if verify:
@@ -161,7 +160,9 @@ class Engine:
 def _verify(step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
     """Is the loss of all outputs what the losses of micro-batches add up to?"""
     assembly = step.assembly
-    how = {o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)}
+    how = {
+        o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)
+    }
     parts = zip(*(step.outputs.pop(i) for i in range(step.micro_batches)), strict=True)
     links = assembly.wiring.links[-1]
     outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]

@@ -4,8 +4,9 @@ Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples,
 
 - `reduction="mean"`: b_i / b, as L is a mean over samples;
 - `reduction="sum"`: 1;
-- its own weight w_i over the sum of all weights, where `loss_fn` returns `(total, weight)`: a mean over tokens, say. The sum
-  is known only when all are done; then, and only then, gradients are divided, since no loss can be scaled beforehand.
+- its own weight w_i over the sum of all weights, where `loss_fn` returns `(total, weight)`: a mean over tokens, say.
+  The sum is known only when all are done; then, and only then, gradients are divided, since no loss can be scaled
+  beforehand.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from fxpipe.errors import ArgumentError, LossError
 
 REDUCTIONS = ("mean", "sum")
 REMEDIES = (
-    "If it is a sum over samples, pass reduction='sum'. If it is a mean over something else than samples (tokens, pixels that "
-    "count), let loss_fn return (total, weight). If it needs all samples at once (contrastive, Dice), use the drop-in: "
-    "loss_fn(pipe(x), target).backward()"
+    "If it is a sum over samples, pass reduction='sum'. If it is a mean over something else than samples (tokens, "
+    "pixels that count), let loss_fn return (total, weight). If it needs all samples at once (contrastive, Dice), use "
+    "the drop-in: loss_fn(pipe(x), target).backward()"
 )
 
 
@@ -47,11 +48,13 @@ class Losses:
         loss, weight = checked_loss(self.function(output, *self.targets[i]), f"micro-batch {i}")
         if not loss.requires_grad:
             raise LossError(
-                f"the loss of micro-batch {i} does not require grad: neither a parameter nor an input that requires grad "
-                "leads to it; is every parameter frozen, or the output detached?"
+                f"the loss of micro-batch {i} does not require grad: neither a parameter nor an input that requires "
+                "grad leads to it; is every parameter frozen, or the output detached?"
             )
         if self.weighted is not None and self.weighted != (weight is not None):
-            raise LossError("loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind")
+            raise LossError(
+                "loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind"
+            )
         self.weighted = weight is not None
         self.values[i], self.weights[i] = loss.detach(), weight
         return loss if self.weighted or self.reduction == "sum" else loss * self.shares[i]
@@ -81,11 +84,11 @@ class Losses:
         if weight is not None:
             whole = torch.as_tensor(whole / weight)
         ours = self.total()
-        tolerance = 1e-3 if ours.dtype in (torch.float32, torch.float64) else 3e-2
+        tolerance = 1e-4 if ours.dtype in (torch.float32, torch.float64) else 3e-2
         if not torch.allclose(whole.double(), ours.double(), rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
             raise LossError(
-                f"loss_fn gives {float(whole):.6g} for the whole mini-batch, but its micro-batches add up to {float(ours):.6g}: "
-                f"it is no mean over samples, and the gradients would be wrong. {REMEDIES}"
+                f"loss_fn gives {float(whole):.6g} for the whole mini-batch, but its micro-batches add up to "
+                f"{float(ours):.6g}: it is no mean over samples, and the gradients would be wrong. {REMEDIES}"
             )
 
 
@@ -94,7 +97,11 @@ def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
     loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss, weight
-    what = f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}" if isinstance(loss, torch.Tensor) else f"{type(loss).__name__}"
+    what = (
+        f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+        if isinstance(loss, torch.Tensor)
+        else f"{type(loss).__name__}"
+    )
     raise LossError(
         f"loss_fn returned {what} for {where}; expected a 0-dim floating point tensor (take .mean() or .sum()), or "
         "(total, weight)"
@@ -103,4 +110,6 @@ def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
 
 def check_reduction(reduction: str) -> None:
     if reduction not in REDUCTIONS:
-        raise ArgumentError(f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)")
+        raise ArgumentError(
+            f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)"
+        )

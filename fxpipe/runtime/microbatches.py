@@ -1,7 +1,7 @@
 """Mini-batches into micro-batches and back.
 
-Cut by `tensor_split`: sizes differ by at most one. Outputs go together as the plan says: along the dimension that holds the
-batch, as a mean weighted by size, as a sum, stacked, or, where they are the same for all, the first one's.
+Cut by `tensor_split`: sizes differ by at most one. Outputs go together as the plan says: along the dimension that holds
+the batch, as a mean weighted by size, as a sum, stacked, or, where they are the same for all, the first one's.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and (leaf.dim() == 0 or leaf.shape[0] != batch):
             raise ArgumentError(
-                f"target holds a tensor of shape {tuple(leaf.shape)}, but the inputs hold {batch} samples: its dimension 0 must "
-                f"be {batch}; what is no part of the batch belongs into loss_fn (functools.partial)"
+                f"target holds a tensor of shape {tuple(leaf.shape)}, but the inputs hold {batch} samples: its "
+                f"dimension 0 must be {batch}; what is no part of the batch belongs into loss_fn (functools.partial)"
             )
     return [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 

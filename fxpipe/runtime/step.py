@@ -2,18 +2,19 @@
 
 F  runs a stage on detached values, so that each (stage, micro-batch) has an autograd graph of its own.
 R  runs it again on what F was given, for a micro-batch whose graph was not kept.
-B  calls autograd for that graph, in the worker; gradients of values go on to other stages, those of parameters are summed.
+B  calls autograd for that graph, in the worker; gradients of values go on to other stages, those of parameters are
+summed.
 
-The tables below are filled by one worker and emptied by another, each entry behind a fence. Whatever an action makes lives
-until its last reader has taken it:
+The tables below are filled by one worker and emptied by another, each entry behind a fence. Whatever an action makes
+lives until its last reader has taken it:
 
 - `values`      one entry for each reader: forward, from the maker to the user
 - `gradients`   backward, from a user to the next earlier one or to the maker
 - `saved`       from F to R
 - `pending`     from F or R to B
 
-The model itself is not touched before the step has ended well: parameters are read through detached views, a buffer that
-forward changes is copied for each F.
+The model itself is not touched before the step has ended well: parameters are read through detached views, a buffer
+that forward changes is copied for each F.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Step:
     def micro_batches(self) -> int:
         return len(self.weights)
 
-    def _open_model(self) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+    def _open_model(
+        self,
+    ) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         """Views of parameters and constant buffers for each stage; the buffers that change."""
         views: list[dict[str, torch.Tensor]] = []
         constants: list[dict[str, torch.Tensor]] = []
@@ -292,8 +295,8 @@ class Step:
         views = [(name, view) for name, view in self.views[j].items() if view.requires_grad]
         if not roots or not (views or pending.leaves):
             return
-        # autograd.grad and not .backward(): AccumulateGrad would give each gradient the strides of its leaf, and the next
-        # kernel other bits.
+        # autograd.grad and not .backward(): AccumulateGrad would give each gradient the strides of its leaf, and the
+        # next kernel other bits.
         with torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(
                 [edge for edge, _ in roots],
