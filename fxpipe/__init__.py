@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline, pipeline
     from fxpipe.partitioning import partition
-    from fxpipe.planning import Plan, plan
+    from fxpipe.planning import plan
+    from fxpipe.plans import Plan
     from fxpipe.profiling import profile
     from fxpipe.tracing import trace
 
@@ -22,7 +23,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Pipeline": "fxpipe.api",
-    "Plan": "fxpipe.planning",
+    "Plan": "fxpipe.plans",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",

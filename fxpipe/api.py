@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
-from fxpipe.planning import Plan, Prepared, prepare, prepare_beside
+from fxpipe.planning import Prepared, prepare, prepare_beside
+from fxpipe.plans import Plan
 from fxpipe.runtime import Assembly, Driver, Engine, StepRecord, Workers, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.losses import check_reduction

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.planning import Plan
+from fxpipe.plans import Plan
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 
 CHUNKS_PER_STAGE = 4  # GPipe, section 2.3: the bubble is negligible from there on

@@ -20,7 +20,7 @@ from fxpipe.inspect.figures import plan_figures, stage_memory
 from fxpipe.inspect.inputs import Shape, make_arguments, parse_input
 from fxpipe.inspect.tables import human_bytes, human_seconds, plan_table, shortened
 from fxpipe.inspect.target import Target, parse_target
-from fxpipe.planning import Plan, Portal, StagePlan
+from fxpipe.plans import Plan, Portal, StagePlan
 from fxpipe.scheduling.actions import Action
 
 MIB = 2**20

@@ -24,7 +24,7 @@ from fxpipe.inspect.target import FORMS, Target, describe, load_model, parse_tar
 if TYPE_CHECKING:
     from torch import nn
 
-    from fxpipe.planning import Plan
+    from fxpipe.plans import Plan
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fxpipe.inspect.figures import StageFigures, plan_figures
 
 if TYPE_CHECKING:
-    from fxpipe.planning import Plan, StagePlan
+    from fxpipe.plans import Plan, StagePlan
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

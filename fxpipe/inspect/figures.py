@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fxpipe.scheduling.actions import Action, Kind
 
 if TYPE_CHECKING:
-    from fxpipe.planning import Plan, Portal, StagePlan
+    from fxpipe.plans import Plan, Portal, StagePlan
 
 
 @dataclass(frozen=True, slots=True)

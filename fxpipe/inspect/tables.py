@@ -10,7 +10,7 @@ from tabulate import tabulate
 from fxpipe.inspect.figures import PlanFigures, StageFigures, plan_figures
 
 if TYPE_CHECKING:
-    from fxpipe.planning import Plan, Portal, StagePlan
+    from fxpipe.plans import Plan, Portal, StagePlan
 
 MOST_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
 MOST_NAME = 48  # characters

@@ -71,3 +71,6 @@ class Program:
     outputs: tuple[Received | Constant, ...]
     skips: tuple[Skip, ...]
     is_random: bool
+
+    def __str__(self) -> str:
+        return "\n\n".join(stage.code for stage in self.stages)

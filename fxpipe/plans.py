@@ -1,0 +1,76 @@
+"""The plan of a pipeline as frozen data: what was decided, what it costs, and nothing of torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fxpipe.errors import ArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """A block of graph nodes that runs on one device. Seconds and bytes are those of one micro-batch."""
+
+    index: int
+    device: str
+    nodes: tuple[str, ...]  # in the order in which they run
+    code: str  # for people
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
+    activation_bytes: int  # of all that the nodes make
+    sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
+
+
+@dataclass(frozen=True, slots=True)
+class Portal:
+    """The direct way of a value that skips stages."""
+
+    name: str
+    source: int  # stage that makes it
+    target: int  # stage that uses it
+    bytes: int  # for one micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
+
+    stages: tuple[StagePlan, ...]
+    portals: tuple[Portal, ...]
+    devices: tuple[str, ...]
+    schedule: str
+    chunks: int
+    micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
+    checkpoint: str
+    balance: str
+    tracer: str
+    fingerprint: str  # of the graph that was planned
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArgumentError: the file is no plan.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
+            portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
+            return cls(stages, portals, tuple(fields.pop("devices")), **fields)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(
+                f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)"
+            ) from None
+
+    def __str__(self) -> str:
+        from fxpipe.inspect.tables import plan_table
+
+        return plan_table(self)
