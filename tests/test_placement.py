@@ -33,5 +33,6 @@ def test_inputs_from_elsewhere_are_moved_and_still_require_grad():
     x = torch.randn(2, requires_grad=True)
     (there,) = moved((x,), torch.device("meta"))
     assert there.device.type == "meta"
-    assert there.requires_grad and there.is_leaf
+    assert there.requires_grad
+    assert there.is_leaf
     assert x.device.type == "cpu"
