@@ -319,6 +319,8 @@ def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device])
                 tensor = Tensors(model, {}).get(name)
                 if tensor.device != device:
                     tensor.data = tensor.data.to(device)
+                    if tensor.grad is not None:
+                        tensor.grad.data = tensor.grad.data.to(device)
                 moved.add(name)
 
 

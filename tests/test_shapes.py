@@ -101,7 +101,8 @@ def test_in_dims_by_place_and_by_name():
 
 def test_input_without_batch_that_nothing_fixes_is_told_by_in_dims():
     table = torch.randn(4, 6)
-    assert traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table).in_dims == (0, 0)
+    with pytest.raises(ArgumentError, match=r"is an input not batched \(in_dims=\{'args\[0\]': 0, 'args\[1\]': 0\}"):
+        traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table)
     assert traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table, in_dims=(0, None)).in_dims == (0, None)
 
 
@@ -287,7 +288,7 @@ def test_where_the_batch_is_in_the_outputs(name):
 
 def test_flattened_rows_in_the_order_of_the_samples_are_checked_by_value():
     assert traced(lambda lin, x: lin(x).flatten(0, 1), torch.randn(4, 3, 6)).out_dims == (0,)
-    with pytest.raises(ArgumentError, match=r"multiple of the batch.*'stack'.*a dimension of its own"):
+    with pytest.raises(ArgumentError, match=r"another order than the samples.*a dimension of its own.*'stack'"):
         traced(lambda lin, x: lin(x).transpose(0, 1).flatten(0, 1), torch.randn(4, 3, 6))
 
 
@@ -341,3 +342,20 @@ def test_out_dims_override(forward, out_dims, found):
 def test_wrong_out_dims(out_dims, message):
     with pytest.raises(ArgumentError, match=message):
         traced(lambda lin, x: lin(x), out_dims=out_dims)
+
+
+def test_samples_that_act_on_each_other_are_refused_unless_out_dims_say_how():
+    def mixing(lin, x):
+        h = lin(x)
+        return h - h.mean(0)
+
+    with pytest.raises(ArgumentError, match=r"samples act on each other.*out_dims"):
+        traced(mixing, torch.randn(4, 6))
+    assert traced(mixing, torch.randn(4, 6), out_dims=0).out_dims == (0,)
+
+
+def test_a_models_own_loss_that_is_no_mean_over_samples_is_refused():
+    with pytest.raises(ArgumentError, match="a loss that is no mean over samples"):
+        traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6))
+    assert traced(lambda lin, x: lin(x).pow(2).mean(), torch.randn(4, 6)).out_dims == ("mean",)
+    assert traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6), out_dims="sum").out_dims == ("sum",)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import BY_NAME, CASES
 from oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
 from torch.utils import _pytree as pytree
@@ -245,3 +247,91 @@ def test_planning_waits_for_the_first_call_without_example_inputs():
         args, _ = case.inputs(4)
         torch.testing.assert_close(pipe(*args), plain(*args))
         assert len(pipe.plan.stages) == 2
+
+
+def _compare_losses(pipe, plain, loss_of_pipe, loss_of_plain, x, target, extra=()):
+    """Gradients of both models, and of what else the losses hang on, after a step of each."""
+    loss_of_plain(plain(x), target).backward()
+    pipe.forward_backward(x, target=target, loss_fn=loss_of_pipe)
+    assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+    for ours, theirs in extra:
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def _linear_pair():
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 4)
+    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,))
+    return plain, pipe, x, target
+
+
+def test_parameters_that_a_loss_function_uses_get_their_gradients():
+    plain, pipe, x, target = _linear_pair()
+    ours = torch.nn.Linear(4, 4)
+    theirs = copy.deepcopy(ours)
+    with pipe:
+        _compare_losses(
+            pipe,
+            plain,
+            lambda o, t: F.mse_loss(ours(o), t),
+            lambda o, t: F.mse_loss(theirs(o), t),
+            x,
+            target,
+            extra=[(ours.weight, theirs.weight), (ours.bias, theirs.bias)],
+        )
+
+
+def test_a_penalty_on_the_models_parameters_in_the_loss_counts():
+    plain, pipe, x, target = _linear_pair()
+
+    def penalised(model):
+        return lambda o, t: F.mse_loss(o, t) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+    with pipe:
+        _compare_losses(pipe, plain, penalised(pipe), penalised(plain), x, target)
+
+
+def test_another_loss_of_the_same_kind_is_verified_as_well():
+    _, pipe, x, target = _linear_pair()
+    with pipe:
+        pipe.forward_backward(x, target=target, loss_fn=torch.nn.MSELoss())
+        with pytest.raises(fxpipe.errors.LossError, match="reduction='sum'"):
+            pipe.forward_backward(x, target=target, loss_fn=torch.nn.MSELoss(reduction="sum"))
+        with pytest.raises(fxpipe.errors.LossError, match="reduction='sum'"):
+            pipe.forward_backward(x, target=target, loss_fn=functools.partial(F.mse_loss, reduction="sum"))
+
+
+def test_an_attribute_that_forward_reads_may_change():
+    """It is another graph then: neither the old one, nor an error."""
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+    x = torch.randn(BATCH, 6)
+    with fxpipe.pipeline(plain, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        pipe(x)
+        plain[1].p = 0.0
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_parameters_tied_after_planning_are_one():
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 6)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for model in (plain, pipe.model):
+            model[2].weight = model[0].weight
+        F.mse_loss(plain(x), target).backward()
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+
+
+def test_the_batch_in_another_dimension_may_be_viewed():
+    class SequenceFirst(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.linear(x.view(x.shape[0] * x.shape[1], 6)).view(x.shape[0], x.shape[1], 4)
+
+    plain, x = SequenceFirst(), torch.randn(3, BATCH, 6)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 4, example_args=(x,), in_dims=1) as pipe:
+        torch.testing.assert_close(pipe(x), plain(x))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,7 +109,8 @@ class Engine:
         extra: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, ...]:
         """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed."""
-        names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        named = {name: step.tensors.get(name) for stage in step.stages for name in stage.attributes}
+        names = [name for name, t in named.items() if t.requires_grad and name not in step.state]
         places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         inputs = [leaves[place] for place in places]
 
@@ -117,11 +118,11 @@ class Engine:
             backward(gradients)
             found: Gradients = [step.parameter_gradient(name) for name in names]
             found += [step.input_gradients(place, leaves[place]) for place in places]
-            found += [step.loss_sums.pop(k, None) for k in range(len(extra))]
+            found += [step.loss_gradients.pop(id(leaf))[1] for leaf in extra]
             divisor = step.losses.divisor if step.losses is not None else None
-            return found if divisor is None else [g if g is None else g / divisor for g in found]
+            return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
-        parameters = [self.model.get_parameter(name) for name in names]
+        parameters = [named[name] for name in names]
         made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *parameters, *inputs, *extra)
         return made
 
@@ -141,16 +142,16 @@ class Engine:
         m = schedule.micro_batches
         shares = [size / batch for size in sizes(batch, m)]
         losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, assembly.devices[-1]))
-        extra = [p for p in loss_fn.parameters() if p.requires_grad] if isinstance(loss_fn, nn.Module) else []
         kind = (_maker_of(loss_fn), reduction)
         verify = kind not in self._verified and m > 1
-        step = self._step(assembly, leaves, batch, schedule, losses=losses, loss_parameters=extra, keep_outputs=verify)
+        step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify)
         self.driver.drive(step, schedule.rows)
         self.last_step = record_of(schedule.name, step.times)
         if verify:
             _verify(step, losses, target)
             self._verified.add(kind)
         loss = losses.total()
+        extra = [leaf for leaf, _ in step.loss_gradients.values()]
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
         root.backward()
         step.commit_buffers()
@@ -170,16 +171,31 @@ def _verify(step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
     losses.verify(step.output_tree(outputs), pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), target))
 
 
+def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
+    """The divisor is where the loss is."""
+    return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
+
+
 def _maker_of(loss_fn: Any) -> Any:
     """What stays the same where a loop makes its loss function anew in each step."""
-    while isinstance(loss_fn, functools.partial):
-        loss_fn = loss_fn.func
-    return getattr(loss_fn, "__code__", type(loss_fn))
+    if isinstance(loss_fn, functools.partial):
+        return _maker_of(loss_fn.func), _options(loss_fn.args), _options(loss_fn.keywords.items())
+    if hasattr(loss_fn, "__code__"):
+        cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+        return loss_fn.__code__, _options(cells), *(_maker_of(c) for c in cells if isinstance(c, nn.Module))
+    return type(loss_fn), _options(getattr(loss_fn, "__dict__", {}).items())
+
+
+def _options(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Names and switches, such as `reduction`; not numbers, which a schedule may change in every step."""
+    kinds = (str, bool, type(None))
+    return tuple(v for v in values if isinstance(v[-1] if isinstance(v, tuple) and v else v, kinds))
 
 
 def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
     """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
     leaves, spec = pytree.tree_flatten(target)
     dims = target_dims(leaves, batch)
-    moved = [leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    asynchronous = device.type == "cuda"
+    moved = [x.to(device, non_blocking=asynchronous) if isinstance(x, torch.Tensor) else x for x in leaves]
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count

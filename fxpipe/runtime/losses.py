@@ -56,7 +56,8 @@ class Losses:
                 "loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind"
             )
         self.weighted = weight is not None
-        self.values[i], self.weights[i] = loss.detach(), weight
+        self.values[i] = loss.detach()
+        self.weights[i] = weight.detach() if isinstance(weight, torch.Tensor) else weight
         return loss if self.weighted or self.reduction == "sum" else loss * self.shares[i]
 
     @property
@@ -85,7 +86,10 @@ class Losses:
             whole = torch.as_tensor(whole / weight)
         ours = self.total()
         tolerance = 1e-4 if ours.dtype in (torch.float32, torch.float64) else 3e-2
-        if not torch.allclose(whole.double(), ours.double(), rtol=tolerance, atol=tolerance * 1e-2, equal_nan=True):
+        # What cancels out is known no better than the largest summand.
+        largest = max(float(v.abs()) for v in self.values if v is not None)
+        atol = tolerance * 1e-2 * max(1.0, largest if self.weights[0] is None else 1.0)
+        if not torch.allclose(whole.double(), ours.double(), rtol=tolerance, atol=atol, equal_nan=True):
             raise LossError(
                 f"loss_fn gives {float(whole):.6g} for the whole mini-batch, but its micro-batches add up to "
                 f"{float(ours):.6g}: it is no mean over samples, and the gradients would be wrong. {REMEDIES}"

@@ -78,12 +78,11 @@ class Step:
         seed: int,
         recomputed: frozenset[Action],
         losses: Losses | None = None,
-        loss_parameters: Sequence[torch.Tensor] = (),
         keep_outputs: bool = False,
     ):
         self.assembly, self.tensors, self.losses = assembly, tensors, losses
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
-        self.loss_parameters, self.keep_outputs = loss_parameters, keep_outputs
+        self.keep_outputs = keep_outputs
         self.grad = assembly.state.grad
         self.inputs = scatter(leaves, assembly.in_dims, len(weights))
         self.places = {name: place for place, name in enumerate(assembly.program.inputs) if name is not None}
@@ -94,8 +93,10 @@ class Step:
         self.outputs: dict[int, list[Any]] = {}
         self.sums: list[dict[str, torch.Tensor]] = [{} for _ in self.stages]
         self.counts: list[dict[str, int]] = [{} for _ in self.stages]
-        self.loss_sums: dict[int, torch.Tensor] = {}
+        self.loss_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what else the loss hangs on
         self.views, self.constants, self.state = self._open_model()
+        # A worker's own stream is the default one; what the caller has queued on another must come first.
+        self._streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in assembly.devices]
         self.failure: BaseException | None = None
         self.times: dict[Action, tuple[float, float]] = {}
         self._failing = threading.Lock()
@@ -123,10 +124,10 @@ class Step:
             constants.append({})
             for name in stage.attributes:
                 tensor = self.tensors.get(name)
-                moved = tensor.detach().to(device, non_blocking=True)
+                moved = _on(tensor.detach(), device)
                 if name in stage.changes or name in stage.assigns:
                     state[name] = moved.clone()  # the drop-in commits before R asks what F saw
-                elif isinstance(tensor, torch.nn.Parameter):
+                elif tensor.is_floating_point() or tensor.is_complex():
                     views[-1][name] = moved.requires_grad_(tensor.requires_grad and self.grad)
                 else:
                     constants[-1][name] = moved
@@ -159,7 +160,8 @@ class Step:
         """Does what the action says. An exception makes the step fail."""
         start = time.perf_counter()
         try:
-            _DO[action.kind](self, action.stage, action.micro_batch)
+            with torch.cuda.stream(self._streams[action.stage]):  # None: does nothing
+                _DO[action.kind](self, action.stage, action.micro_batch)
         except BaseException as error:
             device = str(self.assembly.devices[action.stage])
             error.add_note(note(error, action, self.stages[action.stage], len(self.stages), device))
@@ -182,7 +184,7 @@ class Step:
             value = self.values.pop((user, source, name, i))
         if isinstance(value.value, torch.Tensor):
             device = self.assembly.devices[min(user, len(self.stages) - 1)]
-            value.value = value.value.to(device, non_blocking=True)
+            value.value = _on(value.value, device)
         return value
 
     def forward(self, j: int, i: int) -> None:
@@ -268,12 +270,15 @@ class Step:
         with applied(self.assembly.state):
             loss = self.losses(self.output_tree(leaves), i)
         wanted = [(link, x) for link, x, v in zip(links, leaves, values, strict=True) if v.requires_grad]
-        found = torch.autograd.grad(loss, [*(x for _, x in wanted), *self.loss_parameters], allow_unused=True)
+        received = {id(x) for _, x in wanted}
+        own = [x for x in leaves_under(loss) if id(x) not in received]
+        found = torch.autograd.grad(loss, [*(x for _, x in wanted), *own], allow_unused=True)
         for (link, _), gradient in zip(wanted, found, strict=False):
             self._send_gradient(link, i, gradient)
-        for place, gradient in enumerate(found[len(wanted) :]):
+        for leaf, gradient in zip(own, found[len(wanted) :], strict=True):
             if gradient is not None:
-                self.loss_sums[place] = add_gradient(self.loss_sums.get(place), gradient, i)
+                have = self.loss_gradients.get(id(leaf))
+                self.loss_gradients[id(leaf)] = (leaf, gradient if have is None else have[1] + gradient)
 
     def output_tree(self, values: Sequence[Any]) -> Any:
         """The model's output, with `values` for what the outputs' links receive."""
@@ -291,7 +296,7 @@ class Step:
         pending = self.pending.pop((j, i))
         arrived = [(edge, self.gradients.pop((j, name, i), None)) for name, edge in pending.roots]
         device = self.assembly.devices[j]
-        roots = [(edge, g.to(device, non_blocking=True)) for edge, g in arrived if g is not None]
+        roots = [(edge, _on(g, device)) for edge, g in arrived if g is not None]
         views = [(name, view) for name, view in self.views[j].items() if view.requires_grad]
         if not roots or not (views or pending.leaves):
             return
@@ -365,6 +370,27 @@ class Step:
         parts = [part[place] for part in self.inputs]
         filled = [torch.zeros_like(p) if g is None else g.to(like.device) for g, p in zip(found, parts, strict=True)]
         return torch.cat(filled, dim)
+
+
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy to a GPU need not be waited for, its stream does; one to the CPU would be read before it is there."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def leaves_under(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves of autograd that a loss hangs on: the outputs, and whatever parameters its function uses."""
+    found: dict[int, torch.Tensor] = {}
+    todo: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found[id(node.variable)] = node.variable
+        todo.extend(n for n, _ in node.next_functions)
+    return list(found.values())
 
 
 def _requires_grad(value: Any) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.check import check_against_model
+from fxpipe.tracing.gathering import check_gathering
 from fxpipe.tracing.record import input_leaves, record
 from fxpipe.tracing.shapes import add_shapes
 from fxpipe.tracing.traced import Traced
@@ -63,6 +64,8 @@ def trace(
         leaves = input_leaves(model, args, kwargs or {})[2]
         add_shapes(traced, leaves, in_dims, out_dims)
         traced.effects = check_against_model(traced, leaves, chunks)
+        if out_dims is None:
+            check_gathering(traced, leaves)
     return traced
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.errors import TraceError
 from fxpipe.tracing.effects import Effects, Run, watch
 from fxpipe.tracing.record import copy_of_input
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
@@ -25,7 +25,8 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
         over = stop - leaf.shape[dim]
         if over <= 0:
-            return leaf.narrow(dim, start, stop - start)
+            piece = leaf.narrow(dim, start, stop - start)
+            return piece.contiguous() if leaf.is_contiguous() else piece
         return torch.cat([leaf.narrow(dim, start, leaf.shape[dim] - start), leaf.narrow(dim, 0, over)], dim)
 
     return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, traced.in_dims, strict=True)]
@@ -48,7 +49,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     runs: list[Run] = []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in (batch, *sorted(smaller, reverse=True), batch + 1):
-        if (size > batch and len(samples) > 1) or not _same_graph(traced, size):
+        if (size > batch and len(samples) > 1) or not is_same_graph(traced, size):
             continue
         sample = take(traced, leaves, 0, size)
         try:
@@ -61,11 +62,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
     for (size, _), want, have in zip(samples, runs, ours, strict=True):
         _compare(traced, want, have, size, batch)
-    _check_gather(traced, leaves, ours[0], batch, seed)
     return effects
 
 
-def _same_graph(traced: Traced, size: int) -> bool:
+def is_same_graph(traced: Traced, size: int) -> bool:
     return all(read.holds(size) for read in traced.batch_reads)
 
 
@@ -101,7 +101,7 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
     )
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
         name = node.name if isinstance(node, fx.Node) else repr(node)
-        if not _agree(w, h):
+        if not agree(w, h):
             raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
         if isinstance(w, torch.Tensor) and w.requires_grad != h.requires_grad:
             raise TraceError(
@@ -109,42 +109,22 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
                 "only; forward may switch gradients on or off in a way that was not seen"
             )
     for name, value in have.buffers.items():
-        if name in want.buffers and not _agree(want.buffers[name], value):
+        if name in want.buffers and not agree(want.buffers[name], value):
             raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
 
 
-def _agree(want: Any, have: Any) -> bool:
+def agree(want: Any, have: Any, tolerance: float | None = None) -> bool:
+    """Equal to a tolerance, relative to each value and to the largest; by default some last bits."""
     if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
         is_new = type(want) is type(have) and getattr(type(want), "__eq__", None) is object.__eq__
         return is_new or bool(want is have or want == have)
     if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:
         return False
     if want.layout != torch.strided:
-        return want.layout == have.layout and _agree(want.to_dense(), have.to_dense())
+        return want.layout == have.layout and agree(want.to_dense(), have.to_dense())
     if not want.is_floating_point() and not want.is_complex():
         return bool(torch.equal(want, have))
-    tolerance = 100 * torch.finfo(want.dtype).eps
+    if tolerance is None:
+        tolerance = 100 * torch.finfo(want.dtype).eps
     scale = float(want.detach().abs().nan_to_num(posinf=0, neginf=0).max()) if want.numel() else 0.0
     return bool(torch.allclose(want, have, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True))
-
-
-def _check_gather(traced: Traced, leaves: Sequence[Any], whole: Run, batch: int, seed: int) -> None:
-    """Where an output's dimension is a multiple of the batch, are its rows in the order of the samples?"""
-    suspects = [
-        (place, node, dim)
-        for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True))
-        if isinstance(dim, int) and node.meta["shapes"][0].shape[dim] != traced.batch
-    ]
-    if not suspects or batch < 2:
-        return
-    cut = (batch + 1) // 2
-    parts = [take(traced, leaves, 0, cut), take(traced, leaves, cut, batch)]
-    _, runs = _watch_seeded(traced, parts, seed)
-    for place, node, dim in suspects:
-        if not _agree(whole.outputs[place], torch.cat([r.outputs[place] for r in runs], dim)):
-            raise ArgumentError(
-                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has a dimension that is a multiple of the "
-                "batch, and the outputs of micro-batches put one behind the other are not the output of the batch; "
-                "say with out_dims how they go together ('stack', 'mean', 'sum'), or let forward return a "
-                "dimension of its own for the batch"
-            )

@@ -119,7 +119,7 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
                 values[node] = values[node].clone()  # forward may write to it
         elif node.op == "get_attr":
             tensor = lookup(traced, node)
-            if isinstance(tensor, torch.nn.Parameter):
+            if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
                 values[node] = tensor.detach().requires_grad_(tensor.requires_grad)
             else:
                 values[node] = tensor.detach().clone()
@@ -152,7 +152,7 @@ def _observed(
     seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
     seen.changed[place] |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in _NORMS:
-        seen.changed[place] |= {_key(number, values[b]) for b in _statistics(node)}
+        seen.changed[place] |= {_key(number, values[b]) for b in running_statistics(node)}
     returned = (
         next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None
     )
@@ -160,7 +160,7 @@ def _observed(
     return value
 
 
-def _statistics(node: fx.Node) -> list[fx.Node]:
+def running_statistics(node: fx.Node) -> list[fx.Node]:
     """The running statistics that a norm updates."""
     names = ("input", "running_mean", "running_var", "weight", "bias", "training")
     if node.target in (F.instance_norm, torch.instance_norm):

@@ -14,11 +14,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.tracing.snapshot import held_in_containers, slots_of
+
 
 @contextlib.contextmanager
 def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
     """The device on which the whole model is, for this block; None for a model without tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
+    held = (*slots_of(model).values(), *held_in_containers(model).values())
+    tensors = list({id(tensor): tensor for tensor in held}.values())
     devices = {tensor.device for tensor in tensors}
     if len(devices) < 2:
         yield next(iter(devices), None)

@@ -132,6 +132,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),
+        recorder.attributes_read,
     )
     _erase_unused_sizes(traced)
     return traced

@@ -113,6 +113,9 @@ class Recorder(TorchFunctionMode):
         self.graph = fx.Graph()
         self.recording = True
         self.size_reads: list[SizeRead] = []
+        self.attributes_read: dict[
+            tuple[nn.Module, str], Any
+        ] = {}  # what forward went by: another value, another graph
         self.constants: dict[str, torch.Tensor] = {}  # found in lists, tuples and dicts that modules keep
         self.refusal: TraceError | None = None
         self.module_of_error: str | None = None
@@ -129,7 +132,8 @@ class Recorder(TorchFunctionMode):
         self._default_dtype = torch.get_default_dtype()
         self._stack: list[tuple[str, nn.Module]] = []
         self._paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
-        for slot, tensor in slots_of(model).items():
+        # A tensor of several names goes by that of the parameter, under which optimizers and `state_dict` know it.
+        for slot, tensor in sorted(slots_of(model).items(), key=lambda item: item[0].kind != "parameter"):
             self._attributes.setdefault(id(tensor), slot.name)
         for name, tensor in held_in_containers(model).items():
             self._held.setdefault(id(tensor), (name, tensor))
@@ -398,11 +402,21 @@ class Recorder(TorchFunctionMode):
             self._keep(result, node)
             return result
 
+        def getattribute(module: nn.Module, name: str) -> Any:
+            value = object.__getattribute__(module, name)
+            if type(value) in _PLAIN and name != "training" and threading.get_ident() == here and not self._paused:
+                own = object.__getattribute__(module, "__dict__")  # not what its class has
+                if name in own and id(module) in self._paths:
+                    self.attributes_read[module, name] = value
+            return value
+
+        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
         try:
             yield
         finally:
+            del nn.Module.__getattribute__
             nn.Module.__call__ = module_call  # type: ignore[method-assign]
             torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
             _PATCHING.release()

@@ -72,6 +72,7 @@ class Traced:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
+    attributes_read: dict[tuple[nn.Module, str], Any]  # plain attributes of modules, as forward saw them
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
@@ -110,12 +111,14 @@ class Traced:
         """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are."""
         if training != self.training or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
+        if any(m.__dict__.get(name) != value for (m, name), value in self.attributes_read.items()):
+            return False
         sizes = set()
         for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
             if leaf.is_tensor != isinstance(value, torch.Tensor):
                 return False
             if not leaf.is_tensor:
-                if leaf.constant is not value and (type(value) is not type(leaf.constant) or leaf.constant != value):
+                if not _same_constant(leaf.constant, value):
                     return False
                 continue
             if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
@@ -159,6 +162,13 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
             "or mark an input without a batch with None in in_dims"
         )
     return found[0][1]
+
+
+def _same_constant(left: Any, right: Any) -> bool:
+    if left is right or ((left != left) is True and (right != right) is True):  # NaN
+        return True
+    same: Any = type(left) is type(right) and left == right
+    return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 
 def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:

@@ -1,0 +1,113 @@
+"""Are the outputs of micro-batches, put together, the output of the batch?
+
+They are not where samples act on each other: a loss that is no mean over samples, logits of all against all, rows in
+another order than the samples. Nor where an input was taken for batched that is not. So the graph is run on a batch and
+on its two halves, with what is meant to differ left out: dropout drops nothing, batch norm takes its running
+statistics. A graph with other random nodes, or that changes other buffers, cannot be compared so, and is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe.errors import ArgumentError
+from fxpipe.thread_state import applied
+from fxpipe.tracing.check import agree, is_same_graph, take
+from fxpipe.tracing.effects import Effects, running_statistics
+from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
+def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
+    """Compares a batch with its halves put together.
+
+    Raises:
+        ArgumentError: they differ; names the output and the remedies.
+    """
+    batch = traced.batch_of(leaves)
+    cut = (batch + 1) // 2
+    bounds = [(0, batch), (0, cut), (cut, batch)]
+    if batch < 2 or not all(is_same_graph(traced, stop - start) for start, stop in bounds) or not _can_be_calm(traced):
+        return
+    runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
+    for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+        if not isinstance(node, fx.Node) or dim is None or not node.meta["shapes"][0].dtype.is_floating_point:
+            continue
+        whole, first, second = (run[place] for run in runs)
+        if isinstance(dim, int):
+            together = torch.cat([first, second], dim)
+        else:  # found, not given: it can only be "mean"
+            together = first * (cut / batch) + second * (1 - cut / batch)
+        # Other sizes take other kernels: compare to half of the digits.
+        if not agree(whole, together, torch.finfo(whole.dtype).eps ** 0.5):
+            raise ArgumentError(
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}, made at "
+                f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
+                "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
+                f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
+                f"or is an input not batched (in_dims={_taken(traced)} was taken)? Say with in_dims what is batched, "
+                "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant"
+            )
+
+
+def _taken(traced: Traced) -> dict[str, int | None]:
+    return {leaf.head: dim for leaf, dim in zip(traced.leaves, traced.in_dims, strict=True) if leaf.is_tensor}
+
+
+def _can_be_calm(traced: Traced) -> bool:
+    """Is everything that would make halves differ by itself known here?"""
+    effects: Effects | None = traced.effects
+    assert effects is not None
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
+    for node, classes in zip(effects.nodes, effects.writes, strict=True):
+        is_norm = node.target is F.batch_norm and bool(running_statistics(node))
+        is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
+        if classes & states and not (is_norm or is_counter):
+            return False
+        if node.target is F.batch_norm and not is_norm and _given(node, _BATCH_NORM).get("training"):
+            return False  # no running statistics to take
+        if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
+            return False
+    return not traced.assigned
+
+
+def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
+    values: dict[fx.Node, Any] = {}
+    places = {node: place for place, node in traced.placeholders.items()}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = sample[places[node]].detach().clone()
+        elif node.op == "get_attr":
+            values[node] = lookup(traced, node).detach().clone()
+        elif node.op in WORKING:
+            with applied(node.meta["state"]), torch.no_grad():
+                values[node] = _calm(node, values)
+    return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
+
+
+def _calm(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a node makes where nothing is random and batch norm looks at no batch."""
+
+    def given(names: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = fx.map_arg(_given(node, names), values.__getitem__)
+        return found
+
+    if node.target in _DROPOUTS:
+        return given(("input",))["input"].clone()
+    if node.target is F.batch_norm and running_statistics(node):
+        return F.batch_norm(**given(_BATCH_NORM) | {"training": False})
+    if node.target is F.scaled_dot_product_attention:
+        return F.scaled_dot_product_attention(**given(_ATTENTION) | {"dropout_p": 0.0})
+    return call(node, values.__getitem__)
