@@ -18,7 +18,8 @@ from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
-from fxpipe.tracing.record import input_leaves
+from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.record import flags, input_leaves
 
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
@@ -175,8 +176,8 @@ class Pipeline(nn.Module):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        training = tuple(m.training for m in inside.model.modules())
-        known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, training))
+        now = flags(inside.model)
+        known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now))
         prepared, assembly = next(known, None) or inside.prepare(args, kwargs)
         batch = prepared.traced.batch_of(leaves)
         if batch == 0:
@@ -285,15 +286,20 @@ class _Inside:
         """Records and cuts a graph; the first one decides where parameters live."""
         try:
             if self.first is None:
-                prepared = prepare(self.model, args, kwargs, self.settings, self.given)
-            else:
-                prepared = prepare_beside(self.first, args, kwargs, self.settings)
+                # Planned as it will be trained, also where the first call only evaluates.
+                with torch.inference_mode(False), torch.enable_grad():
+                    self.first = prepare(self.model, args, kwargs, self.settings, self.given)
+                self.plan = self.first.plan
+                _move(self.model, self.first, self.settings.devices)
+                kept = self._keep(self.first)
+                if self.first.traced.state == ThreadState.now():
+                    return kept
+            return self._keep(prepare_beside(self.first, args, kwargs, self.settings))
         except Exception as error:
             _note_sizes(error, self.model, args, kwargs)
             raise
-        if self.first is None:
-            self.first, self.plan = prepared, prepared.plan
-            _move(self.model, prepared, self.settings.devices)
+
+    def _keep(self, prepared: Prepared) -> tuple[Prepared, Assembly]:
         traced = prepared.traced
         assembly = Assembly(
             prepared.program,

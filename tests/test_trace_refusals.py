@@ -396,3 +396,22 @@ def test_function_without_a_shape_rule_is_named():
         TraceError, match=r"shape of inner_sparse_mm \(inner, made at .*\) cannot be told for other batch sizes"
     ):
         trace(Outer(Inner(lambda m, x: torch.sparse.mm(m.a, m.lin(x).T).T, a=adjacency)), (x(),))
+
+
+def test_hooks_that_forward_puts_on_are_taken_off_again():
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.done = nn.Linear(2, 2), False
+
+        def forward(self, x):
+            if not self.done:
+                self.done = True
+                self.linear.register_forward_hook(lambda module, args, output: output * 2)
+            return self.linear(x)
+
+    model = Lazy()
+    with pytest.raises(TraceError, match="hook"):
+        trace(model, (torch.randn(4, 2),))
+    assert not model.linear._forward_hooks
+    assert not model.done

@@ -335,3 +335,55 @@ def test_the_batch_in_another_dimension_may_be_viewed():
     plain, x = SequenceFirst(), torch.randn(3, BATCH, 6)
     with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 4, example_args=(x,), in_dims=1) as pipe:
         torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_recomputing_comes_to_the_same_bits_where_no_grad_takes_other_kernels():
+    """torch's LSTM on CPU runs another kernel under no_grad, 1e-8 away: a forward to be recomputed runs without it."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(6, 8, 2, batch_first=True), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0].mean(1))
+
+    plain, x, target = Recurrent(), torch.randn(BATCH, 5, 6), torch.randn(BATCH, 4)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,), balance=["head"]) as pipe:
+        train_step(plain, (x,), {}, target, F.mse_loss, chunks=3, order="1f1b", seed=0, batch=BATCH)
+        for checkpoint in CHECKPOINTS:
+            _set(pipe, checkpoint=checkpoint)
+            pipe.zero_grad()
+            pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+            assert_same_gradients(pipe, plain)
+
+
+def test_a_pipe_that_first_evaluates_is_planned_for_training():
+    case = BY_NAME["unet"]
+    args, _ = case.inputs(BATCH)
+    with fxpipe.pipeline(case.make(), ["cpu", "cpu"], 2) as pipe:
+        with torch.no_grad():
+            pipe(*args)
+        assert all(stage.backward_seconds > 0 for stage in pipe.plan.stages)
+        pipe.forward_backward(*args, target=case.target(BATCH), loss_fn=case.loss)
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_a_hook_put_on_after_planning_is_not_silently_left_out():
+    _, pipe, x, _ = _linear_pair()
+    with pipe:
+        pipe(x)
+        handle = pipe.model[0].register_forward_hook(lambda module, args, output: output * 2)
+        with pytest.raises(fxpipe.errors.TraceError, match=r"hook.*remove"):
+            pipe(x)
+        handle.remove()
+        pipe(x)
+
+
+def test_a_submodule_that_was_replaced_is_followed():
+    plain, pipe, x, _ = _linear_pair()
+    with pipe:
+        pipe(x)
+        for model in (plain, pipe.model):
+            model[1] = torch.nn.ReLU()
+        torch.testing.assert_close(pipe(x), plain(x))

@@ -20,7 +20,6 @@ T = TypeVar("T")
 class _Running(threading.local):
     """What the stage that runs in this thread is run for; set by the runtime."""
 
-    allow_grad = True  # False: a forward that will be recomputed records nothing, whatever its code sets
     seed = 0  # of the step and micro-batch
 
 
@@ -51,7 +50,7 @@ def clone(value: torch.Tensor) -> torch.Tensor:
 
 def set_grad(enabled: bool) -> None:
     """`no_grad`, `enable_grad` and `inference_mode` blocks of the model."""
-    torch.set_grad_enabled(enabled and running.allow_grad)
+    torch.set_grad_enabled(enabled)
 
 
 def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ class Assembly:
     out_spec: Any  # tree of the output
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
-    # (stage, which inputs require grad) -> which outputs do: a forward that will be recomputed has no graph to tell.
-    sent_with_grad: dict[tuple[Any, ...], tuple[bool, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import InternalError
@@ -192,36 +192,21 @@ class Step:
         received = [self.take(j, link, i) for link in self.assembly.wiring.links[j]]
         buffers = {name: self.state[name] for name in stage.attributes if name in self.state}
         if Action(Kind.RECOMPUTE, j, i) in self.recomputed:
-            sent, after, flags = self._forward_without_graph(j, i, received, buffers)
+            # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
+            with saved_tensors_hooks(_forget, _forgotten):
+                sent, after, _ = self._run(j, i, received, buffers, self.grad)
             self.saved[j, i] = Given(received, buffers)
         else:
             sent, after, pending = self._run(j, i, received, buffers, self.grad)
-            flags = tuple(_requires_grad(x) for x in sent)
             if self.grad:
                 self.pending[j, i] = pending
         self.state.update(after)
-        for name, value, flag in zip(stage.sends, sent, flags, strict=True):
-            value = value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in zip(stage.sends, sent, strict=True):
+            bare = value.detach() if isinstance(value, torch.Tensor) else value
             for user in self.assembly.wiring.users[j, name]:
-                self.values[user, j, name, i] = Value(value, flag)
+                self.values[user, j, name, i] = Value(bare, _requires_grad(value))
         if j == len(self.stages) - 1 and self.losses is not None:
             self._loss(i)
-
-    def _forward_without_graph(
-        self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor]
-    ) -> tuple[list[Any], dict[str, torch.Tensor], tuple[bool, ...]]:
-        """Which outputs require grad is learned from the first run with a graph."""
-        given = [value.requires_grad for value in received]
-        key = (j, *given, *(view.requires_grad for view in self.views[j].values()))
-        known = self.assembly.sent_with_grad.get(key)
-        running.allow_grad = known is None
-        try:
-            sent, after, _ = self._run(j, i, received, buffers, known is None)
-        finally:
-            running.allow_grad = True
-        if known is None:
-            known = self.assembly.sent_with_grad[key] = tuple(_requires_grad(x) for x in sent)
-        return sent, after, known
 
     def _run(
         self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], grad: bool
@@ -370,6 +355,14 @@ class Step:
         parts = [part[place] for part in self.inputs]
         filled = [torch.zeros_like(p) if g is None else g.to(like.device) for g, p in zip(found, parts, strict=True)]
         return torch.cat(filled, dim)
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    """What a forward that will be recomputed would save for backward."""
+
+
+def _forgotten(nothing: None) -> torch.Tensor:
+    raise InternalError("backward of a forward that was to be recomputed")
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -32,9 +32,16 @@ _OF_SIZES = (
 )
 
 
-def flags(model: nn.Module) -> tuple[bool, ...]:
-    """The `training` flags of all modules."""
-    return tuple(m.training for m in model.modules())
+def flags(model: nn.Module) -> tuple[Any, ...]:
+    """What decides which Python a model runs: its modules, their `training` flags, how many hooks they have."""
+    return tuple(
+        (
+            id(m),
+            m.training,
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks),
+        )
+        for m in model.modules()
+    )
 
 
 def input_leaves(
@@ -90,6 +97,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
+    model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     recorder = Recorder(model)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
@@ -128,7 +136,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         leaves,
         spec,
         out_spec,
-        flags(model),
+        model_flags,
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),

@@ -354,11 +354,18 @@ class Recorder(TorchFunctionMode):
                 )
         if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
             raise self._refuse("runs autograd inside forward", "do so outside forward")
+        if name == "_pack_padded_sequence":
+            raise self._refuse("packs a sequence, whose sizes hang on lengths", "use padded tensors and a mask")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("uses a transform of torch.func (vmap, grad)", "write the batched function out")
 
     def _refuse_read(self, name: str, args: Any) -> None:
         kind = _hangs_on(args)
+        if kind is not None and "nested_tensor" in name:
+            raise self._refuse(
+                f"makes a nested tensor of a mask that hangs on {kind} (the fast path of nn.TransformerEncoder)",
+                "build it with TransformerEncoder(..., enable_nested_tensor=False)",
+            )
         if kind is not None:
             raise self._refuse(
                 f"reads the value of a tensor ({name.strip('_')}) that hangs on {kind}",

@@ -173,7 +173,7 @@ class Snapshot:
             for store in (module.__dict__, module._parameters, module._buffers, module._modules):
                 snapshot._dicts.append((path, store, dict(store)))
             for key, value in module.__dict__.items():
-                if key not in _OWN_NAMES:
+                if key not in _OWN_NAMES or "hooks" in key:  # forward may put hooks in
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 

@@ -68,7 +68,7 @@ class Traced:
     leaves: tuple[Leaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    training: tuple[bool, ...]  # flags of all modules: another setting is another graph
+    flags: tuple[Any, ...]  # of all modules (`record.flags`): other ones are another graph
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
@@ -107,9 +107,9 @@ class Traced:
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, training: tuple[bool, ...]) -> bool:
+    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...]) -> bool:
         """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are."""
-        if training != self.training or in_spec != self.in_spec or self.state != ThreadState.now():
+        if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
         if any(m.__dict__.get(name) != value for (m, name), value in self.attributes_read.items()):
             return False
