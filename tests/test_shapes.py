@@ -209,7 +209,7 @@ def test_comparisons_of_the_batch_size_are_kept(name):
 
 def test_graph_holds_for_the_batch_sizes_that_were_asked_for():
     result = traced(READS["even"][0])
-    assert [result.matches([torch.randn(n, 6)], result.in_spec, result.training) for n in (1, 2, 3, 8)] == [
+    assert [result.matches([torch.randn(n, 6)], result.in_spec, result.flags) for n in (1, 2, 3, 8)] == [
         False, True, False, True,
     ]  # fmt: skip
 

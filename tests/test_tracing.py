@@ -393,9 +393,9 @@ def test_caller_without_grad(mode):
     model = Forward(lambda m, x: m.lin(x) * m.n.add_(1), n=torch.zeros(6))
     with mode():
         traced = trace(model, (x(),))
-        assert traced.matches([x()], traced.in_spec, traced.training)
+        assert traced.matches([x()], traced.in_spec, traced.flags)
     assert not any(node.meta["state"].grad for node in traced.nodes)
-    assert not traced.matches([x()], traced.in_spec, traced.training)
+    assert not traced.matches([x()], traced.in_spec, traced.flags)
     assert not model.n.any()
 
 
@@ -496,11 +496,11 @@ def test_batch_norm_statistics_are_known_to_be_written():
 def test_training_flags_are_the_key_of_a_graph():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
     training = trace(model, (x(),))
-    assert training.training == (True,) * 4
+    assert [flag for _, flag, _ in training.flags] == [True] * 4
     model[2].eval()  # a frozen batch norm in a training model
     frozen = trace(model, (x(),))
-    assert frozen.training == (True, True, True, False)
-    assert not frozen.matches([x()], frozen.in_spec, training.training)
+    assert [flag for _, flag, _ in frozen.flags] == [True, True, True, False]
+    assert not frozen.matches([x()], frozen.in_spec, training.flags)
     assert_same_as_model(frozen, x(3))
     model.eval()
     assert not any(node.meta["random"] for node in trace(model, (x(),)).nodes)
@@ -508,11 +508,11 @@ def test_training_flags_are_the_key_of_a_graph():
 
 def test_matches_asks_for_everything_that_a_graph_hangs_on():
     traced = trace(Forward(lambda m, x, k: m.lin(x) * k), (x(), 2))
-    assert traced.matches([x(9), 2], traced.in_spec, traced.training)
+    assert traced.matches([x(9), 2], traced.in_spec, traced.flags)
     for other in ([x(), 3], [x(), 2.0], [x().double(), 2], [x()[:, :5], 2], [x().requires_grad_(), 2], [2, 2]):
-        assert not traced.matches(other, traced.in_spec, traced.training)
+        assert not traced.matches(other, traced.in_spec, traced.flags)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not traced.matches([x(), 2], traced.in_spec, traced.training)
+        assert not traced.matches([x(), 2], traced.in_spec, traced.flags)
 
 
 # -- tracing leaves no trace -----------------------------------------------------------------------------------------
