@@ -563,8 +563,6 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
 
 # End to end
 
-planned = pytest.mark.skipif(not hasattr(fxpipe.planning, "plan"), reason="fxpipe.planning.plan does not exist yet")
-
 
 def test_command_prints_a_plan(model_file: Path) -> None:
     root = str(Path(fxpipe.planning.__file__).parents[1])
