@@ -111,7 +111,7 @@ class Traced:
         """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are."""
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
-        if any(m.__dict__.get(name) != value for (m, name), value in self.attributes_read.items()):
+        if not all(_same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
             return False
         sizes = set()
         for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
