@@ -412,6 +412,7 @@ INTERRUPTS = """
     import faulthandler
     faulthandler.dump_traceback_later(90, exit=True)
     import os, random, signal, sys, threading, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without
     import torch
     import torch.nn.functional as F
     from torch import nn
