@@ -79,8 +79,8 @@ def test_forward_backward_equals_the_plain_model(name, stages, chunks):
                 optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
 
 
-@pytest.mark.parametrize("chunks", [1, 4])
-@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_drop_in_equals_the_plain_model(name, stages, chunks):
     case, plain, pipe = _pair(name, stages, chunks)
@@ -387,3 +387,10 @@ def test_a_submodule_that_was_replaced_is_followed():
         for model in (plain, pipe.model):
             model[1] = torch.nn.ReLU()
         torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_a_program_prints_the_code_of_its_stages():
+    _, _, pipe = _pair("unet", 3, 2)
+    with pipe:
+        program = pipe._fxpipe.first.program
+        assert str(program) == "\n\n".join(stage.code for stage in pipe.plan.stages)

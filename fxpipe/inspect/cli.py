@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 SCHEDULES = ("gpipe", "1f1b")
 CHECKPOINTS = ("never", "except_last", "always")
-BALANCES = ("block", "optimal")  # any other word is the name of a node or module
+BALANCES = ("block",)  # any other word is the name of a node or module
 
 EXAMPLES = """\
 examples:
