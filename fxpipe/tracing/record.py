@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -88,8 +88,19 @@ def copy_of_input(value: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_().clone() if value.requires_grad else copy
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any] | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,
+) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
+
+    Args:
+        model, args, kwargs: what is recorded.
+        run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
+        held: tensors that `run` keeps and the model does not, by name.
 
     Raises:
         TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the
@@ -99,7 +110,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     refuse_model(model)
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    recorder = Recorder(model)
+    recorder = Recorder(model, held)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
@@ -108,7 +119,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     try:
         with undone(model) as snapshot:
             with recorder.patches(), recorder:
-                result = model(*run_args, **run_kwargs)
+                result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             assigned = _assigned(model, snapshot, recorder)
     except TraceError:
         raise

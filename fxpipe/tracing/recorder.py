@@ -107,7 +107,8 @@ def _named_function(function: type[torch.autograd.Function], apply: Callable[...
 class Recorder(TorchFunctionMode):
     """Records what runs while it is active. `fxpipe.tracing.record` is the way to use it."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor] | None = None):
+        """`held`: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph."""
         super().__init__()
         self.model = model
         self.graph = fx.Graph()
@@ -119,6 +120,9 @@ class Recorder(TorchFunctionMode):
         self.constants: dict[str, torch.Tensor] = {}  # found in lists, tuples and dicts that modules keep
         self.refusal: TraceError | None = None
         self.module_of_error: str | None = None
+        self.origin: tuple[str, str] | None = (
+            None  # module path and source line, where those that run are not the user's
+        )
         self.hashed_at: str | None = None  # the user's line that took a size as a key
         self._paused = 0
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
@@ -135,7 +139,7 @@ class Recorder(TorchFunctionMode):
         # A tensor of several names goes by that of the parameter, under which optimizers and `state_dict` know it.
         for slot, tensor in sorted(slots_of(model).items(), key=lambda item: item[0].kind != "parameter"):
             self._attributes.setdefault(id(tensor), slot.name)
-        for name, tensor in held_in_containers(model).items():
+        for name, tensor in (*held_in_containers(model).items(), *(held or {}).items()):
             self._held.setdefault(id(tensor), (name, tensor))
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
@@ -205,7 +209,8 @@ class Recorder(TorchFunctionMode):
         )
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, name = self._stack[-1][0] if self._stack else "", getattr(target, "__name__", str(target))
+        path, source = self.origin or (self._stack[-1][0] if self._stack else "", user_line())
+        name = getattr(target, "__name__", str(target))
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
         parts = [path] if self._stack and _is_one_function(self._stack[-1][1]) else [path, name]
         if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
@@ -214,7 +219,7 @@ class Recorder(TorchFunctionMode):
         if label[0].isdigit():
             label = f"_{label}"
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
-        node.meta.update(source=user_line(), module=path, state=ThreadState.now(), random=False)
+        node.meta.update(source=source, module=path, state=ThreadState.now(), random=False)
         return node
 
     def _keep(self, value: Any, node: fx.Node) -> None:
