@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.profiling import profile
     from fxpipe.tracing import trace
+    from fxpipe.tracing.whole import leaf
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "leaf": "fxpipe.tracing.whole",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
@@ -31,7 +33,7 @@ _HOMES = {
     "trace": "fxpipe.tracing",
 }
 
-__all__ = ["Pipeline", "Plan", "partition", "pipeline", "plan", "profile", "trace"]
+__all__ = ["Pipeline", "Plan", "leaf", "partition", "pipeline", "plan", "profile", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,13 @@ from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.record import flags, input_leaves
+from fxpipe.tracing.ways import Tracer
 
+# The model's own hooks are the pipe's: `nn.Module.__call__` runs them around `forward`, on mini-batches.
+_HOOKS = frozenset(
+    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
+    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks".split()
+)
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
 
@@ -34,9 +40,11 @@ def pipeline(
     balance: str | Sequence[int] | Sequence[str] = "block",
     schedule: str = "1f1b",
     checkpoint: str = "auto",
-    tracer: str = "auto",
+    tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
     plan: Plan | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
@@ -60,11 +68,15 @@ def pipeline(
         schedule: of `forward_backward`: "1f1b" or "gpipe". The drop-in always runs gpipe's order.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
             "except_last", "always"; "auto" is never.
-        tracer: "auto" or "record".
+        tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
+            guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
+            one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
             by name; None for an input without a batch. Found by itself where that is dimension 0.
         out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
             for all), "mean", "sum", "stack"; one for all or a tree like the output.
+        leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
+        check: compare each graph with the model on real values before it is used.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it.
 
@@ -84,7 +96,9 @@ def pipeline(
         raise ArgumentTypeError(
             f"example_kwargs is a {type(example_kwargs).__name__}; expected a dict of inputs by name"
         )
-    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, plan)
+    settings = make_settings(
+        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check, plan
+    )
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
         pipe._assembly_for(example_args, example_kwargs or {})
@@ -104,6 +118,7 @@ class Pipeline(nn.Module):
         super().__init__()
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        own |= {name: store for name, store in model.__dict__.items() if name in _HOOKS}
         own["_fxpipe"] = _Inside(model, settings, given, driver or Workers(settings.devices))
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -157,6 +172,12 @@ class Pipeline(nn.Module):
             raise StateError(
                 "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
             )
+        hooks = [hook for name in _HOOKS if name.endswith("_hooks") for hook in self.__dict__[name].values()]
+        if hooks:
+            raise StateError(
+                f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
+                "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
+            )
         inside = self._fxpipe
         with inside.engine.running():
             assembly, leaves, batch = self._assembly_for(args, kwargs)
@@ -176,9 +197,9 @@ class Pipeline(nn.Module):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        now = flags(inside.model)
-        known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now))
-        prepared, assembly = next(known, None) or inside.prepare(args, kwargs)
+        now, seed = flags(inside.model), _next_random()
+        known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now, seed))
+        prepared, assembly = next(known, None) or inside.prepare(args, kwargs, seed)
         batch = prepared.traced.batch_of(leaves)
         if batch == 0:
             raise ArgumentError(
@@ -282,19 +303,19 @@ class _Inside:
         self.graphs: list[tuple[Prepared, Assembly]] = []
         self.closed = False
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Prepared, Assembly]:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""
         try:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates.
                 with torch.inference_mode(False), torch.enable_grad():
-                    self.first = prepare(self.model, args, kwargs, self.settings, self.given)
+                    self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
                 self.plan = self.first.plan
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
                 if self.first.traced.state == ThreadState.now():
                     return kept
-            return self._keep(prepare_beside(self.first, args, kwargs, self.settings))
+            return self._keep(prepare_beside(self.first, args, kwargs, self.settings, seed))
         except Exception as error:
             _note_sizes(error, self.model, args, kwargs)
             raise
@@ -314,6 +335,13 @@ class _Inside:
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]
         return prepared, assembly
+
+
+def _next_random() -> int:
+    """What torch's generator would draw next; it stays where it is, since the step draws from it."""
+    generator = torch.Generator()
+    generator.set_state(torch.default_generator.get_state())
+    return int(torch.randint(2**62, (), generator=generator).item())
 
 
 def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.rewriting import Program
     from fxpipe.settings import Settings
     from fxpipe.tracing import Traced
+    from fxpipe.tracing.ways import Tracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,11 @@ def plan(
     schedule: str = "1f1b",
     checkpoint: str = "auto",
     balance: str | Sequence[int] | Sequence[str] = "block",
-    tracer: str = "auto",
+    tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
@@ -53,7 +56,8 @@ def plan(
         model: any module.
         stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
         example_args, example_kwargs: a mini-batch as training will use it.
-        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims: as for `fxpipe.pipeline`.
+        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check: as for
+            `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -65,7 +69,9 @@ def plan(
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
         devices = ["cpu"] * stages
-    settings = make_settings(devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims)
+    settings = make_settings(
+        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check
+    )
     if stages is not None and stages != len(settings.devices):
         raise ArgumentError(
             f"stages={stages}, but devices has {len(settings.devices)} entries; give as many, or leave stages out"
@@ -74,9 +80,17 @@ def plan(
 
 
 def prepare(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, given: Plan | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    given: Plan | None = None,
+    seed: int = 0,
 ) -> Prepared:
-    """All passes. With `given`, its stages are taken instead of planning new ones."""
+    """All passes. With `given`, its stages are taken instead of planning new ones.
+
+    `seed` is that of the numbers that forward draws and reads.
+    """
     from fxpipe.partitioning import partition
     from fxpipe.profiling import profile
     from fxpipe.rewriting import forbidden_cuts
@@ -84,7 +98,7 @@ def prepare(
 
     with on_one_device(model) as device:
         args, kwargs = moved((args, kwargs), device)
-        traced, micro = _trace(model, args, kwargs, settings)
+        traced, micro = _trace(model, args, kwargs, settings, seed)
         if given is not None and given.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
@@ -102,7 +116,9 @@ def prepare(
     return _prepared(traced, profiled, cut.starts, micro, settings)
 
 
-def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Prepared:
+def prepare_beside(
+    first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
+) -> Prepared:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
     from fxpipe.rewriting import forbidden_cuts
@@ -111,18 +127,31 @@ def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
     model = first.traced.model
     with on_one_device(model) as device:
         args, kwargs = moved((args, kwargs), device)
-        traced, micro = _trace(model, args, kwargs, settings)
+        traced, micro = _trace(model, args, kwargs, settings, seed)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
     return _prepared(traced, None, starts, micro, settings)
 
 
-def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> tuple[Traced, int]:
+def _trace(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
+) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
     from torch.utils import _pytree as pytree
 
     from fxpipe.tracing import trace
 
-    traced = trace(model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks)
+    traced = trace(
+        model,
+        args,
+        kwargs,
+        in_dims=settings.in_dims,
+        out_dims=settings.out_dims,
+        chunks=settings.chunks,
+        tracer=settings.tracer,
+        leaf_modules=settings.leaf_modules,
+        check=settings.check,
+        seed=seed,
+    )
     batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
     return traced, -(-batch // min(settings.chunks, batch))
 
@@ -195,6 +224,8 @@ def _prepared(
         settings.balance if isinstance(settings.balance, str) else "by hand",
         traced.tracer,
         traced.fingerprint(),
+        traced.why,
+        tuple(map(str, traced.guards.questions)) if traced.guards else (),
     )
     return Prepared(plan, traced, program)
 

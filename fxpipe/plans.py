@@ -48,6 +48,8 @@ class Plan:
     balance: str
     tracer: str
     fingerprint: str  # of the graph that was planned
+    why: tuple[str, ...] = ()  # how the tracer came to this graph, where that is not plain recording
+    guards: tuple[str, ...] = ()  # values that forward read; with other ones another graph runs
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -64,6 +66,7 @@ class Plan:
             fields = json.loads(Path(path).read_text())
             stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
             portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
+            fields |= {key: tuple(fields.get(key, ())) for key in ("why", "guards")}
             return cls(stages, portals, tuple(fields.pop("devices")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.plans import Plan
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+from fxpipe.tracing.ways import Tracer, check_tracer
 
 CHUNKS_PER_STAGE = 4  # GPipe, section 2.3: the bubble is negligible from there on
 BALANCES = ("block",)  # besides those by hand
-TRACERS = ("auto", "record")
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 
@@ -28,9 +29,11 @@ class Settings:
     schedule: str
     checkpoint: str
     balance: str | tuple[int, ...] | tuple[str, ...]
-    tracer: str
+    tracer: Tracer
     in_dims: Any
     out_dims: Any
+    leaf_modules: tuple[str | type[nn.Module], ...] = ()
+    check: bool = True
 
 
 def make_settings(
@@ -39,9 +42,11 @@ def make_settings(
     schedule: str,
     checkpoint: str,
     balance: str | Sequence[int] | Sequence[str],
-    tracer: str,
+    tracer: Tracer,
     in_dims: Any,
     out_dims: Any,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
     plan: Plan | None = None,
 ) -> Settings:
     """Checks each argument by itself. With a plan, what is left to it is the plan's.
@@ -61,9 +66,11 @@ def make_settings(
         _one_of("schedule", schedule, TRAINING_SCHEDULES),
         "never" if checkpoint == "auto" else checkpoint,
         parse_balance(balance, len(places)),
-        _one_of("tracer", tracer, TRACERS),
+        check_tracer(tracer),
         in_dims,
         out_dims,
+        parse_leaf_modules(leaf_modules),
+        check,
     )
 
 
@@ -86,6 +93,20 @@ def _left_to_plan(
         plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
         plan.checkpoint if checkpoint == "auto" else checkpoint,
     )
+
+
+def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
+    """Names and classes of modules."""
+    if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):
+        raise ArgumentTypeError(
+            f"leaf_modules is a {type(leaf_modules).__name__}; expected a list of names and classes of modules"
+        )
+    for item in leaf_modules:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentTypeError(
+                f"leaf_modules holds {item!r}; expected names of the model's modules, or classes of modules"
+            )
+    return tuple(leaf_modules)
 
 
 def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:

@@ -7,8 +7,11 @@ saved state.
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -79,8 +82,29 @@ def mixed(*numbers: int) -> int:
     return state >> 1
 
 
-def seeded(ordinal: int, function: Callable[..., Any] | str, device: torch.device) -> Callable[..., Any]:
-    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch."""
+@contextlib.contextmanager
+def dice_of(seed: int) -> Iterator[None]:
+    """A block in which Python's and numpy's random numbers start from a seed."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+
+
+def seeded(
+    ordinal: int, function: Callable[..., Any] | str, device: torch.device, dice: bool = False
+) -> Callable[..., Any]:
+    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch.
+
+    `dice`: it draws from Python's and numpy's, too.
+    """
     name = function if isinstance(function, str) else getattr(function, "__name__", "function")
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +121,8 @@ def seeded(ordinal: int, function: Callable[..., Any] | str, device: torch.devic
             before = generator.get_state()
             generator.manual_seed(seed)
             try:
-                return call(*args, **kwargs)
+                with dice_of(seed) if dice else contextlib.nullcontext():
+                    return call(*args, **kwargs)
             finally:
                 generator.set_state(before)
 

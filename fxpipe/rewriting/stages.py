@@ -23,10 +23,10 @@ from torch import fx
 
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
-from fxpipe.rewriting.devices import on_device
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.traced import Traced
 
@@ -222,7 +222,10 @@ class _Builder:
             ordinal = self.ordinals.get(node)
             if ordinal is not None:
                 copy = self.made[node]
-                copy.op, copy.target = "call_function", seeded(ordinal, node.target, self.device)
+                copy.op, copy.target = (
+                    "call_function",
+                    seeded(ordinal, node.target, self.device, bool(node.meta.get("dice"))),
+                )
 
     def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
         self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient

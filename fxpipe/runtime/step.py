@@ -29,6 +29,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from fxpipe.autograd import leaves_under
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import INPUT, Constant
@@ -368,22 +369,6 @@ def _forgotten(nothing: None) -> torch.Tensor:
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy to a GPU need not be waited for, its stream does; one to the CPU would be read before it is there."""
     return tensor.to(device, non_blocking=device.type == "cuda")
-
-
-def leaves_under(loss: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves of autograd that a loss hangs on: the outputs, and whatever parameters its function uses."""
-    found: dict[int, torch.Tensor] = {}
-    todo: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            found[id(node.variable)] = node.variable
-        todo.extend(n for n, _ in node.next_functions)
-    return list(found.values())
 
 
 def _requires_grad(value: Any) -> bool:

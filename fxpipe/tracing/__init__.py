@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch import nn
 
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.check import check_against_model
+from fxpipe.tracing.check import check_against_model, watched
 from fxpipe.tracing.gathering import check_gathering
-from fxpipe.tracing.record import input_leaves, record
+from fxpipe.tracing.guards import lifted
+from fxpipe.tracing.record import input_leaves
 from fxpipe.tracing.shapes import add_shapes
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
 
 __all__ = ["Traced", "trace"]
 
@@ -36,6 +39,10 @@ def trace(
     in_dims: Any = None,
     out_dims: Any = None,
     chunks: int = 1,
+    tracer: Tracer = "auto",
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
+    seed: int = 0,
 ) -> Traced:
     """Traces `model` on example inputs.
 
@@ -47,6 +54,12 @@ def trace(
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
             dimension, None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
+        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.ways`). "record", "export" and
+            "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
+            `torch.fx.GraphModule`, is your own.
+        leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
+        check: compare the graph with the model on real values. Without it a graph that is not the model's goes unseen.
+        seed: of the random numbers that forward draws and reads (layer drop).
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -60,13 +73,21 @@ def trace(
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
     with torch.inference_mode(False), torch.set_grad_enabled(grad), _compiled_functions_run_plainly():
-        traced = record(model, args, kwargs or {})
         leaves = input_leaves(model, args, kwargs or {})[2]
-        add_shapes(traced, leaves, in_dims, out_dims)
-        traced.effects = check_against_model(traced, leaves, chunks)
-        if out_dims is None:
-            check_gathering(traced, leaves)
-    return traced
+
+        def finish(traced: Traced) -> Traced:
+            add_shapes(traced, leaves, in_dims, out_dims)
+            traced.guards = lifted(traced)
+            if check:
+                traced.effects = check_against_model(traced, leaves, chunks)
+                if out_dims is None:
+                    check_gathering(traced, leaves)
+            else:
+                traced.effects = watched(traced, leaves)
+            return traced
+
+        whole = asked_whole(model, leaf_modules)
+        return find_graph(model, args, kwargs or {}, check_tracer(tracer), whole, seed, finish)
 
 
 def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:

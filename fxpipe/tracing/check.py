@@ -13,9 +13,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
+from fxpipe.tracing.draws import Drawing, Draws
 from fxpipe.tracing.effects import Effects, Run, watch
 from fxpipe.tracing.record import copy_of_input
-from fxpipe.tracing.snapshot import forked_random, slots_of, undone
+from fxpipe.tracing.snapshot import dice, forked_random, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
 
 
@@ -51,7 +52,9 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     for size in (batch, *sorted(smaller, reverse=True), batch + 1):
         if (size > batch and len(samples) > 1) or not is_same_graph(traced, size):
             continue
-        sample = take(traced, leaves, 0, size)
+        sample = _sample(traced, leaves, size, batch)
+        if sample is None:
+            continue
         try:
             runs.append(_run_model(traced, sample, seed))
         except Exception:
@@ -65,14 +68,34 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     return effects
 
 
+def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
+    """What the nodes are seen to do, with no comparison."""
+    return _watch_seeded(traced, [leaves], 0)[0]
+
+
+def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int) -> list[Any] | None:
+    """So many samples, from where values that forward reads are those of the graph; None where there are none."""
+    for start in (0, batch - size) if size < batch else (0,):
+        sample = take(traced, leaves, start, start + size)
+        if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
+            return sample
+    return None
+
+
 def is_same_graph(traced: Traced, size: int) -> bool:
     return all(read.holds(size) for read in traced.batch_reads)
 
 
 def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -> tuple[Effects, list[Run]]:
+    start = dice()
+
+    def seeded() -> None:
+        torch.manual_seed(seed)
+        set_dice(start)
+
     try:
         with forked_random():
-            return watch(traced, samples, lambda: torch.manual_seed(seed))
+            return watch(traced, samples, seeded)
     except Exception as error:
         raise TraceError(
             f"the traced graph raises, and the model does not, when both are compared at several batch sizes: {error}; "
@@ -86,7 +109,8 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)
-        leaves = pytree.tree_leaves(traced.model(*args, **kwargs))
+        with Drawing(Draws(traced.seed)):
+            leaves = pytree.tree_leaves(traced.model.forward(*args, **kwargs))
         outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}

@@ -22,3 +22,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in the attributes of an object of any kind."""
+    yield from tensors_in(value)
+    if depth:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for item in (*inside, *getattr(value, "__dict__", {}).values()):
+            yield from hidden_tensors(item, depth - 1)

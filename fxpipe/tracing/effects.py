@@ -21,6 +21,7 @@ from torch import fx
 
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.draws import Draws
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
@@ -111,6 +112,7 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
     buffers: dict[Any, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     place = {n: p for p, n in enumerate(seen.nodes)}
     placeholders = {node: p for p, node in traced.placeholders.items()}
+    draws = Draws(traced.seed)
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             value = sample[placeholders[node]]
@@ -125,7 +127,7 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
                 values[node] = tensor.detach().clone()
                 buffers[_key(number, values[node])] = node, values[node]
         elif node.op in WORKING:
-            values[node] = _observed(node, values, buffers, number, seen, place[node])
+            values[node] = _observed(node, values, buffers, number, seen, place[node], draws)
         else:
             continue
         seen.made(node, values[node], (_key(number, t) for t in tensors_in(values[node])))
@@ -141,6 +143,7 @@ def _observed(
     number: int,
     seen: _Watch,
     place: int,
+    draws: Draws,
 ) -> Any:
     """Runs one node and notes what it changed and whether it returns one of its arguments."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
@@ -149,6 +152,8 @@ def _observed(
     before = {key: buffers[key][1].clone() for key in keys if key in buffers}
     with applied(node.meta["state"]):
         value = call(node, values.__getitem__)
+        if node.meta.get("draw"):
+            value = draws.take(lambda: call(node, values.__getitem__))
     seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
     seen.changed[place] |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in _NORMS:

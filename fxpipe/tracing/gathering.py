@@ -74,6 +74,8 @@ def _can_be_calm(traced: Traced) -> bool:
             return False
         if node.target is F.batch_norm and not is_norm and _given(node, _BATCH_NORM).get("training"):
             return False  # no running statistics to take
+        if node.meta.get("draw") and not node.users:
+            continue
         if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
             return False
     return not traced.assigned

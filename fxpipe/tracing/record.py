@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.following import followed
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
@@ -94,6 +96,8 @@ def record(
     kwargs: dict[str, Any],
     run: Callable[..., Any] | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
+    whole: Mapping[str, str] | None = None,
+    seed: int = 0,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
@@ -101,16 +105,38 @@ def record(
         model, args, kwargs: what is recorded.
         run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
         held: tensors that `run` keeps and the model does not, by name.
+        whole: paths of modules to keep whole, and why.
+        seed: of the numbers that forward draws and reads.
 
     Raises:
-        TraceError: forward does what a graph cannot carry; the message names the module, the user's line and the
+        CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
             remedy.
+        TraceError: forward does what no graph can carry.
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
+    traced, foreign = _record(model, args, kwargs, run, held, whole, seed)
+    if foreign:
+        again = _record(model, args, kwargs, run, held, whole, seed)[1]
+        for (tensor, error), (other, _) in zip(foreign, again, strict=True):
+            if tensor is not other:
+                raise error
+    return traced
+
+
+def _record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any] | None,
+    held: Mapping[str, torch.Tensor] | None,
+    whole: Mapping[str, str] | None,
+    seed: int,
+) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+    """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    recorder = Recorder(model, held)
+    recorder = Recorder(model, held, whole, seed)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
@@ -118,29 +144,30 @@ def record(
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     try:
         with undone(model) as snapshot:
-            with recorder.patches(), recorder:
+            with followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             assigned = _assigned(model, snapshot, recorder)
+        if recorder.refusal is not None:  # forward has swallowed it
+            raise recorder.refusal
+        snapshot.refuse_changes()
+        if recorder.rollers:
+            raise CannotRecord(
+                "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
+                "draw with torch (torch.rand, torch.randint) instead",
+                frozenset() if "" in recorder.rollers else frozenset(recorder.rollers),
+            )
+        outputs, out_spec = pytree.tree_flatten(result)
+        recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
     except TraceError:
         raise
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
-        if isinstance(error, TypeError) and recorder.hashed_at is not None:
-            raise TraceError(
-                f"the model takes the size of a tensor as a key at {recorder.hashed_at}; take a plain number "
-                "(int(x.shape[1]), of a dimension that is not the batch)"
-            ) from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
         error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
         raise
     finally:
-        recorder.recording = False
-    if recorder.refusal is not None:
-        raise recorder.refusal
-    snapshot.refuse_changes()
-    outputs, out_spec = pytree.tree_flatten(result)
-    recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
+        recorder.end()
     traced = Traced(
         model,
         recorder.graph,
@@ -152,30 +179,22 @@ def record(
         recorder.constants,
         tuple(recorder.size_reads),
         recorder.attributes_read,
+        seed=seed,
     )
     _erase_unused_sizes(traced)
-    return traced
+    return traced, recorder.foreign
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return recorder.node_of(value)
-    if not isinstance(value, Size) and any(recorder.knows(t) for t in _hidden_tensors(value)):
+    if not isinstance(value, Size) and any(recorder.knows(t) for t in hidden_tensors(value)):
         raise TraceError(
             f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is "
             "unknown to torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or "
             "register it (torch.utils._pytree.register_pytree_node)"
         )
     return recorder.argument(value) if isinstance(value, Size) else value
-
-
-def _hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in the attributes of an object of any kind."""
-    yield from tensors_in(value)
-    if depth:
-        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        for item in (*inside, *getattr(value, "__dict__", {}).values()):
-            yield from _hidden_tensors(item, depth - 1)
 
 
 def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:
@@ -185,14 +204,15 @@ def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[
         if tensor is snapshot.slots.get(slot):
             continue
         if slot.kind == "parameter":
-            raise TraceError(f"forward sets the parameter {slot.name!r}; set parameters outside forward")
+            raise CannotRecord(f"forward sets the parameter {slot.name!r}; set parameters outside forward", final=True)
         is_read = slot.name in recorder.read_names()
         if tensor.requires_grad:
             if slot.kind == "attribute" and not is_read:
                 continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
-            raise TraceError(
+            raise CannotRecord(
                 f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to "
-                "the next; detach it"
+                "the next; detach it",
+                final=True,
             )
         found[slot.name] = recorder.node_of(tensor)
     return found

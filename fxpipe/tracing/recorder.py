@@ -2,16 +2,14 @@
 
 Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of
 `torch.nn`: the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a
-function mode does not see is handled here as well, since forgetting it gives a graph that is silently wrong:
+function mode does not see is handled as well (`following`), since forgetting it gives a graph that is silently wrong:
 
-- `autograd.Function.apply` becomes one node that keeps its backward; reentrant `torch.utils.checkpoint` is called
-  through (non-reentrant checkpoint needs nothing), since recompute is the pipeline's own business.
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran. No list of random functions to keep.
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
-- A read of a tensor's value that hangs on inputs, parameters or buffers is refused, with the user's line: the graph
-  would hold for these inputs only. So are hooks on tensors, autograd inside forward, and transforms of `torch.func`.
-- A tensor of unknown origin is refused: something made it that the mode does not see.
+- A read of a tensor's value returns the real value and leaves a node with `meta["read"]`, the value: see `guards`.
+- A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
+  library keeps. Else something made it that the mode does not see, and it is refused (`refusals`).
 """
 
 from __future__ import annotations
@@ -19,21 +17,20 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointFunction
 
-from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.draws import Draws, is_draw
+from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
-from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
 from fxpipe.tracing.source import user_line
 
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
@@ -49,17 +46,9 @@ _READS = frozenset(
     "allclose".split()
 )
 _STATES = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
-_REFUSED = {
-    "register_hook": "puts a hook on a tensor",
-    "register_post_accumulate_grad_hook": "puts a hook on a tensor",
-    "retain_grad": "keeps the gradient of a tensor",
-    "backward": "runs backward",
-    "requires_grad_": None,  # refused where it asks for gradients: see `_refuse`
-}
 _TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
-_PLAIN = (bool, int, float, complex, str)
+PLAIN = (bool, int, float, complex, str)
 _CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
-_PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
 
 
 def generator_states() -> list[Any]:
@@ -78,53 +67,53 @@ def _is_one_function(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not module._modules
 
 
-def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that a function is going to write to, as far as its name and arguments say so."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place |= name in ("__setitem__", "__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__", "__imod__")
-    in_place |= name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__ipow__")
-    if in_place or kwargs.get("inplace"):
-        yield from tensors_in(args[:1] or tuple(kwargs.values())[:1])
-    if (
-        name in ("embedding", "embedding_bag")
-        and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
-    ):
-        yield from tensors_in(args[1:2])  # it scales the rows in place
-    yield from tensors_in(kwargs.get("out"))
+class Running(NamedTuple):
+    """A module that runs."""
 
+    path: str
+    module: nn.Module
+    in_transform: bool  # of torch.func
 
-def _named_function(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
-    """An autograd.Function as a plain function with its name, for the code of the graph."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return apply(function, *args, **kwargs)
-
-    call.__name__ = call.__qualname__ = function.__name__
-    call.__module__ = function.__module__
-    return call
+    @classmethod
+    def now(cls, path: str, module: nn.Module) -> Running:
+        return cls(path, module, torch._C._functorch.peek_interpreter_stack() is not None)
 
 
 class Recorder(TorchFunctionMode):
     """Records what runs while it is active. `fxpipe.tracing.record` is the way to use it."""
 
-    def __init__(self, model: nn.Module, held: Mapping[str, torch.Tensor] | None = None):
-        """`held`: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph."""
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Mapping[str, torch.Tensor] | None = None,
+        whole: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ):
+        """
+        Args:
+            model: what is recorded.
+            held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
+            whole: paths of modules to keep whole, and why.
+            seed: of the numbers that forward draws and reads.
+        """
         super().__init__()
         self.model = model
         self.graph = fx.Graph()
         self.recording = True
+        self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
-        self.attributes_read: dict[
-            tuple[nn.Module, str], Any
-        ] = {}  # what forward went by: another value, another graph
-        self.constants: dict[str, torch.Tensor] = {}  # found in lists, tuples and dicts that modules keep
-        self.refusal: TraceError | None = None
+        self.attributes_read: dict[tuple[nn.Module, str], Any] = {}  # forward went by them: others, another graph
+        self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
+        self.foreign: list[tuple[torch.Tensor, CannotRecord]] = []  # those of unknown origin, should they be refused
+        self.refusal: CannotRecord | None = None
         self.module_of_error: str | None = None
-        self.origin: tuple[str, str] | None = (
-            None  # module path and source line, where those that run are not the user's
-        )
-        self.hashed_at: str | None = None  # the user's line that took a size as a key
-        self._paused = 0
+        self.origin: tuple[str, str] | None = None  # module path and source line, where what runs is not the user's
+        self.rollers: set[str] = set()  # paths of modules that drew Python's or numpy's random numbers
+        self._dice = dice()
+        self.stack: list[Running] = []
+        self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
+        self.paused = 0
+        self.draws = Draws(seed)
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self._attributes: dict[int, str] = {}
@@ -134,18 +123,42 @@ class Recorder(TorchFunctionMode):
             p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
-        self._stack: list[tuple[str, nn.Module]] = []
-        self._paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         # A tensor of several names goes by that of the parameter, under which optimizers and `state_dict` know it.
         for slot, tensor in sorted(slots_of(model).items(), key=lambda item: item[0].kind != "parameter"):
             self._attributes.setdefault(id(tensor), slot.name)
         for name, tensor in (*held_in_containers(model).items(), *(held or {}).items()):
             self._held.setdefault(id(tensor), (name, tensor))
 
+    def end(self) -> None:
+        """Lets go of all values: sizes live on, in caches of libraries."""
+        self.recording = False
+        self._known.clear()
+
+    def note_dice(self) -> None:
+        """To be called where another module begins to run: has this one drawn Python's random numbers?"""
+        now = dice()
+        if not same_dice(self._dice, now):
+            self.rollers.add(self.module)
+        self._dice = now
+
+    def skip_dice(self) -> None:
+        """What has been drawn since is drawn in every step."""
+        self._dice = dice()
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that runs."""
+        return self.origin[0] if self.origin else self.stack[-1].path if self.stack else ""
+
+    @property
+    def source(self) -> str:
+        """The user's line that runs."""
+        return self.origin[1] if self.origin else user_line()
+
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
-        self._keep(tensor, self.graph.placeholder(name))
+        self.keep(tensor, self.graph.placeholder(name))
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known
@@ -154,30 +167,48 @@ class Recorder(TorchFunctionMode):
         """Names of the model's tensors that were read."""
         return frozenset(self._attribute_nodes)
 
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Under which name the model holds a tensor by itself."""
+        return self._attributes.get(id(tensor))
+
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) in self._known:
             return self._known[id(tensor)][0]
         name = self._attributes.get(id(tensor))
-        if name is None and id(tensor) in self._held:
-            name = self._held[id(tensor)][0]
+        if name is None:
+            name = self._held[id(tensor)][0] if id(tensor) in self._held else self._foreign(tensor)
             if tensor.requires_grad:
-                raise self._refuse(
+                raise self.refuse(
                     f"uses {name!r}, a tensor that requires grad in a plain container",
                     "register it (nn.Parameter, nn.ParameterList, register_buffer)",
+                    whole=False,
                 )
             self.constants[name] = tensor
-        if name is None and isinstance(tensor, nn.Parameter):
-            raise self._refuse("makes a parameter or a module in forward", "make it in __init__")
-        if name is None:
-            raise self._refuse(
-                f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
-                "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
-                "or keep it in the module (register_buffer)",
-            )
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
+
+    def _foreign(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that neither the graph nor the model has made."""
+        if isinstance(tensor, nn.Parameter):
+            raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
+        error = self._error(
+            f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
+            "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
+            "or keep it in the module (register_buffer)",
+        )
+        if tensor.requires_grad:
+            self.refusal = self.refusal or error
+            raise error
+        self.foreign.append((tensor, error))
+        return self.hold(tensor)
+
+    def hold(self, tensor: torch.Tensor) -> str:
+        """Makes a tensor a constant of the graph, and returns its name."""
+        name = f"constant_{sum(n.startswith('constant_') for n, _ in self._held.values())}"
+        self._held[id(tensor)] = (name, tensor)
+        return name
 
     def argument(self, value: Any) -> Any:
         """A value as the argument of a node."""
@@ -198,31 +229,30 @@ class Recorder(TorchFunctionMode):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
         if isinstance(value, _CONSTANTS):
             return value
-        for kind in _PLAIN:  # without what a subclass adds: numpy.float64, enumerations
+        for kind in PLAIN:  # without what a subclass adds: numpy.float64, enumerations
             if isinstance(value, kind):
                 return value if type(value) is kind else kind.__call__(value)
         if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
             return self.argument(value.item())
-        raise self._refuse(
+        raise self.refuse(
             f"passes a {type(value).__module__}.{type(value).__qualname__} to a torch function",
             "convert it to a tensor or a plain number first",
         )
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, source = self.origin or (self._stack[-1][0] if self._stack else "", user_line())
-        name = getattr(target, "__name__", str(target))
+        path, name = self.module, getattr(target, "__name__", str(target))
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
-        parts = [path] if self._stack and _is_one_function(self._stack[-1][1]) else [path, name]
+        parts = [path] if self.stack and _is_one_function(self.stack[-1].module) else [path, name]
         if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
             parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`; not `bn`
         label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
         if label[0].isdigit():
             label = f"_{label}"
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
-        node.meta.update(source=source, module=path, state=ThreadState.now(), random=False)
+        node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
         return node
 
-    def _keep(self, value: Any, node: fx.Node) -> None:
+    def keep(self, value: Any, node: fx.Node) -> None:
         """Remembers which node made the tensors in `value`."""
         if isinstance(value, torch.Tensor):
             self._known[id(value)] = (node, value)
@@ -233,7 +263,7 @@ class Recorder(TorchFunctionMode):
                         "call_function", operator.getitem, (node, key), name=f"{node.name}_{key}"
                     )
                     part.meta.update(node.meta, random=False)
-                    self._keep(item, part)
+                    self.keep(item, part)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
 
@@ -263,7 +293,7 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
-        if self._paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
+        if self.paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -275,34 +305,47 @@ class Recorder(TorchFunctionMode):
             return math.prod(self._sizes(args[0], "size"))
         self._refuse_unrecordable(func, name, args, kwargs)
         if name == "__iter__":
-            parts, _ = self._run(torch.Tensor.unbind, (args[0], 0), {})
-            self._keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
+            parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
+            self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
             return iter(parts)
+        if _is_of_numpy(args, kwargs):
+            result, _ = self.run(func, args, kwargs)
+            for tensor in tensors_in(result):
+                self.hold(tensor)  # what numpy made of values that were read, or of nothing
+            return result
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-        if name in _READS:
-            self._refuse_read(name, (node_args, node_kwargs))
-        result, random = self._run(func, args, kwargs)
+        result, random = self.run(func, args, kwargs)
+        if not any(True for _ in tensors_in(result)) and (name in _READS or _holds_numbers(result)):
+            self._read(func, name, node_args, node_kwargs, result)
+            return result
         if result is not None and not any(True for _ in tensors_in(result)):
-            if any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result)):
-                self._refuse_read(name, (node_args, node_kwargs))
-            return result  # text, a dtype, or a number that is always the same
+            return result  # text, a dtype
         if name == "__setitem__":
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
         else:
             node = self._call(func, name, node_args, node_kwargs)
-            self._keep(result, node)
+            if random and is_draw(args, kwargs, result):
+                node.meta["draw"] = True
+                result = self.draws.take(lambda: func(*args, **kwargs))
+            self.keep(result, node)
         node.meta["random"] = random
         return result
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
-        self._paused += 1  # a custom op applies autograd.Functions of its own
-        try:
+        with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
             result = func(*args, **kwargs)
             return result, not _same_states(before, generator_states())
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block in which nothing is recorded."""
+        self.paused += 1
+        try:
+            yield
         finally:
-            self._paused -= 1
+            self.paused -= 1
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         is_method = getattr(torch.Tensor, name, None) is func
@@ -313,155 +356,70 @@ class Recorder(TorchFunctionMode):
             self.add("call_method", name, args, kwargs) if is_method else self.add("call_function", func, args, kwargs)
         )
 
+    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """A node that reads `value`: the graph holds where it reads the same again."""
+        if type(value).__module__ == "numpy":  # the model gets the array, the guard compares a list
+            node = self.add("call_method", "tolist", args[:1])
+            node.meta["read"] = value.tolist()
+        else:
+            node = self._call(func, name, args, kwargs)
+            node.meta["read"] = value
+        node.meta["text"] = name.strip("_")
+
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__
+        if name == "__set__" and attribute == "requires_grad" and args[1] and self.knows(args[0]):
+            args[0].requires_grad_()  # recorded as this
+            return None
         if name == "__set__":
-            raise self._refuse(
-                f"sets the attribute `.{attribute}` of a tensor", "use a function that gives a new tensor"
+            raise self.refuse(
+                f"sets the attribute `.{attribute}` of a tensor",
+                "use a function that gives a new tensor",
+                whole=self.knows(args[0]),
             )
         if attribute == "shape":
             return self._sizes(args[0], "size")
         value = func(*args)
         if attribute == "grad" and value is not None:
-            raise self._refuse("reads a gradient", "read gradients outside forward")
+            raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute in _TENSOR_ATTRIBUTES and value is not None:
-            self._keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
+            self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
 
     # -- what is refused ---------------------------------------------------------------------------------------------
 
-    def _refuse(self, what: str, remedy: str) -> TraceError:
-        """The error to raise; kept, should forward swallow it."""
-        module = f" in module {self._stack[-1][0]!r}" if self._stack and self._stack[-1][0] else ""
-        error = TraceError(f"the model{module} {what} at {user_line()}; {remedy}")
+    def _error(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
+        where = f" in module {self.module!r}" if self.module else ""
+        path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
+        modules = frozenset({path}) if whole and path else frozenset[str]()
+        return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, final=not whole)
+
+    def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
+        """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""
+        error = self._error(what, remedy, whole)
         self.refusal = self.refusal or error
         return error
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name in _REFUSED and (what := _REFUSED[name]) is not None:
-            raise self._refuse(what, "do so outside forward")
-        if name == "requires_grad_" and args[0].requires_grad != (asked := (*args[1:], *kwargs.values(), True)[0]):
-            what = (
-                "starts to ask for gradients in forward" if asked else "switches off gradients of a tensor in forward"
-            )
-            raise self._refuse(what, "do so before the model is called, or use detach()")
-        if isinstance(kwargs.get("generator"), torch.Generator):
-            raise self._refuse(
-                "draws from a random generator of its own", "draw from torch's default one (leave out generator=)"
-            )
+        asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
+        if asks and not self.knows(args[0]):
+            raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
-            raise self._refuse("changes the default dtype", "do so outside forward, or pass dtype= to the functions")
-        for tensor in _written(name, args, kwargs):
-            if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._parameters:
-                raise self._refuse(
-                    f"writes to the parameter {self._parameters[tensor.untyped_storage()._cdata]!r}",
-                    "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
-                )
-        if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
-            raise self._refuse("runs autograd inside forward", "do so outside forward")
-        if name == "_pack_padded_sequence":
-            raise self._refuse("packs a sequence, whose sizes hang on lengths", "use padded tensors and a mask")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise self._refuse("uses a transform of torch.func (vmap, grad)", "write the batched function out")
-
-    def _refuse_read(self, name: str, args: Any) -> None:
-        kind = _hangs_on(args)
-        if kind is not None and "nested_tensor" in name:
-            raise self._refuse(
-                f"makes a nested tensor of a mask that hangs on {kind} (the fast path of nn.TransformerEncoder)",
-                "build it with TransformerEncoder(..., enable_nested_tensor=False)",
+            raise self.refuse(
+                "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
             )
-        if kind is not None:
-            raise self._refuse(
-                f"reads the value of a tensor ({name.strip('_')}) that hangs on {kind}",
-                "the graph would hold for this value only: keep the decision in tensors (torch.where, masks), or "
-                "take it outside forward",
-            )
-
-    # -- what a function mode does not see ---------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def patches(self) -> Iterator[None]:
-        """Module calls are followed for their paths, autograd functions become nodes: in the recording thread only."""
-        here = threading.get_ident()
-        _PATCHING.acquire()
-        module_call = nn.Module.__call__
-        function_apply = torch.autograd.Function.__dict__["apply"]
-
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here:
-                return module_call(module, *args, **kwargs)
-            self._refuse_hooks(module)
-            path = self._paths.get(id(module), self._stack[-1][0] if self._stack else "")
-            self._stack.append((path, module))
-            try:
-                return module_call(module, *args, **kwargs)
-            except BaseException:
-                self.module_of_error = self.module_of_error or path
-                raise
-            finally:
-                self._stack.pop()
-
-        def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != here or self._paused:
-                return function_apply.__func__(function, *args, **kwargs)
-            if function is CheckpointFunction:
-                return args[0](*args[2:])
-            node_args, node_kwargs = self.argument(args), self.argument(kwargs)
-            result, random = self._run(function_apply.__func__, (function, *args), kwargs)
-            node = self.add("call_function", _named_function(function, function_apply.__func__), node_args, node_kwargs)
-            node.meta["random"] = random
-            self._keep(result, node)
-            return result
-
-        def getattribute(module: nn.Module, name: str) -> Any:
-            value = object.__getattribute__(module, name)
-            if type(value) in _PLAIN and name != "training" and threading.get_ident() == here and not self._paused:
-                own = object.__getattribute__(module, "__dict__")  # not what its class has
-                if name in own and id(module) in self._paths:
-                    self.attributes_read[module, name] = value
-            return value
-
-        nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            del nn.Module.__getattribute__
-            nn.Module.__call__ = module_call  # type: ignore[method-assign]
-            torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
-            _PATCHING.release()
-
-    def _refuse_hooks(self, module: nn.Module) -> None:
-        """A hook would run now and never again. Those of torch itself (weight_norm) only compute, and are recorded."""
-        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        foreign = [hook for hook in hooks if not type(hook).__module__.startswith("torch.nn.utils")]
-        foreign += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
-        if foreign:
-            path = self._paths.get(id(module), "")
-            self.refusal = TraceError(
-                f"module {path!r} ({type(module).__name__}) has the hook {foreign[0]!r}, which would not run in the "
-                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
-            )
-            raise self.refusal
+        found = refused(func, name, args, kwargs) or written_parameter(name, args, kwargs, self._parameters)
+        if found is not None:
+            raise self.refuse(*found)
 
 
-def _hangs_on(args: Any) -> str | None:
-    """What the arguments of a node hang on: inputs, the model's tensors, random numbers; None for constants."""
-    todo: list[fx.Node] = []
-    fx.map_arg(args, lambda n: todo.append(n))
-    seen: set[fx.Node] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen or node.target in ("size", "stride"):
-            continue
-        seen.add(node)
-        todo.extend(node.all_input_nodes)
-        if node.op == "placeholder":
-            return "the inputs"
-        if node.op == "get_attr":
-            return f"{node.target!r}"
-        if node.meta.get("random"):
-            return "random numbers"
-    return None
+def _is_of_numpy(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Does a function make a tensor of arrays only?"""
+    values = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
+        isinstance(v, torch.Tensor) for v in values
+    )
+
+
+def _holds_numbers(result: Any) -> bool:
+    return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))

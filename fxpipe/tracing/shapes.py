@@ -173,7 +173,7 @@ def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None
         for node in traced.graph.nodes:
             if node.op == "get_attr":
                 made[node] = mode.from_tensor(lookup(traced, node).detach(), static_shapes=True)
-            elif node.op in WORKING:
+            elif node.op in WORKING and "read" not in node.meta:
                 known = len(env.replacements)
                 try:
                     with applied(node.meta["state"]), torch.no_grad():

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.errors import TraceError
+from fxpipe.tracing.refusals import CannotRecord
 
-_OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -77,7 +77,7 @@ def held_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():
-            if key not in _OWN_NAMES and not isinstance(value, torch.Tensor):
+            if key not in OWN_NAMES and not isinstance(value, torch.Tensor):
                 found.update(search(value, f"{path}.{key}" if path else key, 3))
     return found
 
@@ -91,18 +91,30 @@ def same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
     )
 
 
-def forked_random() -> contextlib.AbstractContextManager[None]:
-    """A block after which torch's generators stand where they stood; CUDA is not woken for it."""
+@contextlib.contextmanager
+def forked_random() -> Iterator[None]:
+    """A block after which all random generators stand where they stood; CUDA is not woken for it."""
+    before = dice()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices)
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            set_dice(before)
 
 
-def _dice() -> tuple[Any, Any]:
+def dice() -> tuple[Any, Any]:
     """The states of Python's and numpy's random numbers; numpy's None where nobody has imported it."""
     return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
 
-def _same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+def set_dice(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
     if left[0] != right[0]:
         return False
     if left[1] is None or right[1] is None:
@@ -151,19 +163,17 @@ class Snapshot:
     slots: dict[Slot, torch.Tensor]
     written_parameters: list[str] = field(default_factory=list)
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
-    rolled_dice: bool = False  # Python's or numpy's random numbers were drawn
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
     _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
         default_factory=list
     )  # path, of a module, its copy
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
-    _dice: tuple[Any, Any] = (None, None)
     _dtype: torch.dtype = torch.float32  # the default one
 
     @classmethod
     def take(cls, model: nn.Module) -> Snapshot:
         slots = slots_of(model)
-        snapshot = cls(model, slots, _dice=_dice(), _dtype=torch.get_default_dtype())
+        snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
             if tensor.is_inference():  # cannot be written outside inference mode, and has no version
                 continue
@@ -173,7 +183,7 @@ class Snapshot:
             for store in (module.__dict__, module._parameters, module._buffers, module._modules):
                 snapshot._dicts.append((path, store, dict(store)))
             for key, value in module.__dict__.items():
-                if key not in _OWN_NAMES or "hooks" in key:  # forward may put hooks in
+                if key not in OWN_NAMES or "hooks" in key:  # forward may put hooks in
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 
@@ -192,12 +202,6 @@ class Snapshot:
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():
             self._put_back(slot, kept)
-        now = _dice()
-        self.rolled_dice = not _same_dice(now, self._dice)
-        if self.rolled_dice:
-            random.setstate(self._dice[0])
-            if self._dice[1] is not None:
-                sys.modules["numpy"].random.set_state(self._dice[1])
         torch.set_default_dtype(self._dtype)
 
     def _put_back(self, slot: Slot, kept: _Kept) -> None:
@@ -214,21 +218,18 @@ class Snapshot:
                 kept.tensor.copy_(kept.value)
 
     def refuse_changes(self) -> None:
-        """Raises TraceError where forward changed what a graph cannot carry."""
-        if self.rolled_dice:
-            raise TraceError(
-                "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
-                "draw with torch (torch.rand, torch.randint) instead"
-            )
+        """Raises where forward changed what a graph cannot carry."""
         if self.written_parameters:
-            raise TraceError(
+            raise CannotRecord(
                 f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
-                "buffer (register_buffer), or change the parameter outside forward"
+                "buffer (register_buffer), or change the parameter outside forward",
+                final=True,
             )
         if self.written_attributes:
-            raise TraceError(
+            raise CannotRecord(
                 f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
-                "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward"
+                "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
+                final=True,
             )
 
 

@@ -31,6 +31,7 @@ from fxpipe.tracing.sizes import SizeRead
 
 if TYPE_CHECKING:
     from fxpipe.tracing.effects import Effects
+    from fxpipe.tracing.guards import Guards
 
 WORKING = ("call_function", "call_method")
 
@@ -80,6 +81,9 @@ class Traced:
     ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
     batch_reads: tuple[BatchRead, ...] = ()
     effects: Effects | None = None  # what the nodes share and change
+    guards: Guards | None = None  # values that forward read: other ones are another graph
+    seed: int = 0  # of the numbers that forward drew and read
+    why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
 
     @property
@@ -90,7 +94,23 @@ class Traced:
     @property
     def placeholders(self) -> dict[int, fx.Node]:
         """Place among the input leaves -> node."""
-        return {int(n.name.removeprefix("in_")): n for n in self.graph.nodes if n.op == "placeholder"}
+        return {self.place_of(n): n for n in self.graph.nodes if n.op == "placeholder"}
+
+    def place_of(self, placeholder: fx.Node) -> int:
+        """Which of the input leaves a placeholder stands for."""
+        return int(placeholder.name.removeprefix("in_"))
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """Paths of the modules that are one node, and why."""
+        return {n.meta["whole"]: n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
+
+    @property
+    def largest_whole(self) -> float:
+        """Share of the model's parameters that is in the largest of these."""
+        numbers = {name: p.numel() for name, p in self.model.named_parameters()}
+        inside = [sum(n for name, n in numbers.items() if name.startswith(f"{path}.")) for path in self.whole]
+        return max(inside, default=0) / max(sum(numbers.values()), 1)
 
     @property
     def outputs(self) -> list[Any]:
@@ -107,8 +127,11 @@ class Traced:
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...]) -> bool:
-        """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are."""
+    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
+        """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are.
+
+        `seed` is that of the numbers that forward draws and reads.
+        """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
         if not all(_same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
@@ -127,7 +150,9 @@ class Traced:
                 return False
             if dim is not None:
                 sizes.add(value.shape[dim])
-        return len(sizes) == 1 and all(read.holds(*sizes) for read in self.batch_reads)
+        if len(sizes) != 1 or not all(read.holds(*sizes) for read in self.batch_reads):
+            return False
+        return self.guards is None or self.guards.hold(self, leaves, seed)
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
         """Number of samples in the flattened inputs.

@@ -1,0 +1,137 @@
+"""What a function mode does not see, followed while a model is recorded, in the recording thread only:
+
+- calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
+  module, which has to run in every step;
+- `autograd.Function.apply`, which becomes one node that keeps its backward. Reentrant `torch.utils.checkpoint` is
+  called through (non-reentrant checkpoint needs nothing): recompute is the pipeline's own business;
+- plain attributes of modules that forward reads (`dropout.p`): with other values it is another graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxpipe.tracing.recorder import PLAIN, Recorder, Running
+from fxpipe.tracing.whole import active, call_hook, call_whole
+
+_PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
+# Hooks that only compute, and so are recorded: those of torch itself (weight_norm), and those by which transformers
+# collects hidden states.
+_RECORDED_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
+
+
+@contextlib.contextmanager
+def followed(recorder: Recorder) -> Iterator[None]:
+    """A block in which modules and autograd functions tell the recorder."""
+    here = threading.get_ident()
+    _PATCHING.acquire()
+    outer, active.recorder = active.recorder, recorder
+    module_call = nn.Module.__call__
+    function_apply = torch.autograd.Function.__dict__["apply"]
+
+    def is_elsewhere() -> bool:
+        return threading.get_ident() != here or recorder.paused > 0
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_elsewhere():
+            return module_call(module, *args, **kwargs)
+        return _call(recorder, module, args, kwargs)
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if is_elsewhere():
+            return function_apply.__func__(function, *args, **kwargs)
+        if function is CheckpointFunction:
+            return args[0](*args[2:])
+        node_args, node_kwargs = recorder.argument(args), recorder.argument(kwargs)
+        result, random = recorder.run(function_apply.__func__, (function, *args), kwargs)
+        named = _named_function(function, function_apply.__func__)
+        node = recorder.add("call_function", named, node_args, node_kwargs)
+        node.meta["random"] = random
+        recorder.keep(result, node)
+        return result
+
+    def getattribute(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        if type(value) in PLAIN and name != "training" and not is_elsewhere():
+            own = object.__getattribute__(module, "__dict__")  # not what its class has
+            if name in own and id(module) in recorder.paths:
+                recorder.attributes_read[module, name] = value
+        return value
+
+    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        active.recorder = outer
+        _PATCHING.release()
+
+
+def _named_function(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
+    """An autograd.Function as a plain function with its name, for the code of the graph."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return apply(function, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__module__ = function.__module__
+    return call
+
+
+def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path = recorder.paths.get(id(module), recorder.module)
+    if path in recorder.whole and recorder.paths.get(id(module)):
+        return call_whole(recorder, module, path, args, kwargs)
+    recorder.note_dice()
+    recorder.stack.append(Running.now(path, module))
+    try:
+        if module is recorder.model:
+            return module.forward(*args, **kwargs)  # its own hooks are the pipe's: they see the mini-batch
+        _refuse_backward_hooks(recorder, module)
+        return _with_hooks(recorder, module, args, kwargs)
+    except BaseException:
+        recorder.module_of_error = recorder.module_of_error or path
+        raise
+    finally:
+        recorder.note_dice()
+        recorder.stack.pop()
+
+
+def _with_hooks(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `nn.Module.__call__` does, with each hook as a node."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        with_kwargs = key in module._forward_pre_hooks_with_kwargs
+        given: tuple[Any, ...] = (args, kwargs) if with_kwargs else (args,)
+        found = hook(module, *given) if _is_recorded(hook) else call_hook(recorder, module, hook, given)
+        if found is not None and with_kwargs:
+            args, kwargs = found
+        elif found is not None:
+            args = found if isinstance(found, tuple) else (found,)
+    result = module.forward(*args, **kwargs)
+    for key, hook in list(module._forward_hooks.items()):
+        given = (args, kwargs, result) if key in module._forward_hooks_with_kwargs else (args, result)
+        found = hook(module, *given) if _is_recorded(hook) else call_hook(recorder, module, hook, given)
+        result = result if found is None else found
+    return result
+
+
+def _is_recorded(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith(_RECORDED_HOOKS)
+
+
+def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
+    hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    if hooks:
+        raise recorder.refuse(f"has the backward hook {hooks[0]!r}", "remove it (hook.remove())")

@@ -1,0 +1,92 @@
+"""What a recording cannot carry, and the error that says so.
+
+Most of it can be kept in the graph by keeping the module that does it whole: its Python then runs in every step, as one
+node. What that would not make right (writing to a parameter, drawing from a generator of its own) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fxpipe.errors import TraceError
+from fxpipe.tracing.containers import tensors_in
+
+
+class CannotRecord(TraceError):
+    """Recording has failed.
+
+    `modules` are the paths of those that would have to be kept whole. `final`: no other way would make it right.
+    """
+
+    def __init__(self, message: str, modules: frozenset[str] = frozenset(), final: bool = False):
+        super().__init__(message)
+        self.modules, self.final = modules, final
+
+
+# Functions that are refused: what they do, and whether a module that calls them may be kept whole.
+_REFUSED = {
+    "register_hook": "puts a hook on a tensor",
+    "register_post_accumulate_grad_hook": "puts a hook on a tensor",
+    "retain_grad": "keeps the gradient of a tensor",
+    "backward": "runs backward",
+}
+_IN_PLACE = frozenset(
+    "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
+    "__idiv__ __ifloordiv__ __ipow__ setitem".split()
+)
+
+
+def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that a function is going to write to, as far as its name and arguments say so."""
+    if name == "requires_grad_":
+        return
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+        yield from args[:1] or tuple(kwargs.values())[:1]
+    if (
+        name in ("embedding", "embedding_bag")
+        and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
+    ):
+        yield from args[1:2]  # it scales the rows in place
+    yield kwargs.get("out")
+
+
+def refused(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str, bool] | None:
+    """What is wrong with a call, its remedy, and whether keeping the module whole would make it right."""
+    if name in _REFUSED:
+        return _REFUSED[name], "do so outside forward", True
+    if name == "requires_grad_" and not (*args[1:], *kwargs.values(), True)[0] and args[0].requires_grad:
+        return (
+            "switches off gradients of a tensor in forward",
+            "do so before the model is called, or use detach()",
+            False,
+        )
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        return (
+            "draws from a random generator of its own",
+            "draw from torch's default one (leave out generator=)",
+            False,
+        )
+    if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
+        return "runs autograd inside forward", "do so outside forward", True
+    if name == "_pack_padded_sequence":
+        return "packs a sequence, whose sizes hang on lengths", "use padded tensors and a mask", True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
+    return None
+
+
+def written_parameter(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
+) -> tuple[str, str, bool] | None:
+    """The same for a call that writes to a parameter; `parameters` are known by their storages."""
+    for tensor in tensors_in(tuple(written(name, args, kwargs))):
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in parameters:
+            return (
+                f"writes to the parameter {parameters[tensor.untyped_storage()._cdata]!r}",
+                "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
+                False,
+            )
+    return None

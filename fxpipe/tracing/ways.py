@@ -1,0 +1,182 @@
+"""The ways to a graph, in order.
+
+1. *Recording*: the model runs once, values that it reads become guards.
+2. Recording with the general paths of libraries, where something stood in the way of the first.
+3. Recording with some modules kept whole: the innermost ones around what stands in the way.
+4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins.
+
+Each graph is finished by the same passes (shapes, guards, the comparison with the model): one that is not the model's
+is an error of its way, and the next one is tried. What no graph could carry, and what the model itself raises, ends
+the search at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.tracing.general import general_paths
+from fxpipe.tracing.guards import refuse_unanswerable
+from fxpipe.tracing.record import record
+from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.traced import Traced
+
+Tracer = str | fx.Tracer | Callable[[nn.Module], fx.GraphModule]
+TRACERS = ("auto", "record", "export", "fx")
+LARGE = 0.5  # share of the parameters in one piece from which on another way is tried
+
+
+def find_graph(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    tracer: Tracer,
+    whole: dict[str, str],
+    seed: int,
+    finish: Callable[[Traced], Traced],
+) -> Traced:
+    """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
+
+    Raises:
+        TraceError: no way has led to a graph; says why for each, and what can be done.
+    """
+    from fxpipe.tracing.graph_modules import by_function, by_tracer, export, symbolic
+
+    if isinstance(tracer, fx.Tracer):
+        return finish(by_tracer(model, tracer, args, kwargs))
+    if not isinstance(tracer, str):
+        return finish(by_function(model, tracer, args, kwargs))
+    if tracer == "export":
+        return finish(export(model, args, kwargs))
+    if tracer == "fx":
+        return finish(symbolic(model, args, kwargs))
+    try:
+        recorded = _recorded(model, args, kwargs, whole, seed, finish)
+    except TraceError as error:
+        if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
+            raise
+        return _exported(model, args, kwargs, finish, error)
+    if tracer == "auto" and recorded.largest_whole > LARGE:
+        with contextlib.suppress(Exception):
+            exported = finish(export(model, args, kwargs))
+            if exported.largest_whole < recorded.largest_whole:
+                exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
+                return exported
+    return recorded
+
+
+def _exported(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    finish: Callable[[Traced], Traced],
+    recording: TraceError,
+) -> Traced:
+    from fxpipe.tracing.graph_modules import export
+
+    try:
+        traced = finish(export(model, args, kwargs))
+    except Exception as error:
+        raise TraceError(
+            f"{type(model).__name__} cannot be traced:\n- recording: {recording}\n"
+            f"- torch.export: {_first_line(error)}\n"
+            "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), make a "
+            "function of it (@fxpipe.leaf), or give a tracer of your own (tracer=)"
+        ) from recording
+    traced.why = (f"not recorded: {recording}",)
+    return traced
+
+
+def _recorded(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asked: dict[str, str],
+    seed: int,
+    finish: Callable[[Traced], Traced],
+) -> Traced:
+    whole = dict(asked)
+    first: TraceError | None = None
+    general = False
+    while True:
+        try:
+            with general_paths() if general else contextlib.nullcontext():
+                traced = record(model, args, kwargs, whole=whole, seed=seed)
+            refuse_unanswerable(traced)
+            traced = finish(traced)
+        except TraceError as error:
+            if isinstance(error, CannotRecord) and error.final:
+                raise
+            if first is None:
+                first, general = error, True
+                continue
+            if str(error) == str(first):
+                general = False  # no help
+            modules = error.modules - whole.keys() if isinstance(error, CannotRecord) else frozenset[str]()
+            if not modules:
+                raise first from None
+            whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(error))
+            continue
+        except Exception:
+            if first is not None and general:  # of a path that the model never takes
+                raise first from None
+            raise
+        reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
+        if general:
+            reasons.insert(0, f"by the general paths of libraries: {first}")
+        traced.why = tuple(reasons)
+        return traced
+
+
+def _of_the_same_kind(model: nn.Module, paths: frozenset[str]) -> list[str]:
+    """Modules of the same classes will fail alike; those of torch itself need not, nor does one that holds others."""
+    modules = dict(model.named_modules())
+    kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
+    found = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
+    return [path for path in found if path in paths or not any(p.startswith(f"{path}.") for p in found)]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
+    """Paths of the modules that the user wants to keep whole.
+
+    Raises:
+        ArgumentError: the model has no such module.
+    """
+    modules = {path: module for path, module in model.named_modules() if path}
+    whole: dict[str, str] = {}
+    for asked in leaf_modules:
+        found = [
+            path for path, m in modules.items() if (isinstance(m, asked) if isinstance(asked, type) else path == asked)
+        ]
+        if not found:
+            known = ", ".join([*modules][:8]) + (", ..." if len(modules) > 8 else "")
+            raise ArgumentError(
+                f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
+                "of its modules"
+            )
+        whole |= dict.fromkeys(found, "asked for by leaf_modules")
+    return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
+
+
+def check_tracer(tracer: Any) -> Tracer:
+    """Raises where `tracer` is none."""
+    if isinstance(tracer, str) and tracer not in TRACERS:
+        raise ArgumentError(
+            f"tracer={tracer!r}; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a function from "
+            "a module to a torch.fx.GraphModule"
+        )
+    if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
+        raise ArgumentTypeError(
+            f"tracer is a {type(tracer).__name__}; expected one of {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, "
+            "or a function from a module to a torch.fx.GraphModule"
+        )
+    found: Tracer = tracer
+    return found
