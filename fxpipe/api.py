@@ -19,14 +19,10 @@ from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.hooks import hooks_of, is_computation, with_hooks
 from fxpipe.tracing.record import flags, input_leaves
 from fxpipe.tracing.ways import Tracer
 
-# The model's own hooks are the pipe's: `nn.Module.__call__` runs them around `forward`, on mini-batches.
-_HOOKS = frozenset(
-    "_forward_hooks _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks "
-    "_forward_pre_hooks_with_kwargs _backward_hooks _backward_pre_hooks".split()
-)
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
 
@@ -118,13 +114,21 @@ class Pipeline(nn.Module):
         super().__init__()
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own |= {name: store for name, store in model.__dict__.items() if name in _HOOKS}
         own["_fxpipe"] = _Inside(model, settings, given, driver or Workers(settings.devices))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, which runs through the stages in micro-batches."""
+        if not hooks_of(self.model):
+            return self._run(*args, **kwargs)
+
+        def call(hook: Any, given: tuple[Any, ...]) -> Any:
+            return None if is_computation(hook) else hook(self.model, *given)
+
+        return with_hooks(self.model, self._run, call, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
         with inside.engine.running():
             assembly, leaves, batch = self._assembly_for(args, kwargs)
@@ -172,8 +176,7 @@ class Pipeline(nn.Module):
             raise StateError(
                 "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
             )
-        hooks = [hook for name in _HOOKS if name.endswith("_hooks") for hook in self.__dict__[name].values()]
-        if hooks:
+        if hooks := hooks_of(self.model):
             raise StateError(
                 f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
                 "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.tracing.draws import Drawing, Draws
 from fxpipe.tracing.effects import Effects, Run, watch
+from fxpipe.tracing.hooks import run_model
 from fxpipe.tracing.record import copy_of_input
 from fxpipe.tracing.snapshot import dice, forked_random, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
@@ -110,7 +111,7 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
     with undone(traced.model):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed)):
-            leaves = pytree.tree_leaves(traced.model.forward(*args, **kwargs))
+            leaves = pytree.tree_leaves(run_model(traced.model, args, kwargs))
         outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}

@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
 from fxpipe.tracing.recorder import PLAIN, Recorder, Running
 from fxpipe.tracing.whole import active, call_hook, call_whole
 
 _PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
-# Hooks that only compute, and so are recorded: those of torch itself (weight_norm), and those by which transformers
-# collects hidden states.
-_RECORDED_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
 
 
 @contextlib.contextmanager
@@ -96,39 +94,20 @@ def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: 
     recorder.note_dice()
     recorder.stack.append(Running.now(path, module))
     try:
-        if module is recorder.model:
-            return module.forward(*args, **kwargs)  # its own hooks are the pipe's: they see the mini-batch
         _refuse_backward_hooks(recorder, module)
-        return _with_hooks(recorder, module, args, kwargs)
+        if module is recorder.model:
+            return run_model(module, args, kwargs)
+
+        def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
+            return hook(module, *given) if is_computation(hook) else call_hook(recorder, module, hook, given)
+
+        return with_hooks(module, module.forward, call_one, args, kwargs)
     except BaseException:
         recorder.module_of_error = recorder.module_of_error or path
         raise
     finally:
         recorder.note_dice()
         recorder.stack.pop()
-
-
-def _with_hooks(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `nn.Module.__call__` does, with each hook as a node."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        with_kwargs = key in module._forward_pre_hooks_with_kwargs
-        given: tuple[Any, ...] = (args, kwargs) if with_kwargs else (args,)
-        found = hook(module, *given) if _is_recorded(hook) else call_hook(recorder, module, hook, given)
-        if found is not None and with_kwargs:
-            args, kwargs = found
-        elif found is not None:
-            args = found if isinstance(found, tuple) else (found,)
-    result = module.forward(*args, **kwargs)
-    for key, hook in list(module._forward_hooks.items()):
-        given = (args, kwargs, result) if key in module._forward_hooks_with_kwargs else (args, result)
-        found = hook(module, *given) if _is_recorded(hook) else call_hook(recorder, module, hook, given)
-        result = result if found is None else found
-    return result
-
-
-def _is_recorded(hook: Any) -> bool:
-    home = getattr(hook, "__module__", None) or type(hook).__module__
-    return str(home).startswith(_RECORDED_HOOKS)
 
 
 def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fxpipe.errors import TraceError
+from fxpipe.tracing.refusals import CannotRecord
 
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises TraceError with everything about `model` that stands in the way."""
+    """Raises, with everything about `model` that stands in the way."""
     found = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
     if found:
-        raise TraceError(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(found))
+        raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(found), final=True)
 
 
 def _global_hooks() -> Iterator[str]:
