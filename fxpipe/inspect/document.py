@@ -17,6 +17,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         chunks               micro-batches of a step
         micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
         schedule, checkpoint, balance, tracer, fingerprint        as in `fxpipe.Plan`
+        why                  list of texts: how the tracer came to this graph, where that is not plain recording
+        guards               list of texts: values that forward read; with other ones another graph runs
         devices              list of names, one for each worker
         stages               list, in order, of
             index, device
@@ -45,6 +47,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "balance": plan.balance,
         "tracer": plan.tracer,
         "fingerprint": plan.fingerprint,
+        "why": list(plan.why),
+        "guards": list(plan.guards),
         "devices": list(plan.devices),
         "stages": [_stage(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
         "portals": [
