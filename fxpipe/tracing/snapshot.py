@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.tracing.hooks import SET_BY_COMPUTATION, is_computation
 from fxpipe.tracing.refusals import CannotRecord
 
 OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
@@ -140,6 +141,11 @@ def _same_items(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
+def _holds_only_computation(name: str, container: Any) -> bool:
+    """Hooks that the model puts on when it first needs them, and that it will put on again."""
+    return name.endswith("_forward_hooks") and all(map(is_computation, container.values()))
+
+
 def _unchanged(before: Any, now: Any) -> bool:
     """Is this the same attribute? Other tensors are no matter of a snapshot: they are outputs of the graph."""
     if before is now or isinstance(now, torch.Tensor):
@@ -191,13 +197,14 @@ class Snapshot:
         """Puts everything back and fills in what was found changed."""
         for path, store, before in self._dicts:
             for key in [*before, *(key for key in store if key not in before)]:
-                if not _unchanged(before.get(key, self), store.get(key, self)):
+                if key not in SET_BY_COMPUTATION and not _unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
             store.clear()
             store.update(before)
         for name, container, before in self._containers:
             if not _same_items(container, before):
-                self.written_attributes.append(name)
+                if not _holds_only_computation(name, container):
+                    self.written_attributes.append(name)
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():
