@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.attributes import attributes_of
 from fxpipe.tracing.containers import hidden_tensors, tensors_in
 from fxpipe.tracing.following import followed
 from fxpipe.tracing.preconditions import refuse_model
@@ -179,6 +180,7 @@ def _record(
         recorder.constants,
         tuple(recorder.size_reads),
         recorder.attributes_read,
+        attributes_of(model, recorder.read_names()),
         seed=seed,
     )
     _erase_unused_sizes(traced)
