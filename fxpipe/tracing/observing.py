@@ -11,6 +11,7 @@ the batch size. All that may be are varied together; where the graph refuses tha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def observe(
         values: flattened inputs.
         dims: place of an input -> the dimension that may hold the samples.
         groups: places of inputs that have the same number of samples, each a group.
-        node: the one that is asked for; what others make is a gift.
+        node: the one that is asked for. What can be said of others comes with it.
 
     Raises:
         TraceError: there is no way to vary the number of samples, or what `node` makes is no such formula.
@@ -91,8 +92,8 @@ def observe(
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
         raise TraceError("it can only be seen in a real run, and the inputs hold no values")
     if not groups:
-        once = _run(traced, values, node)
-        return Observation((), frozenset(), {n: _fitted((0, 1), (tree, tree)) for n, tree in once.items()})
+        run = _run(traced, values, node)
+        return Observation((), frozenset(), _all_fitted((0, 1), (run, run), node))
     for varied in itertools.islice(_choices(values, dims, groups), MOST_CHOICES):
         samples = values[varied[0]].shape[dims[varied[0]]]
         for numbers in _numbers(samples):
@@ -102,17 +103,10 @@ def observe(
                 why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
                 continue
             try:
-                made = {node: _fitted(numbers, [run[node] for run in runs])}
+                made = _all_fitted(numbers, runs, node)
             except _NoFormula as error:
-                why = (
-                    f"in real runs with {_listed(numbers)} samples {error}; only sizes a * samples + c can be followed"
-                )
-                continue
-            for other in set(runs[0]).intersection(*runs[1:]) - {node}:
-                try:
-                    made[other] = _fitted(numbers, [run[other] for run in runs])
-                except _NoFormula:
-                    continue
+                why = f"in real runs with {_listed(numbers)} samples {error}; sizes must grow evenly with the samples"
+                break  # at multiples it may look as if there were one
             return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, made)
     raise TraceError(why)
 
@@ -205,6 +199,15 @@ class _NoFormula(Exception):
     """What was seen does not grow evenly with the number of samples."""
 
 
+def _all_fitted(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
+    """What nodes make for any number of samples, where that can be said; of `wanted` it must."""
+    made = {wanted: _fitted(numbers, [run[wanted] for run in runs])}
+    for node in runs[0]:
+        with contextlib.suppress(_NoFormula, KeyError):
+            made[node] = _fitted(numbers, [run[node] for run in runs])
+    return made
+
+
 def _fitted(numbers: Sequence[int], made: Sequence[Any]) -> Any:
     """One value for any number of samples, from what it was for each of `numbers`."""
     flat, specs = zip(*(pytree.tree_flatten(value) for value in made), strict=True)
@@ -226,7 +229,7 @@ def _fitted_leaf(numbers: Sequence[int], leaves: Sequence[Any]) -> Any:
         return SeenTensor(shape, stride, first.dtype, first.device)
     if all(type(leaf) is int for leaf in leaves):
         return _fitted_sizes(numbers, [(leaf,) for leaf in leaves])[0]
-    if all(type(leaf) is type(first) and leaf == first for leaf in leaves):
+    if all(leaf is first or (type(leaf) is type(first) and leaf == first) for leaf in leaves):
         return first
     raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
 

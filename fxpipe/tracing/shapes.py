@@ -10,6 +10,7 @@ Other dimensions are fixed: inputs of another length are another graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class TensorShape:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_of(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
+    """Of all these tensors together."""
+    return sympy.Add(*(shape.bytes for shape in shapes))
 
 
 def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:

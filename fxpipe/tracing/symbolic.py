@@ -89,11 +89,17 @@ def _look(
         if isinstance(why, _Bakes):
             known.baked.add(node)
             return
+        told = f"with fake tensors: {_first_line(why)}; " if why else ""
         raise TraceError(
             f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) cannot be "
-            f"told for other batch sizes: {f'with fake tensors: {why}; ' if why else ''}{error}. Let it take sizes "
-            "from its inputs (x.shape[0]) and make the same for each sample, or take it out of forward"
+            f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
+            "same for each sample, or take it out of forward"
         ) from why
+
+
+def _first_line(error: Exception) -> str:
+    """What torch has to say; the advice that follows is for people who compile."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
 
 
 @dataclass(slots=True)
