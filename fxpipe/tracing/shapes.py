@@ -60,6 +60,13 @@ def bytes_of(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
     return sympy.Add(*(shape.bytes for shape in shapes))
 
 
+@functools.lru_cache(maxsize=4096)
+def bytes_for(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
+    """For a micro-batch of so many samples. A size that hangs on values (nonzero) counts as 0."""
+    number = formula.subs(batch, samples)
+    return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
+
+
 def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
     """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (`TensorShape`s) to its nodes.
 
