@@ -8,7 +8,6 @@ every source of random numbers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 from collections import deque
@@ -126,7 +125,9 @@ def same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
 def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
     """The lists, dicts and sets in an attribute, innermost last, each with a copy."""
     if depth and isinstance(value, (list, dict, set, deque)):
-        yield name, value, copy.copy(value)
+        # Not copy.copy, which takes long for the many empty dicts of hooks.
+        kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+        yield name, value, kind(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
