@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.functions import opname, written_by
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
 from fxpipe.tracing.source import user_line
@@ -208,9 +209,13 @@ class Recorder(TorchFunctionMode):
             "convert it to a tensor or a plain number first",
         )
 
+    def where(self) -> tuple[str, str]:
+        """The module that runs, and the user's line."""
+        return self.origin or (self._stack[-1][0] if self._stack else "", user_line())
+
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, source = self.origin or (self._stack[-1][0] if self._stack else "", user_line())
-        name = getattr(target, "__name__", str(target))
+        path, source = self.where()
+        name = opname(target)
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
         parts = [path] if self._stack and _is_one_function(self._stack[-1][1]) else [path, name]
         if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
@@ -254,7 +259,7 @@ class Recorder(TorchFunctionMode):
         return self.add("call_function", function, tuple(map(self.argument, operands)))
 
     def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
-        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, user_line()))
+        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, self.where()[1]))
 
     # -- torch functions ---------------------------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        name = opname(func)
         if self._paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
@@ -332,8 +337,9 @@ class Recorder(TorchFunctionMode):
 
     def _refuse(self, what: str, remedy: str) -> TraceError:
         """The error to raise; kept, should forward swallow it."""
-        module = f" in module {self._stack[-1][0]!r}" if self._stack and self._stack[-1][0] else ""
-        error = TraceError(f"the model{module} {what} at {user_line()}; {remedy}")
+        path, line = self.where()
+        module = f" in module {path!r}" if path else ""
+        error = TraceError(f"the model{module} {what} at {line}; {remedy}")
         self.refusal = self.refusal or error
         return error
 
@@ -351,7 +357,8 @@ class Recorder(TorchFunctionMode):
             )
         if torch.get_default_dtype() != self._default_dtype:
             raise self._refuse("changes the default dtype", "do so outside forward, or pass dtype= to the functions")
-        for tensor in _written(name, args, kwargs):
+        is_overload = isinstance(func, torch._ops.OpOverload)
+        for tensor in written_by(func, args, kwargs) if is_overload else _written(name, args, kwargs):
             if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._parameters:
                 raise self._refuse(
                     f"writes to the parameter {self._parameters[tensor.untyped_storage()._cdata]!r}",
