@@ -1,7 +1,6 @@
 """Tracing by `torch.export`: the model runs on fake tensors, below the functions that the recorder sees.
 
-So a transform of `torch.func` inside forward, or a function that is compiled or scripted, comes out as the operators it
-consists of. A decision on a value does not pass.
+So a scripted function inside forward comes out as the operators it consists of. A decision on a value does not pass.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_d
 
 
 def _large_enough(values: Sequence[Any], dims: Sequence[int | None], spec: pytree.TreeSpec) -> tuple[Any, Any]:
-    """Copies of the inputs, each an object of its own; two of a single sample, since export takes 1 for a fixed size."""
+    """Copies of the inputs, each an object of its own; a single sample twice, since export takes 1 as fixed."""
     single = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None} == {1}
     copies = []
     for value, dim in zip(values, dims, strict=True):
@@ -138,9 +137,10 @@ class _Program:
         """Buffers that forward sets to other tensors, for which export copies into them at the end: name -> value."""
         buffers = {node: str(spec.target) for node, spec in self.inputs if spec.kind is InputKind.BUFFER}
         found = {}
-        for node in list(self.program.graph.nodes):
-            is_exports = not node.users and not node.meta.get("stack_trace") and not node.meta.get("nn_module_stack")
-            if is_exports and opname(node.target) == "copy_" and node.args[0] in buffers:
+        for node in list(reversed(self.program.graph.nodes))[1:]:
+            if opname(node.target) != "copy_" or node.users or node.args[0] not in buffers:
+                break
+            if node.name.startswith("copy__default"):  # export's own; from the user's code it would be `copy_`
                 found[buffers[node.args[0]]] = node.args[1]
                 self.program.graph.erase_node(node)
         return found

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fxpipe.errors import TraceError
+from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.lost import check_nothing_lost
 from fxpipe.tracing.record import input_leaves, record
@@ -34,8 +35,9 @@ Values = dict[fx.Node, Any]
 
 # What is only there to fail: the pipeline has its own checks of sizes.
 _CHECKS = frozenset(
-    "_assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async sym_constrain_range "
-    "sym_constrain_range_for_size _functional_sym_constrain_range _functional_sym_constrain_range_for_size".split()
+    "_assert _assert_is_none _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async "
+    "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range "
+    "_functional_sym_constrain_range_for_size".split()
 )
 # Computations of plain numbers: left out where only checks use them, since comparing a size counts as reading it.
 _OF_NUMBERS = frozenset(
@@ -115,6 +117,10 @@ def run_graph(recorder: Recorder, graph: fx.Graph, values: Values, named: Callab
         named: gives what `get_attr` and `call_module` speak of.
     """
     paths = {path for path, _ in recorder.model.named_modules()}
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
+            line = (origin_of(node, paths) or ("", "unknown"))[1]
+            raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
     needed = _needed(graph)
     before = recorder.origin
     try:
@@ -125,7 +131,9 @@ def run_graph(recorder: Recorder, graph: fx.Graph, values: Values, named: Callab
                 continue
             # A module of the user's that is called records where it is by itself.
             recorder.origin = None if node.op == "call_module" else origin_of(node, paths) or before
-            values[node] = _run_node(recorder, node, values, named)
+            state = node.meta.get("state")
+            with applied(state) if state is not None and state != ThreadState.now() else contextlib.nullcontext():
+                values[node] = _run_node(recorder, node, values, named)
     finally:
         recorder.origin = before
     raise TraceError("the graph has no output")
@@ -202,7 +210,7 @@ def origin_of(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
     """Module path and source line that a node remembers."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
-    line = line_in_trace(node.meta.get("stack_trace") or "")
+    line = node.meta.get("source") or line_in_trace(node.meta.get("stack_trace") or "")
     return (path, line) if stack or line else None
 
 

@@ -48,8 +48,8 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
         if not same:
             raise TraceError(
                 f"the gradient of {name!r} by the graph that {traced.tracer!r} made is not the model's: forward may "
-                "use an autograd.Function with a backward of its own, or hooks on tensors, which such a graph loses; "
-                "leave it to recording (tracer='record')"
+                "use an autograd.Function with a backward of its own, hooks on tensors, or switch gradients off, which "
+                "such a graph loses; leave it to recording (tracer='record')"
             )
     for name, tensor in want.kept.items():
         if name not in have.kept or not agree(tensor, have.kept[name], _tolerance(tensor)):

@@ -145,4 +145,6 @@ def graph_table(traced: Traced) -> str:
         if n.op in (*WORKING, "placeholder", "call_module")
     ]
     head = f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"
-    return head + "\n" + tabulate(rows, headers=("node", "computes", "makes", "module", "source"))
+    return (
+        head + "\n" + tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
+    )

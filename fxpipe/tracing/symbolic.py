@@ -19,19 +19,19 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.graph_modules import Values, named_in, origin_of, refuse_hooks, run_graph, traced_from
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.record import flags
 from fxpipe.tracing.recorder import _PATCHING, Recorder
 from fxpipe.tracing.snapshot import slots_of, undone
-from fxpipe.tracing.source import line_of_error
+from fxpipe.tracing.source import line_of_error, user_line
 from fxpipe.tracing.traced import Leaf, Traced
 
 
 class _DeepTracer(fx.Tracer):
     """Goes into every module where proxies get through, and keeps the others whole."""
 
-    record_stack_traces = True
     proxy_buffer_attributes = True  # else what changes a buffer would run now, and not be in the graph
 
     def __init__(self) -> None:
@@ -46,10 +46,11 @@ class _DeepTracer(fx.Tracer):
     ) -> Any:
         if threading.get_ident() != self._thread:  # fx follows the modules of all threads
             return forward(*args, **kwargs)
-        last = next(iter(reversed(self.graph.nodes)), None)
+        last, stack = next(iter(reversed(self.graph.nodes)), None), self.module_stack.copy()
         try:
             return super().call_module(m, forward, args, kwargs)
         except Exception:
+            self.module_stack = stack
             for node in list(reversed(self.graph.nodes)):
                 if node is last:
                     break
@@ -64,7 +65,19 @@ def symbolic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     Raises:
         TraceError: forward does what a proxy cannot do; the message names the user's line.
     """
-    return _by_tracer(model, _DeepTracer(), args, kwargs, "fx")
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
+    bound.apply_defaults()
+    # Else an argument that was left out would be a proxy, and `if mask is not None` true.
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    constants = {
+        name: value
+        for name, value in bound.arguments.items()
+        if bound.signature.parameters[name].kind not in kinds and not any(True for _ in tensors_in(value))
+    }
+    return _by_tracer(model, _DeepTracer(), args, kwargs, "fx", constants)
 
 
 def by_tracer(
@@ -125,20 +138,28 @@ def symbolic_graph(model: nn.Module) -> Traced:
     return Traced(model, graph, tuple(leaves), in_spec, out_spec, flags(model), state, {}, (), {}, "fx")
 
 
-def _by_tracer(model: nn.Module, tracer: fx.Tracer, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Traced:
+def _by_tracer(
+    model: nn.Module,
+    tracer: fx.Tracer,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    constants: dict[str, Any] | None = None,
+) -> Traced:
     refuse_model(model)
     refuse_hooks(model)
-    graph, found = _symbolic(model, tracer)
+    graph, found = _symbolic(model, tracer, constants)
     run = _Run(model, graph, found.__getitem__, name)
     return traced_from(model, args, kwargs, run, _tensors(found), name)
 
 
-def _symbolic(model: nn.Module, tracer: fx.Tracer) -> tuple[fx.Graph, dict[str, Any]]:
+def _symbolic(
+    model: nn.Module, tracer: fx.Tracer, constants: dict[str, Any] | None = None
+) -> tuple[fx.Graph, dict[str, Any]]:
     """The symbolic graph, and the tensors and modules that it speaks of: constants leave the model with the trace."""
-    recorded_lines, tracer.record_stack_traces = tracer.record_stack_traces, True
-    with _PATCHING, _functions_refuse_proxies(), undone(model):
+    with _PATCHING, _functions_refuse_proxies(), _noting(tracer), undone(model):
         try:
-            graph = tracer.trace(model)
+            graph = tracer.trace(model, constants) if constants else tracer.trace(model)
         except TraceError:
             raise
         except Exception as error:
@@ -147,11 +168,30 @@ def _symbolic(model: nn.Module, tracer: fx.Tracer) -> tuple[fx.Graph, dict[str, 
                 f"symbolic tracing ({type(tracer).__name__}) does not take the model: {type(error).__name__}: {first} "
                 f"(at {line_of_error(error)})"
             ) from error
-        finally:
-            tracer.record_stack_traces = recorded_lines
         named = named_in(model)
         found = {str(n.target): named(str(n.target)) for n in graph.nodes if n.op in ("get_attr", "call_module")}
     return graph, found
+
+
+@contextlib.contextmanager
+def _noting(tracer: fx.Tracer) -> Iterator[None]:
+    """A block in which every node notes where it comes from, and the state of the thread, which fx forgets."""
+    create = tracer.create_node
+
+    def create_node(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        node.meta.update(source=user_line(), state=ThreadState.now())
+        return node
+
+    own = vars(tracer)  # only this tracer, whatever its class
+    before = own.get("create_node")
+    own["create_node"] = create_node
+    try:
+        yield
+    finally:
+        del own["create_node"]
+        if before is not None:
+            own["create_node"] = before
 
 
 @contextlib.contextmanager
