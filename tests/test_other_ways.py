@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,39 @@ def test_export_that_loses_an_attribute_is_refused() -> None:
 
     with pytest.raises(TraceError, match=r"changes 'last'.*register_buffer"):
         export(Forward(forward), (x(),), {})
+
+
+class Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
+        first, second = (x, x[:, :3])
+        if isinstance(second, torch.Tensor):  # a proxy is none
+            first = self.lin(first)
+        return OrderedDict(y=first, z=first[:, :5] @ x[:, :5].mT if type(x) is torch.Tensor else first @ second)
+
+
+def test_a_symbolic_graph_that_raises_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"the graph that 'fx' made raises, and the model does not: RuntimeError"):
+        symbolic(Skips(), (x(),), {})
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_models_own_error_is_the_models_own(way: Way) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        way(nn.Linear(5, 5), (x(),), {})
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_output_has_the_models_structure(way: Way) -> None:
+    class Ordered(nn.Module):
+        def forward(self, x: torch.Tensor) -> OrderedDict[str, torch.Tensor]:
+            return OrderedDict(b=x * 2, a=x + 1)
+
+    traced = traced_by(way, Ordered(), x())
+    assert_same_as_model(traced, x(7))
 
 
 def test_hooks_on_modules_are_refused() -> None:

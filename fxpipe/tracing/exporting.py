@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.graph_modules import Values, named_in, refuse_hooks, run_graph, traced_from
+from fxpipe.tracing.graph_modules import Values, named_in, refuse_hooks, run_graph, run_plainly, traced_from
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.record import input_leaves
 from fxpipe.tracing.recorder import _PATCHING, Recorder
@@ -47,7 +47,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_d
     leaves, spec, values = input_leaves(model, args, kwargs)
     dims = asked_dims(leaves, in_dims)
     with _PATCHING:
-        program = _exported(model, *_large_enough(values, dims, spec), dims)
+        try:
+            program = _exported(model, *_large_enough(values, dims, spec), dims)
+        except TraceError:
+            run_plainly(model, args, kwargs)
+            raise
     constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
     return traced_from(model, args, kwargs, _Program(model, program), constants, "export")
 

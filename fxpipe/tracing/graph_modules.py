@@ -20,14 +20,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.lost import check_nothing_lost
-from fxpipe.tracing.record import input_leaves, record
+from fxpipe.tracing.record import copy_of_input, input_leaves, record
 from fxpipe.tracing.recorder import Recorder
-from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of
+from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
 from fxpipe.tracing.traced import Traced
 
@@ -71,9 +72,17 @@ def traced_from(
         for name, tensor in held.items():
             if not same_values(tensor, before[name]):
                 raise TraceError(
-                    f"the graph made by {tracer} changes the tensor {name!r}, which is no buffer of the model; "
+                    f"the graph that {tracer!r} made changes the tensor {name!r}, which is no buffer of the model; "
                     "register it (register_buffer)"
                 )
+    except TraceError:
+        raise
+    except Exception as error:
+        run_plainly(model, args, kwargs)
+        raise TraceError(
+            f"the graph that {tracer!r} made raises, and the model does not: {type(error).__name__}: {error}; forward "
+            "may decide by what was another thing while it was traced; leave it to recording (tracer='record')"
+        ) from error
     finally:
         for name, tensor in held.items():
             if not same_values(tensor, before[name]):
@@ -82,6 +91,15 @@ def traced_from(
     traced.tracer = tracer
     check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
     return traced
+
+
+def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises what the model itself raises on these inputs: that is no matter of a graph."""
+    _, spec, values = input_leaves(model, args, kwargs)
+    copies = [copy_of_input(value) if isinstance(value, torch.Tensor) else value for value in values]
+    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    with undone(model):
+        model(*run_args, **run_kwargs)
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -24,12 +24,15 @@ from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    spec: pytree.TreeSpec  # of the outputs
     gradients: dict[str, torch.Tensor | None]
     kept: dict[str, torch.Tensor]  # the tensors of the model that are no parameters, after the run
 
 
 def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
     """Compares, on the example inputs, gradients (for one direction of the outputs) and what stays behind.
+
+    The output gets the model's structure. Its values are compared at several sizes elsewhere.
 
     Raises:
         TraceError: something differs; names it.
@@ -39,6 +42,13 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
         torch.manual_seed(seed)
         want = _run_model(traced, leaves)
     snapshot.refuse_changes()
+    if want.spec != traced.out_spec:
+        if want.spec.num_leaves != traced.out_spec.num_leaves:
+            raise TraceError(
+                f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
+                f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
+            )
+        traced.out_spec = want.spec  # fx makes plain dicts of all kinds of dicts
     with forked_random():
         torch.manual_seed(seed)
         have = _run_graph(traced, leaves)
@@ -77,7 +87,7 @@ def _copies(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs, copies = _copies(leaves)
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
-    outputs = pytree.tree_leaves(traced.model(*args, **kwargs))
+    outputs, spec = pytree.tree_flatten(traced.model(*args, **kwargs))
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
         slot.name: tensor.detach().clone()
@@ -85,7 +95,7 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
         # What requires grad and is not read is made anew by each forward, as weight_norm does.
         if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
     }
-    return _Run(_gradients(traced, outputs, inputs), kept)
+    return _Run(spec, _gradients(traced, outputs, inputs), kept)
 
 
 def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
@@ -105,7 +115,7 @@ def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
     kept = {slot.name: after[id(tensor)] for slot, tensor in slots_of(traced.model).items()}
     kept |= {name: values[node] for name, node in traced.assigned.items()}
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
-    return _Run(_gradients(traced, outputs, inputs), kept)
+    return _Run(traced.out_spec, _gradients(traced, outputs, inputs), kept)
 
 
 def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:

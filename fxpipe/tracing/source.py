@@ -34,7 +34,7 @@ def line_of_error(error: BaseException) -> str:
     """Where in the user's code an exception came from: the innermost line that is neither torch's nor fxpipe's."""
     found, entry = "unknown", error.__traceback__
     while entry is not None:
-        if not entry.tb_frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        if not entry.tb_frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
             found = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
         entry = entry.tb_next
     return found

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.graph_modules import Values, named_in, origin_of, refuse_hooks, run_graph, traced_from
+from fxpipe.tracing.graph_modules import Values, named_in, origin_of, refuse_hooks, run_graph, run_plainly, traced_from
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.record import flags
 from fxpipe.tracing.recorder import _PATCHING, Recorder
@@ -148,7 +148,11 @@ def _by_tracer(
 ) -> Traced:
     refuse_model(model)
     refuse_hooks(model)
-    graph, found = _symbolic(model, tracer, constants)
+    try:
+        graph, found = _symbolic(model, tracer, constants)
+    except TraceError:
+        run_plainly(model, args, kwargs)
+        raise
     run = _Run(model, graph, found.__getitem__, name)
     return traced_from(model, args, kwargs, run, _tensors(found), name)
 
