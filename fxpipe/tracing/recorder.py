@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws, is_draw
+from fxpipe.tracing.functions import opname
 from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
@@ -240,7 +241,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, name = self.module, getattr(target, "__name__", str(target))
+        path, name = self.module, opname(target)
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
         parts = [path] if self.stack and _is_one_function(self.stack[-1].module) else [path, name]
         if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
@@ -284,7 +285,7 @@ class Recorder(TorchFunctionMode):
         return self.add("call_function", function, tuple(map(self.argument, operands)))
 
     def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
-        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, user_line()))
+        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, self.source))
 
     # -- torch functions ---------------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        name = opname(func)
         if self.paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
@@ -408,7 +409,7 @@ class Recorder(TorchFunctionMode):
             raise self.refuse(
                 "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
             )
-        found = refused(func, name, args, kwargs) or written_parameter(name, args, kwargs, self._parameters)
+        found = refused(func, name, args, kwargs) or written_parameter(func, args, kwargs, self._parameters)
         if found is not None:
             raise self.refuse(*found)
 

@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.sizes import SizeRead
-from fxpipe.tracing.symbolic import SymbolicRun, run_on_symbols
-from fxpipe.tracing.traced import WORKING, BatchRead, Traced, one_batch_size
+from fxpipe.tracing.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
 
 REDUCTIONS = ("mean", "sum", "stack")
 _RELATIONS = {
@@ -76,7 +76,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
         TraceError: forward computes with the batch size in plain Python.
     """
-    asked, sure = _asked_dims(traced, in_dims), in_dims is not None
+    asked, sure = asked_dims(traced.leaves, in_dims), in_dims is not None
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
@@ -111,9 +111,9 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
+def asked_dims(leaves: Sequence[Leaf], in_dims: Any) -> list[int | None]:
     """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0."""
-    heads = list(dict.fromkeys(leaf.head for leaf in traced.leaves))
+    heads = list(dict.fromkeys(leaf.head for leaf in leaves))
     if in_dims is None or isinstance(in_dims, int):
         by_head = {} if in_dims is None else dict.fromkeys(heads, in_dims)
     elif isinstance(in_dims, tuple) and len(in_dims) == len(heads):
@@ -126,7 +126,7 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
             "or None) for each input, or a dict from input name to int or None"
         )
     dims: list[int | None] = []
-    for leaf in traced.leaves:
+    for leaf in leaves:
         dim = by_head.get(leaf.head, 0 if leaf.shape else None) if leaf.is_tensor else None
         if dim is not None and not -len(leaf.shape) <= dim < len(leaf.shape):
             raise ArgumentError(
