@@ -4,8 +4,8 @@
     python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
     python tools/coverage.py --no-others --stages 3 --json coverage.json
 
-Every model trains and evaluates; what is right, and how exactly, says `zoo/reference.py`. Models run in processes of
-their own, so that one that crashes or hangs is one row of the table.
+Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
+processes of their own, so that one that crashes or hangs is one row of the table.
 
 Columns: the way that was taken to trace it, nodes of the graph, the largest leaf's share of the parameters, whether
 outputs, gradients and buffers equal the plain model's, seconds to plan; then what `torch.fx.symbolic_trace` and
@@ -17,31 +17,20 @@ from __future__ import annotations
 import argparse
 import collections
 import json
-import os
-import queue
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zoo is there
+
 from zoo import Entry, select
-from zoo.row import WAYS, Row
-from zoo.trial import MARK
+from zoo.processes import rows_of
+from zoo.row import MODES, WAYS, Row
 
-TOOLS = Path(__file__).resolve().parent
-PATHS = [str(path) for path in (TOOLS, TOOLS.parent / "tests", TOOLS.parent)]  # zoo, oracle, fxpipe
-
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(PATHS),
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-}
 HEADERS = "model mode stages traced_by nodes leaf outputs gradients buffers seconds symbolic_trace pipelining".split()
 WIDTH = 46  # of a verdict with its exception
 
@@ -75,60 +64,11 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
 def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
-    """All rows of a model. Where a row ends its process, another process goes on behind it."""
-    tasks = [("fxpipe", mode, stages) for mode in ("train", "eval") for stages in options.stages]
+    tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages]
     if not options.no_others:
-        tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in ("train", "eval")]
-    rows: list[Row] = []
-    while len(rows) < len(tasks):
-        done, verdict, message = _process(entry, tasks[len(rows) :], options.limit)
-        rows += done
-        if verdict:
-            way, mode, stages = tasks[len(rows)]
-            rows.append(Row(entry.name, entry.family, way, mode, stages, verdict, message))
-    return rows
-
-
-def _process(entry: Entry, tasks: Sequence[tuple[str, str, int]], limit: float) -> tuple[list[Row], str, str]:
-    """Rows of one process, and how it ended before its time: a verdict (empty if it did not) and a message."""
-    command = [sys.executable, "-m", "zoo.trial", entry.name, *(" ".join(map(str, task)) for task in tasks)]
-    lines: queue.Queue[str | None] = queue.Queue()
-    rows: list[Row] = []
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, env=os.environ | ENVIRONMENT, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        reader = threading.Thread(target=_read, args=(process, lines))
-        reader.start()
-        try:
-            while len(rows) < len(tasks):
-                line = lines.get(timeout=limit)
-                if line is None:
-                    break
-                if line.startswith(MARK):
-                    rows.append(Row(**json.loads(line.removeprefix(MARK))))
-        except queue.Empty:
-            return rows, "hangs", f"no result after {limit:.0f} s"
-        finally:
-            process.kill()
-            reader.join()
-            status = process.wait()
-        if len(rows) == len(tasks):
-            return rows, "", ""
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or [""])[-1]
-        return rows, "crashes", f"exit status {status}: {last}"
-
-
-def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
-    lines.put(None)
+        tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in MODES]
+    return rows_of(entry, tasks, options.limit)
 
 
 # -- telling ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Comparison:
 def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
     """The reference for a pipeline: the plain model over micro-batches, or on the mini-batch where that is right."""
     count = 1 if entry.is_whole else CHUNKS
-    whole = _whole_output(entry, training)
+    whole = _whole_output(entry, training, gradients)
     model, inputs = entry.build()
     model.train(training)
     torch.manual_seed(STEP_SEED)
@@ -118,10 +118,10 @@ def back(outputs: Leaves) -> None:
         torch.stack(losses).sum().backward()
 
 
-def _whole_output(entry: Entry, training: bool) -> Leaves:
+def _whole_output(entry: Entry, training: bool, gradients: bool) -> Leaves:
     model, (args, kwargs) = entry.build()
     model.train(training)
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         return flat(model(*args, **kwargs))
 
 

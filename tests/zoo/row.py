@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WAYS = ("fxpipe", "symbolic_trace", "pipelining")
+MODES = ("train", "eval")
+
+Task = tuple[str, str, int]  # way, mode, number of stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,7 @@ class WritesThroughViews(nn.Module):
         x = self.layers[0](x)
         skip = x.transpose(1, 2)
         first, second = x[..., :4], x[..., 4:]
-        y = self.layers[1](x)
+        y = self.layers[1](x * 2)
         y[:, 0] = 0
         y[:, 1:3] += first[:, 1:3].repeat(1, 1, 2)
         second.mul_(0.5)
@@ -139,17 +139,16 @@ class ConvolutionalLstm(nn.Module):
 
 
 @own(MEMORY, lambda: call(vectors()))
-class ChangedInput(nn.Module):
-    """Forward changes its own input, after it was kept for later."""
+class ChangedSkip(nn.Module):
+    """A skip is changed in place after it was kept for later."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = linears()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.clone()
-        skip = x
-        y = self.layers[0](x)
+        skip = x = x * 3
+        y = self.layers[0](x * 2)
         x.add_(1)
         for layer in self.layers[1:]:
             y = torch.tanh(layer(y))
