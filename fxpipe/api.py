@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
@@ -20,6 +19,7 @@ from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.record import flags, input_leaves
+from fxpipe.trees import flatten
 
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         now = flags(inside.model)
         known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now))
         prepared, assembly = next(known, None) or inside.prepare(args, kwargs)

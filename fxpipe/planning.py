@@ -118,12 +118,11 @@ def prepare_beside(first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
-    from torch.utils import _pytree as pytree
-
     from fxpipe.tracing import trace
+    from fxpipe.trees import flatten
 
     traced = trace(model, args, kwargs, in_dims=settings.in_dims, out_dims=settings.out_dims, chunks=settings.chunks)
-    batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
+    batch = traced.batch_of(flatten((args, kwargs))[0])
     return traced, -(-batch // min(settings.chunks, batch))
 
 

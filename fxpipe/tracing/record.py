@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.recorder import Recorder
 from fxpipe.tracing.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
+from fxpipe.trees import flatten, flatten_with_paths, holds, refuse_hidden
 
 _OF_SIZES = (
     "size",
@@ -48,7 +47,7 @@ def input_leaves(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
     """The flattened inputs: what they are, their tree, and their values."""
-    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    paths, spec = flatten_with_paths((args, kwargs))
     parameters = list(inspect.signature(model.forward).parameters.values())
     leaves = []
     for path, value in paths:
@@ -65,11 +64,7 @@ def input_leaves(
                 )
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
-            if any(True for _ in tensors_in(value)):
-                raise ArgumentError(
-                    f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass "
-                    "tensors in tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
-                )
+            refuse_hidden(f"input {text}", value)
             leaves.append(Leaf(False, head, text, value))
     return tuple(leaves), spec, [value for _, value in paths]
 
@@ -128,7 +123,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     if recorder.refusal is not None:
         raise recorder.refusal
     snapshot.refuse_changes()
-    outputs, out_spec = pytree.tree_flatten(result)
+    outputs, out_spec = flatten(result, lambda value: holds(value, lambda item: _is_recorded(recorder, item)))
     recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
     traced = Traced(
         model,
@@ -149,22 +144,22 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 def _output(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return recorder.node_of(value)
-    if not isinstance(value, Size) and any(recorder.knows(t) for t in _hidden_tensors(value)):
+    if isinstance(value, Size):
+        return recorder.argument(value)
+    if holds(value, lambda item: _is_recorded(recorder, item)):
         raise TraceError(
-            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is "
-            "unknown to torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or "
-            "register it (torch.utils._pytree.register_pytree_node)"
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and cannot be "
+            "taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
+            "(torch.utils._pytree.register_pytree_node)"
         )
-    return recorder.argument(value) if isinstance(value, Size) else value
+    return value
 
 
-def _hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in the attributes of an object of any kind."""
-    yield from tensors_in(value)
-    if depth:
-        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        for item in (*inside, *getattr(value, "__dict__", {}).values()):
-            yield from _hidden_tensors(item, depth - 1)
+def _is_recorded(recorder: Recorder, value: Any) -> bool:
+    """A tensor or a size that differs from run to run?"""
+    if isinstance(value, Size):
+        return value.recorder is recorder
+    return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 
 def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:

@@ -1,0 +1,312 @@
+"""The user's trees, taken apart into leaves and put together again: inputs, outputs, targets.
+
+Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered with `torch.utils._pytree`), and
+besides
+
+- dataclasses,
+- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution.
+
+Such an object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
+`__init__` and `__post_init__`, which have run where it was made. Nothing is registered for the user's classes: in a
+spec these objects bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with
+lists, one object in two places comes back as two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError
+
+_BASES = (object, dict, OrderedDict, defaultdict, list, tuple)  # under a class whose objects can be put together
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
+_CLOSED = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
+_DICTS = (dict, OrderedDict, defaultdict)
+_LEAF = pytree.tree_structure(0)
+
+
+class DiffersError(ValueError):
+    """A tree has not the structure it should have."""
+
+
+class _Object:
+    """The type of a node that torch does not know."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """The context of such a node: all of an object but its children, which are its items, then its attributes."""
+
+    kind: type[Any]
+    base: type[Any]  # object, or the container that its class is a kind of
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+def _put_together(children: Any, parts: _Parts) -> Any:
+    children = list(children)
+    items, values = children[: len(parts.keys)], children[len(parts.keys) :]
+    make: Any = parts.base.__new__
+    made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
+    if parts.base is list:
+        list.extend(made, items)
+    elif parts.base not in (object, tuple):
+        for key, item in zip(parts.keys, items, strict=True):
+            parts.base.__setitem__(made, key, item)
+    slots = _slots(parts.kind)
+    for name, value in zip(parts.names, values, strict=True):
+        if name in slots:
+            slots[name].__set__(made, value)  # also where the class is frozen
+        else:
+            made.__dict__[name] = value
+    return made
+
+
+def _never_in_a_tree(value: Any) -> Any:
+    raise AssertionError("nodes of this type stand in specs only")
+
+
+pytree.register_pytree_node(_Object, _never_in_a_tree, _put_together)
+
+
+# -- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
+    return {
+        name: member
+        for cls in reversed(kind.__mro__)
+        for name, member in vars(cls).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
+def _base(kind: type[Any]) -> type[Any] | None:
+    """The built-in class under a Python class; None where its objects cannot be taken apart."""
+    if issubclass(kind, _CLOSED):
+        return None
+    base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    if base is kind or base not in _BASES:
+        return None
+    make: Any = base.__new__
+    try:
+        make(kind)
+    except TypeError:  # made in C
+        return None
+    return base
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for name, slot in _slots(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def _open(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], _Parts]:
+    """Names of the children, the children, and the rest of an object."""
+    attributes = _attributes(value)
+    names: list[pytree.KeyEntry] = []
+    items: dict[Any, Any] = {}
+    if issubclass(base, dict):
+        items = dict(base.items(value))
+        names += map(pytree.MappingKey, items)
+    elif base is not object:
+        items = dict(enumerate(base.__iter__(value)))
+        names += map(pytree.SequenceKey, items)
+    names += map(pytree.GetAttrKey, attributes)
+    return names, [*items.values(), *attributes.values()], _Parts(type(value), base, tuple(items), tuple(attributes))
+
+
+def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Is there anything `wanted` inside a value of any kind, also where it could not be taken apart?
+
+    What modules hold is their own.
+    """
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if wanted(item):
+            return True
+        if id(item) not in seen:
+            seen[id(item)] = item
+            todo.extend(_inside(item))
+    return False
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    if isinstance(value, _CLOSED):
+        return
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        yield from value
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # empty
+                continue
+    yield from _attributes(value).values()
+
+
+def refuse_hidden(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
+
+    And what forward puts into such an object, as into a cache, would be lost to the caller.
+    """
+    if not isinstance(leaf, torch.Tensor) and holds(leaf, lambda item: isinstance(item, torch.Tensor)):
+        raise ArgumentError(
+            f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
+            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
+        )
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def flatten_with_paths(
+    tree: Any, opens: Callable[[Any], bool] = _is_dataclass
+) -> tuple[list[tuple[tuple[pytree.KeyEntry, ...], Any]], pytree.TreeSpec]:
+    """Leaves with their paths, and the structure of a tree.
+
+    Args:
+        opens: is an object that torch does not know a node? Dataclasses are. Only objects of Python classes are asked
+            for.
+
+    Raises:
+        ArgumentError: something in the tree holds itself.
+    """
+    leaves: list[tuple[tuple[pytree.KeyEntry, ...], Any]] = []
+    spec = _flatten(tree, opens, (), (), leaves)
+    return leaves, spec
+
+
+def flatten(tree: Any, opens: Callable[[Any], bool] = _is_dataclass) -> tuple[list[Any], pytree.TreeSpec]:
+    """Leaves and structure of a tree; see `flatten_with_paths`."""
+    leaves, spec = flatten_with_paths(tree, opens)
+    return [leaf for _, leaf in leaves], spec
+
+
+def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The tree with `function(tensor)` for each tensor."""
+    leaves, spec = flatten(tree)
+    return pytree.tree_unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _flatten(
+    value: Any,
+    opens: Callable[[Any], bool],
+    path: tuple[pytree.KeyEntry, ...],
+    around: tuple[int, ...],
+    leaves: list[tuple[tuple[pytree.KeyEntry, ...], Any]],
+) -> pytree.TreeSpec:
+    kind = pytree._get_node_type(value)
+    known = pytree.SUPPORTED_NODES.get(kind)
+    keys: Sequence[pytree.KeyEntry]
+    context: Any
+    if known is not None:
+        children, context = known.flatten_fn(value)
+        children = list(children)
+        keys = _keys(value, known, children, context)
+    elif (base := _base(type(value))) is not None and opens(value):
+        keys, children, context = _open(value, base)
+        kind = _Object
+    else:
+        leaves.append((path, value))
+        return _LEAF
+    if id(value) in around:
+        raise ArgumentError(f"a {type(value).__name__} holds itself, at {''.join(map(str, path))}; take that out")
+    around = (*around, id(value))
+    specs = [_flatten(child, opens, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
+    return pytree.TreeSpec(kind, context, specs)
+
+
+def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:
+    if known.flatten_with_keys_fn is not None:
+        return [key for key, _ in known.flatten_with_keys_fn(value)[0]]
+    if isinstance(context, (list, tuple)) and len(context) == len(children):
+        return [pytree.MappingKey(key) for key in context]
+    return [pytree.SequenceKey(place) for place in range(len(children))]
+
+
+def leaves_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The leaves of a tree that is known to have this structure.
+
+    Raises:
+        DiffersError: it has another.
+    """
+    if spec.is_leaf():
+        return [tree]
+    children = _children_like(tree, spec)
+    return [leaf for child, part in zip(children, spec.children(), strict=True) for leaf in leaves_like(child, part)]
+
+
+def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The children of a node that has the structure of `spec` at its top."""
+    wanted = spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+    if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
+        names = list(spec.context[1] if spec.type is defaultdict else spec.context)
+        if set(tree) == set(names):
+            return [tree[name] for name in names]
+    elif type(tree) is wanted or _are_plain_tuples(tree, spec):
+        if spec.type is _Object:
+            _, children, context = _open(tree, spec.context.base)
+        else:
+            made, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
+            children = list(made)
+        comparable = isinstance(context, (list, tuple, _Parts))
+        if len(children) == spec.num_children and (not comparable or context == spec.context):
+            return children
+    raise DiffersError(
+        f"a {type(tree).__name__} of other parts stands where a {wanted.__name__} of {spec.num_children} was"
+        if type(tree) is wanted
+        else f"a {type(tree).__name__} stands where a {wanted.__name__} was"
+    )
+
+
+def _are_plain_tuples(tree: Any, spec: pytree.TreeSpec) -> bool:
+    """A recorded shape is a tuple of its own kind."""
+    return isinstance(tree, tuple) and not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
+
+
+def _is_named(spec: pytree.TreeSpec) -> bool:
+    return not isinstance(spec.type, type)  # torch calls all named tuples by the function that makes them
+
+
+def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """For each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+
+    Raises:
+        DiffersError: it has another structure.
+    """
+    is_node = pytree._get_node_type(prefix) in pytree.SUPPORTED_NODES
+    is_node |= spec.type is _Object and type(prefix) is spec.context.kind
+    if not is_node:
+        return [prefix] * spec.num_leaves
+    if spec.is_leaf():
+        raise DiffersError(f"a {type(prefix).__name__} stands where a single value was")
+    children = _children_like(prefix, spec)
+    return [entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast(child, part)]
