@@ -4,7 +4,9 @@ Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is regi
 besides
 
 - dataclasses,
-- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution.
+- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
+- in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
+  noticed when they change, and forward gets the object itself.
 
 Such an object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
 `__init__` and `__post_init__`, which have run where it was made. Nothing is registered for the user's classes: in a
@@ -19,7 +21,7 @@ import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +45,10 @@ class _Object:
     """The type of a node that torch does not know."""
 
 
+class _Seen:
+    """The type of the node of an object that is only looked at."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Parts:
     """The context of such a node: all of an object but its children, which are its items, then its attributes."""
@@ -51,6 +57,18 @@ class _Parts:
     base: type[Any]  # object, or the container that its class is a kind of
     keys: tuple[Any, ...]
     names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _SeenParts:
+    """The context of an object that is only looked at."""
+
+    parts: _Parts
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _SeenParts) and self.parts == other.parts
+        return same and (self.value is other.value or (self.value == other.value) is True)  # type: ignore[attr-defined]
 
 
 def _put_together(children: Any, parts: _Parts) -> Any:
@@ -77,6 +95,7 @@ def _never_in_a_tree(value: Any) -> Any:
 
 
 pytree.register_pytree_node(_Object, _never_in_a_tree, _put_together)
+pytree.register_pytree_node(_Seen, _never_in_a_tree, lambda _, seen: seen.value)
 
 
 # -- objects ---------------------------------------------------------------------------------------------------------
@@ -86,6 +105,7 @@ def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
     return {
         name: member
         for cls in reversed(kind.__mro__)
+        if cls.__flags__ & _HEAP_TYPE or cls is defaultdict
         for name, member in vars(cls).items()
         if isinstance(member, MemberDescriptorType)
     }
@@ -114,6 +134,11 @@ def _attributes(value: Any) -> dict[str, Any]:
         except AttributeError:  # not set
             continue
     return found
+
+
+def _is_bare(value: Any) -> bool:
+    """Is an object nothing but itself?"""
+    return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
 
 
 def _open(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], _Parts]:
@@ -159,6 +184,8 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__self__
     elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             try:
@@ -168,12 +195,27 @@ def _inside(value: Any) -> Iterator[Any]:
     yield from _attributes(value).values()
 
 
+def containers_in(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) not in seen and not isinstance(item, _CLOSED):
+            seen[id(item)] = item
+            todo.extend(_inside(item))
+            if isinstance(item, (dict, list, set, deque)):
+                yield item
+            if type(attributes := getattr(item, "__dict__", None)) is dict:
+                yield attributes
+
+
 def refuse_hidden(what: str, leaf: Any) -> None:
     """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
 
     And what forward puts into such an object, as into a cache, would be lost to the caller.
     """
-    if not isinstance(leaf, torch.Tensor) and holds(leaf, lambda item: isinstance(item, torch.Tensor)):
+    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
         raise ArgumentError(
             f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
             "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
@@ -183,30 +225,47 @@ def refuse_hidden(what: str, leaf: Any) -> None:
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 
+Paths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # of leaves, and the leaves
+
+
 def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def flatten_with_paths(
-    tree: Any, opens: Callable[[Any], bool] = _is_dataclass
-) -> tuple[list[tuple[tuple[pytree.KeyEntry, ...], Any]], pytree.TreeSpec]:
-    """Leaves with their paths, and the structure of a tree.
+def _holds_tensors(value: Any) -> bool:
+    return holds(value, lambda item: isinstance(item, torch.Tensor))
 
-    Args:
-        opens: is an object that torch does not know a node? Dataclasses are. Only objects of Python classes are asked
-            for.
+
+def _kind_of_input(value: Any) -> type[Any] | None:
+    if _is_dataclass(value):
+        return _Object
+    return None if _is_bare(value) or _holds_tensors(value) else _Seen
+
+
+def flatten_with_paths(tree: Any) -> tuple[Paths, pytree.TreeSpec]:
+    """The leaves of inputs or targets with their paths, and their structure.
 
     Raises:
         ArgumentError: something in the tree holds itself.
     """
-    leaves: list[tuple[tuple[pytree.KeyEntry, ...], Any]] = []
-    spec = _flatten(tree, opens, (), (), leaves)
-    return leaves, spec
+    leaves: Paths = []
+    return leaves, _flatten(tree, _kind_of_input, (), (), leaves)
 
 
-def flatten(tree: Any, opens: Callable[[Any], bool] = _is_dataclass) -> tuple[list[Any], pytree.TreeSpec]:
-    """Leaves and structure of a tree; see `flatten_with_paths`."""
-    leaves, spec = flatten_with_paths(tree, opens)
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of inputs or targets, and their structure; see `flatten_with_paths`."""
+    leaves, spec = flatten_with_paths(tree)
+    return [leaf for _, leaf in leaves], spec
+
+
+def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of an output and its structure. Objects without anything that `is_recorded` are leaves: constants.
+
+    Raises:
+        ArgumentError: something in the output holds itself.
+    """
+    leaves: Paths = []
+    spec = _flatten(tree, lambda value: _Object if holds(value, is_recorded) else None, (), (), leaves)
     return [leaf for _, leaf in leaves], spec
 
 
@@ -218,30 +277,46 @@ def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
 def _flatten(
     value: Any,
-    opens: Callable[[Any], bool],
+    kind_of: Callable[[Any], type[Any] | None],
     path: tuple[pytree.KeyEntry, ...],
     around: tuple[int, ...],
-    leaves: list[tuple[tuple[pytree.KeyEntry, ...], Any]],
+    leaves: Paths,
 ) -> pytree.TreeSpec:
+    """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
     kind = pytree._get_node_type(value)
     known = pytree.SUPPORTED_NODES.get(kind)
     keys: Sequence[pytree.KeyEntry]
     context: Any
     if known is not None:
-        children, context = known.flatten_fn(value)
-        children = list(children)
+        made, context = known.flatten_fn(value)
+        children = list(made)
         keys = _keys(value, known, children, context)
-    elif (base := _base(type(value))) is not None and opens(value):
+    elif (base := _base(type(value))) is not None and (kind := kind_of(value)) is not None:
         keys, children, context = _open(value, base)
-        kind = _Object
+        if kind is _Seen:
+            context = _SeenParts(context, value)
     else:
         leaves.append((path, value))
         return _LEAF
     if id(value) in around:
-        raise ArgumentError(f"a {type(value).__name__} holds itself, at {''.join(map(str, path))}; take that out")
+        if kind is _Seen:
+            leaves.append((path, value))
+            return _LEAF
+        raise ArgumentError(
+            f"a {type(value).__name__} holds itself (at {''.join(map(str, path))}), and cannot be taken apart; take "
+            "the reference out"
+        )
     around = (*around, id(value))
-    specs = [_flatten(child, opens, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
+    specs = [_flatten(child, kind_of, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
     return pytree.TreeSpec(kind, context, specs)
+
+
+def seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:
+    """The objects of the inputs that are only looked at."""
+    if spec.type is _Seen:
+        yield spec.context.value
+    for child in spec.children():
+        yield from seen_in(child)
 
 
 def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import re
 import warnings
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
