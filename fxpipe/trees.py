@@ -21,7 +21,7 @@ import enum
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError
 
-_BASES = (object, dict, OrderedDict, defaultdict, list, tuple)  # under a class whose objects can be put together
+_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
 _CLOSED = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -47,6 +47,10 @@ class _Object:
 
 class _Seen:
     """The type of the node of an object that is only looked at."""
+
+
+class _Size(tuple[int, ...]):
+    """The type of the node of a `torch.Size`, of which torch makes a tuple."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def _put_together(children: Any, parts: _Parts) -> Any:
     made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
     if parts.base is list:
         list.extend(made, items)
-    elif parts.base not in (object, tuple):
+    elif issubclass(parts.base, dict):
         for key, item in zip(parts.keys, items, strict=True):
             parts.base.__setitem__(made, key, item)
     slots = _slots(parts.kind)
@@ -95,6 +99,7 @@ def _never_in_a_tree(value: Any) -> Any:
 
 
 pytree.register_pytree_node(_Object, _never_in_a_tree, _put_together)
+pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
 pytree.register_pytree_node(_Seen, _never_in_a_tree, lambda _, seen: seen.value)
 
 
@@ -116,7 +121,7 @@ def _base(kind: type[Any]) -> type[Any] | None:
     if issubclass(kind, _CLOSED):
         return None
     base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
-    if base is kind or base not in _BASES:
+    if base not in _BASES or (base is kind and base is not SimpleNamespace):
         return None
     make: Any = base.__new__
     try:
@@ -149,7 +154,7 @@ def _open(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any]
     if issubclass(base, dict):
         items = dict(base.items(value))
         names += map(pytree.MappingKey, items)
-    elif base is not object:
+    elif issubclass(base, (list, tuple)):
         items = dict(enumerate(base.__iter__(value)))
         names += map(pytree.SequenceKey, items)
     names += map(pytree.GetAttrKey, attributes)
@@ -284,6 +289,8 @@ def _flatten(
 ) -> pytree.TreeSpec:
     """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
     kind = pytree._get_node_type(value)
+    if kind is torch.Size:
+        kind = _Size
     known = pytree.SUPPORTED_NODES.get(kind)
     keys: Sequence[pytree.KeyEntry]
     context: Any
@@ -378,7 +385,7 @@ def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
         DiffersError: it has another structure.
     """
     is_node = pytree._get_node_type(prefix) in pytree.SUPPORTED_NODES
-    is_node |= spec.type is _Object and type(prefix) is spec.context.kind
+    is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
     if not is_node:
         return [prefix] * spec.num_leaves
     if spec.is_leaf():
