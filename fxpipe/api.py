@@ -132,8 +132,8 @@ class Pipeline(nn.Module):
 
         Args:
             args, kwargs: the model's inputs.
-            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn
-                takes the output alone.
+            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the samples in dimension 0; None:
+                loss_fn takes the output alone.
             loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than
                 samples. None: the model's output is the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum.

@@ -16,6 +16,8 @@ lists, one object in two places comes back as two.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import enum
 import functools
@@ -28,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, TraceError
 
 _BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
@@ -166,6 +168,10 @@ def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
 
     What modules hold is their own.
     """
+    return _finds(value, wanted, _inside)
+
+
+def _finds(value: Any, wanted: Callable[[Any], bool], inside: Callable[[Any], Iterator[Any]]) -> bool:
     seen: dict[int, Any] = {}
     todo = [value]
     while todo:
@@ -174,18 +180,13 @@ def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
             return True
         if id(item) not in seen:
             seen[id(item)] = item
-            todo.extend(_inside(item))
+            todo.extend(inside(item))
     return False
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    if isinstance(value, _CLOSED):
-        return
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (tuple, list, set, frozenset, deque)):
-        yield from value
-    elif isinstance(value, functools.partial):
+    """What a value holds; a function holds what it was made over, or bound to."""
+    if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)
@@ -197,22 +198,17 @@ def _inside(value: Any) -> Iterator[Any]:
                 yield cell.cell_contents
             except ValueError:  # empty
                 continue
+    yield from _inside_data(value)
+
+
+def _inside_data(value: Any) -> Iterator[Any]:
+    if isinstance(value, _CLOSED):
+        return
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        yield from value
     yield from _attributes(value).values()
-
-
-def containers_in(value: Any) -> Iterator[Any]:
-    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
-    seen: dict[int, Any] = {}
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if id(item) not in seen and not isinstance(item, _CLOSED):
-            seen[id(item)] = item
-            todo.extend(_inside(item))
-            if isinstance(item, (dict, list, set, deque)):
-                yield item
-            if type(attributes := getattr(item, "__dict__", None)) is dict:
-                yield attributes
 
 
 def refuse_hidden(what: str, leaf: Any) -> None:
@@ -238,7 +234,8 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    return holds(value, lambda item: isinstance(item, torch.Tensor))
+    """Not in functions: the recorder finds out whether forward uses what those hold."""
+    return _finds(value, lambda item: isinstance(item, torch.Tensor), _inside_data)
 
 
 def _kind_of_input(value: Any) -> type[Any] | None:
@@ -318,14 +315,6 @@ def _flatten(
     return pytree.TreeSpec(kind, context, specs)
 
 
-def seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:
-    """The objects of the inputs that are only looked at."""
-    if spec.type is _Seen:
-        yield spec.context.value
-    for child in spec.children():
-        yield from seen_in(child)
-
-
 def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:
     if known.flatten_with_keys_fn is not None:
         return [key for key, _ in known.flatten_with_keys_fn(value)[0]]
@@ -392,3 +381,57 @@ def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
         raise DiffersError(f"a {type(prefix).__name__} stands where a single value was")
     children = _children_like(prefix, spec)
     return [entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast(child, part)]
+
+
+# -- objects that forward is given as they are -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def untouched(spec: pytree.TreeSpec) -> Iterator[None]:
+    """A block that may not change the objects that the inputs of this structure only look at.
+
+    Raises:
+        TraceError: it has. They are put back.
+    """
+    before = [(value, inside, copy.copy(inside)) for value in _seen_in(spec) for inside in _containers_in(value)]
+    changed = []
+    try:
+        yield
+    finally:
+        for value, inside, items in before:
+            if list(map(id, _items(inside))) != list(map(id, _items(items))):
+                changed.append(value)
+                inside.clear()
+                (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
+    if changed:
+        raise TraceError(
+            f"forward changes the {type(changed[0]).__name__} it was given as an input, which a graph cannot; give it "
+            "tensors in tuples, lists, dicts or dataclasses, and let it return what it makes (for a cache: leave it "
+            "out, and forward makes one)"
+        )
+
+
+def _seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:
+    if spec.type is _Seen:
+        yield spec.context.value
+    for child in spec.children():
+        yield from _seen_in(child)
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) not in seen and not isinstance(item, _CLOSED):
+            seen[id(item)] = item
+            todo.extend(_inside(item))
+            if isinstance(item, (dict, list, set, deque)):
+                yield item
+            if type(attributes := getattr(item, "__dict__", None)) is dict:
+                yield attributes
+
+
+def _items(inside: Any) -> list[Any]:
+    return [*inside, *inside.values()] if isinstance(inside, dict) else list(inside)

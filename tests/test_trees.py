@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 import fxpipe
 from fxpipe import trees
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.rewriting import Constant, split
 
 Pair = namedtuple("Pair", "left right")
 
@@ -333,6 +333,14 @@ def test_a_registered_output_goes_by_its_own_functions():
         pytree._deregister_pytree_node(Known)
 
 
+def test_a_device_in_the_output_is_that_of_the_outputs():
+    traced = fxpipe.trace(Model(cached), (x(),))
+    last = torch.device("cuda", 1)
+    assert [o.value for o in split(traced, (0, 2), [x().device, last]).outputs if isinstance(o, Constant)].count(
+        last
+    ) == 2
+
+
 def test_an_output_that_holds_itself_is_refused():
     def forward(model, x):
         cache = Cache(CONFIG)
@@ -469,9 +477,18 @@ def test_an_object_that_forward_fills_is_refused_and_stays_as_it_was(fails):
 
 
 def test_objects_that_hold_tensors_are_refused_as_inputs():
-    for given in (Options(inner=[{"h": x()}]), UserDict(h=x()), functools.partial(F.linear, x()), {x()}):
+    for given in (Options(inner=[{"h": x()}]), UserDict(h=x()), {x()}):
         with pytest.raises(ArgumentError, match=r"input options.*holds tensors.*dataclasses, or register"):
             fxpipe.trace(Model(lambda m, x, options: m.one(x)), (x(),), {"options": given})
+
+
+def test_a_function_may_hold_tensors():
+    log = [x()]
+    closing_pipe, model = pair_of(lambda m, x, scale: m.two(m.one(x)) * scale())
+    with closing_pipe as pipe:
+        torch.testing.assert_close(pipe(x(), lambda: len(log)), model(x(), lambda: len(log)))
+    with pytest.raises(TraceError, match="a tensor of unknown origin"):
+        fxpipe.trace(model, (x(), lambda: log[0]))
 
 
 # -- targets ---------------------------------------------------------------------------------------------------------

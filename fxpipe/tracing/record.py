@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
 import operator
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +17,7 @@ from fxpipe.tracing.recorder import Recorder
 from fxpipe.tracing.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
-from fxpipe.trees import containers_in, flatten_output, flatten_with_paths, holds, refuse_hidden, seen_in
+from fxpipe.trees import flatten_output, flatten_with_paths, holds, refuse_hidden, untouched
 
 _OF_SIZES = (
     "size",
@@ -82,8 +79,8 @@ def _argument_name(parameters: list[inspect.Parameter], place: int) -> str:
 
 def copy_of_input(value: torch.Tensor) -> torch.Tensor:
     """A copy that forward may write to, and an object of its own should one tensor stand in two places."""
-    made = value.detach().clone()
-    return made.requires_grad_().clone() if value.requires_grad else made
+    copy = value.detach().clone()
+    return copy.requires_grad_().clone() if value.requires_grad else copy
 
 
 def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -99,12 +96,12 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     leaves, spec, values = input_leaves(model, args, kwargs)
     recorder = Recorder(model)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
-    for place, (leaf, value) in enumerate(zip(leaves, copies, strict=True)):
+    for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
-            recorder.placeholder(f"in_{place}", value)
+            recorder.placeholder(f"in_{place}", copy)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     try:
-        with undone(model) as snapshot, _untouched(seen_in(spec)):
+        with undone(model) as snapshot, untouched(spec):
             with recorder.patches(), recorder:
                 result = model(*run_args, **run_kwargs)
             assigned = _assigned(model, snapshot, recorder)
@@ -145,35 +142,6 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     )
     _erase_unused_sizes(traced)
     return traced
-
-
-@contextlib.contextmanager
-def _untouched(objects: Iterable[Any]) -> Iterator[None]:
-    """A block that may not change the caller's objects, which forward was given as they are.
-
-    Raises:
-        TraceError: it has. They are put back.
-    """
-    before = [(value, inside, copy.copy(inside)) for value in objects for inside in containers_in(value)]
-    changed = []
-    try:
-        yield
-    finally:
-        for value, inside, items in before:
-            if list(map(id, _items(inside))) != list(map(id, _items(items))):
-                changed.append(value)
-                inside.clear()
-                (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
-    if changed:
-        raise TraceError(
-            f"forward changes the {type(changed[0]).__name__} it was given as an input, which a graph cannot; give it "
-            "tensors in tuples, lists, dicts or dataclasses, and let it return what it makes (for a cache: leave it "
-            "out, and forward makes one)"
-        )
-
-
-def _items(inside: Any) -> list[Any]:
-    return [*inside, *inside.values()] if isinstance(inside, dict) else list(inside)
 
 
 def _output(recorder: Recorder, value: Any) -> Any:
