@@ -336,9 +336,8 @@ def test_a_registered_output_goes_by_its_own_functions():
 def test_a_device_in_the_output_is_that_of_the_outputs():
     traced = fxpipe.trace(Model(cached), (x(),))
     last = torch.device("cuda", 1)
-    assert [o.value for o in split(traced, (0, 2), [x().device, last]).outputs if isinstance(o, Constant)].count(
-        last
-    ) == 2
+    outputs = split(traced, (0, 2), [x().device, last]).outputs
+    assert [o.value for o in outputs if isinstance(o, Constant)].count(last) == 2
 
 
 def test_an_output_that_holds_itself_is_refused():
