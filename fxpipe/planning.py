@@ -136,9 +136,8 @@ def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
-    from torch.utils import _pytree as pytree
-
     from fxpipe.tracing import trace
+    from fxpipe.trees import flatten
 
     traced = trace(
         model,
@@ -152,7 +151,7 @@ def _trace(
         check=settings.check,
         seed=seed,
     )
-    batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
+    batch = traced.batch_of(flatten((args, kwargs))[0])
     return traced, -(-batch // min(settings.chunks, batch))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import random
 import re
 import warnings
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -318,23 +318,18 @@ def test_everything_that_is_wrong_is_said_at_once():
 # -- inputs and outputs ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Box:
-    tensor: torch.Tensor
-
-
 class Cache:
     def __init__(self, tensor):
         self.layers = [{"key": tensor}]
 
 
 def test_unknown_containers():
-    with pytest.raises(ArgumentError, match=r"input args.* is a Box that holds tensors.*register_pytree_node"):
-        trace(_Star(), (Box(x()),))
-    for holder in (Box, Cache):
+    with pytest.raises(ArgumentError, match=r"input args.* is a Cache that holds tensors.*register_pytree_node"):
+        trace(_Star(), (Cache(x()),))
+    for holder in (lambda y: {y}, lambda y: lambda: y, lambda y: functools.partial(torch.add, y), lambda y: y.relu):
         text = refusal(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))
-        assert f"{holder.__name__} that holds tensors" in text
-        assert "use_cache=False" in text
+        assert "that holds tensors" in text
+        assert "register_pytree_node" in text
 
 
 class _Star(nn.Module):

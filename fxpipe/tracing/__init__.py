@@ -50,8 +50,9 @@ def trace(
 
     Args:
         model: any module. It runs on the inputs a few times and is left as it was.
-        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists and dicts. Without any a model
-            that needs some is traced symbolically, as far as that goes: a graph without shapes, to be printed.
+        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses. Without
+            any a model that needs some is traced symbolically, as far as that goes: a graph without shapes, to be
+            printed.
         in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
             or a dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.trees import mapped
 
 
 @contextlib.contextmanager
@@ -46,4 +46,4 @@ def moved(inputs: Any, device: torch.device | None) -> Any:
             return tensor
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(torch.Tensor, move, inputs)
+    return mapped(move, inputs)
