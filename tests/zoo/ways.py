@@ -78,7 +78,7 @@ def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
     plan = pipe.plan
     return {
         "tracer": plan.tracer,
-        "why": str(getattr(plan, "why", "")),
+        "remarks": _remarks(pipe),
         "nodes": sum(len(stage.nodes) for stage in plan.stages),
         "largest_leaf": largest_leaf(pipe),
     }
@@ -87,7 +87,19 @@ def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
 def largest_leaf(pipe: fxpipe.Pipeline) -> float:
     """The share of the model's parameters that the largest module kept whole has."""
     first = pipe._fxpipe.first
-    return float(getattr(first.traced, "largest_leaf_share", 0.0)) if first is not None else 0.0
+    return first.traced.largest_whole if first is not None else 0.0
+
+
+def _remarks(pipe: fxpipe.Pipeline) -> str:
+    """What is special about the way, in a few words."""
+    first, plan = pipe._fxpipe.first, pipe.plan
+    whole = len(first.traced.whole) if first is not None else 0
+    found = {
+        "general paths": any(why.startswith("by the general paths") for why in plan.why),
+        f"{whole} whole": whole,
+        f"{len(plan.guards)} guards": len(plan.guards),
+    }
+    return ", ".join(text for text, is_so in found.items() if is_so)
 
 
 # -- torch.fx.symbolic_trace -----------------------------------------------------------------------------------------
