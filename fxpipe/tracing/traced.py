@@ -85,6 +85,7 @@ class Traced:
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     seed: int = 0  # of the numbers that forward drew and read
+    lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
 
