@@ -38,8 +38,12 @@ class Guard:
 
     def __str__(self) -> str:
         file, _, line = self.where.rpartition(":")
-        read = f"{self.node.meta['text']} of {self.node.args[0]}"
-        return f"{read} was {_short(self.expected)} at {os.path.basename(file)}:{line}"
+        return f"{self.text} was {_short(self.expected)} at {os.path.basename(file)}:{line}"
+
+    @property
+    def text(self) -> str:
+        """What was read of what."""
+        return f"{self.node.meta['text']} of {self.node.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +118,7 @@ def lifted(traced: Traced) -> Guards:
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
-        if node.op == "placeholder" and node in wanted or node is batched:
+        if (node.op == "placeholder" and node in wanted) or node is batched:
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
             size = program.call_method("size", (copies[batched], traced.in_dims[traced.place_of(batched)]))
