@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -305,7 +304,7 @@ class _Inside:
         self.first: Prepared | None = None
         self.graphs: list[tuple[Prepared, Assembly]] = []
         self.closed = False
-        self._by_values: Counter[Any] = Counter()  # graphs recorded, by all that makes graphs different but guards
+        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = False
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
@@ -348,14 +347,16 @@ class _Inside:
             return
         shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
         key = repr((traced.flags, traced.state, shapes))
-        self._by_values[key] += 1
-        if self._by_values[key] >= RESTLESS:
+        seen = self._answers.setdefault(key, [])
+        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.questions})
+        if len(seen) > RESTLESS:
             self._warned = True
-            reads = "; ".join(dict.fromkeys(f"{guard.text} at {guard.where}" for guard in traced.guards.questions))
+            reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
             warnings.warn(
-                f"{RESTLESS} graphs of {type(self.model).__name__} differ only in values that forward has read, and a "
-                f"new one is recorded for each value ({reads}); keep them in tensors (torch.where, masks), take the "
-                "reading outside forward, or keep the module that reads whole (leaf_modules=)",
+                f"{len(seen)} graphs of {type(self.model).__name__} differ only in values that forward has read "
+                f"({'; '.join(reads)}), and each other value takes the time to record another; keep them in tensors "
+                "(torch.where, masks), take the reading outside forward, or keep the module that reads whole "
+                "(leaf_modules=)",
                 stacklevel=2,
             )
 

@@ -220,7 +220,9 @@ class Statistics(nn.Module):
 @pytest.mark.parametrize("before", [True, False])
 def test_a_read_of_what_forward_changes_is_no_guard(before):
     """Micro-batches change it one after the other: nobody knows before a step what they will find."""
-    with pytest.raises(TraceError, match="'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"):
+    with pytest.raises(
+        TraceError, match=r"'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"
+    ):
         trace(Statistics(before), (positive(),), tracer="record")
 
 
@@ -432,26 +434,6 @@ def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
             trace(Reading(between), (positive(),), tracer="record", seed=seed)
 
 
-def test_draws_inside_of_a_module_kept_whole_are_its_own():
-    class Noisy(nn.Module):
-        def forward(self, x):
-            return x * (2.0 if torch.rand(()) < 0.5 else 3.0)
-
-    class Model(LayerDrop):
-        def __init__(self):
-            super().__init__(0.5)
-            self.noisy = Noisy()
-
-        def forward(self, x):
-            return super().forward(self.noisy(x))
-
-    for seed in range(6):
-        traced = trace(Model(), (positive(),), leaf_modules=[Noisy], seed=seed)
-        assert [*traced.whole] == ["noisy"]
-        assert traced.lots[0] is False
-        assert traced.guards.hold(traced, [positive()], seed)
-
-
 # -- what it tells ---------------------------------------------------------------------------------------------------
 
 
@@ -476,9 +458,9 @@ def test_reads_that_change_in_each_step_are_warned_of_once():
         warnings.simplefilter("always")
         for step in range(12):
             assert_step(pipe, plain, mixed_signs())
-            assert len(caught) == (step >= 7)
+            assert len(caught) == (step >= 8)
     (text,) = {str(w.message) for w in caught}
-    assert "8 graphs of Reading differ only in values that forward has read" in text
+    assert "9 graphs of Reading differ only in values that forward has read (item of sum_1 at " in text
     assert f"test_guards.py:{line}" in text
     assert "leaf_modules=" in text
 

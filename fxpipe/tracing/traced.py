@@ -137,7 +137,7 @@ class Traced:
         """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
-        if not all(_same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
+        if not all(same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
             return False
         if not all(attribute.is_as_before() for attribute in self.attributes):
             return False
@@ -146,7 +146,7 @@ class Traced:
             if leaf.is_tensor != isinstance(value, torch.Tensor):
                 return False
             if not leaf.is_tensor:
-                if not _same_constant(leaf.constant, value):
+                if not same_constant(leaf.constant, value):
                     return False
                 continue
             if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
@@ -194,7 +194,7 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
     return found[0][1]
 
 
-def _same_constant(left: Any, right: Any) -> bool:
+def same_constant(left: Any, right: Any) -> bool:
     if left is right or ((left != left) is True and (right != right) is True):  # NaN
         return True
     same: Any = type(left) is type(right) and left == right

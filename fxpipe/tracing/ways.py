@@ -62,7 +62,7 @@ def find_graph(
         if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
             raise
         return _exported(model, args, kwargs, in_dims, finish, error)
-    if tracer == "auto" and recorded.largest_whole > LARGE:
+    if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
             exported = finish(export(model, args, kwargs, in_dims))
             if exported.largest_whole < recorded.largest_whole:

@@ -167,7 +167,7 @@ def _call(
     whole.__module__ = __name__
     # On values cut from what was before them, so that the graph of what runs ends in what it was given.
     with recorder.pause():
-        own = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        own = list(map(_own, tensors))
         plain, ends = _cut(leaves)
         storages = [t.untyped_storage()._cdata for t in own]
         others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
@@ -181,6 +181,13 @@ def _call(
     recorder.skip_dice()
     with recorder.pause():
         strangers = _strangers(made, [*own, *ends])
+        if strangers and not any(recorder.name_of(t) for t in strangers):  # made inside, or kept somewhere?
+            drawn = len(recorder.lots)
+            again = recorder.run(whole, (list(map(_own, tensors)), _cut(list(map(_clone, leaves)))[0]), {})[0]
+            strangers = [t for t in strangers if id(t) in {id(other) for other in _strangers(again, [])}]
+            del recorder.lots[drawn:]
+            recorder.skip_dice()
+        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and mine._version]
         written = [key for key, tensor, version in others if tensor._version != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = [t.untyped_storage()._cdata for t in own] != storages
@@ -188,6 +195,11 @@ def _call(
         raise refuse(
             f"uses {_names(recorder.model, strangers)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
+        )
+    if changed:
+        raise refuse(
+            f"writes to the parameter {recorder.name_of(changed[0])!r}",
+            "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
         )
     if written:
         raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
@@ -204,6 +216,16 @@ def _call(
     node.meta.update(random=random or rolled, dice=rolled, opaque=True)
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The end of a graph with the value of a parameter or a buffer. A parameter must not be written to: a copy is."""
+    value = tensor.detach()
+    return (value.clone() if isinstance(tensor, nn.Parameter) else value).requires_grad_(tensor.requires_grad)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class _Cut(torch.autograd.Function):
