@@ -155,7 +155,7 @@ def _call(
                 "(register_buffer)"
             ) from None
         if not first:
-            first.extend((made_spec, [None if isinstance(x, torch.Tensor) else x for x in made]))
+            first.extend((made_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in made]))
         elif made_spec != first[0] or not all(map(_is_as_before, made, first[1])):
             raise StateError(
                 f"{name} gives another kind of output than when it was traced; let it give tensors of the same "
@@ -261,9 +261,12 @@ def _cut(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def _is_as_before(now: Any, before: Any) -> bool:
-    """Is this output that is no tensor the one of the recording? Objects that cannot be compared are new every time."""
+    """Is this leaf of the output the one of the recording? Objects that cannot be compared are new every time.
+
+    `before` is `torch.Tensor` for any tensor.
+    """
     if isinstance(now, torch.Tensor):
-        return before is None
+        return before is torch.Tensor
     if type(now) is not type(before):
         return False
     if getattr(type(now), "__eq__", None) is object.__eq__:
@@ -311,6 +314,8 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
         replica = copy.deepcopy(module, memo)
     except Exception:  # something in it cannot be copied: the module itself runs
         replica = module
+    # Tensors that each forward makes anew, as pruning does: nobody would see what is put there.
+    anew = {slot for slot in slots if slot.kind == "attribute" and slot.get(module).requires_grad}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     lock = threading.Lock()  # a module that is called in two stages runs in one of them at a time
 
@@ -327,7 +332,8 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
                     store[slot.key] = tensor
                 result = replica(*args, **kwargs)
                 for slot, store, tensor in zip(slots, stores, given, strict=True):
-                    _hand_over(slot, store.get(slot.key), tensor)
+                    if slot not in anew:
+                        _hand_over(slot, store.get(slot.key), tensor)
             finally:
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
@@ -343,8 +349,6 @@ def _hand_over(slot: Slot, after: Any, tensor: torch.Tensor) -> None:
     """A buffer that forward sets is a buffer that it changes."""
     if after is tensor:
         return
-    if slot.kind == "attribute" and tensor.requires_grad and isinstance(after, torch.Tensor) and after.requires_grad:
-        return  # made anew by each forward, as weight_norm does
     if slot.kind != "buffer" or not isinstance(after, torch.Tensor):
         raise _Kept(f"sets its {slot.kind} {slot.name!r}")
     if after.shape != tensor.shape or after.dtype != tensor.dtype:
