@@ -813,11 +813,23 @@ class Drawing(nn.Module):
         return x * (2.0 if torch.rand(()) < 0.5 else 3.0)
 
 
+def _zeroed(lin: nn.Linear) -> dict[str, torch.Tensor]:
+    return {"weight": lin.weight * 2, "bias": lin.bias * 0}
+
+
 BY_ITSELF: dict[str, tuple[Any, str]] = {
     "hidden value": (Hidden, r"\(bool\) that hangs on the inputs and 'first.bias'"),
     "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
     "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
     "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func"),
+    "jacrev": (
+        lambda: Inner(lambda m, x: torch.vmap(torch.func.jacrev(m.lin))(x).sum(1) + x),
+        "transform of torch.func",
+    ),
+    "functional_call": (
+        lambda: Inner(lambda m, x: torch.vmap(lambda row: torch.func.functional_call(m.lin, _zeroed(m.lin), row))(x)),
+        "transform of torch.func",
+    ),
 }
 
 

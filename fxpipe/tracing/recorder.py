@@ -428,7 +428,8 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
-        if asks and not self.knows(args[0]):
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
+        if asks and not self.knows(args[0]) and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
             raise self.refuse(

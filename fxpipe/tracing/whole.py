@@ -43,7 +43,8 @@ Run = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
 
 def call_whole(recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a module as one node."""
-    slots, asked = slots_of(module), recorder.whole[path] == ASKED
+    asked = recorder.whole[path] == ASKED
+    slots = {slot: tensor for slot, tensor in slots_of(module).items() if not _is_made_anew(slot, tensor)}
     recorder.stack.append(Running.now(path, module))
     try:
         for inner in module.modules():
@@ -314,8 +315,7 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
         replica = copy.deepcopy(module, memo)
     except Exception:  # something in it cannot be copied: the module itself runs
         replica = module
-    # Tensors that each forward makes anew, as pruning does: nobody would see what is put there.
-    anew = {slot for slot in slots if slot.kind == "attribute" and slot.get(module).requires_grad}
+    anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     lock = threading.Lock()  # a module that is called in two stages runs in one of them at a time
 
@@ -325,24 +325,29 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
                 if key in theirs.__dict__:
                     mine.__dict__[key] = theirs.__dict__[key]
             stores = [slot.store(replica) for slot in slots]
-            before = [(inner, dict(inner.__dict__)) for inner in replica.modules()]
+            before = [(path, inner, dict(inner.__dict__)) for path, inner in replica.named_modules()]
             kept = [store[slot.key] for slot, store in zip(slots, stores, strict=True)]
             try:
                 for slot, store, tensor in zip(slots, stores, given, strict=True):
                     store[slot.key] = tensor
                 result = replica(*args, **kwargs)
                 for slot, store, tensor in zip(slots, stores, given, strict=True):
-                    if slot not in anew:
-                        _hand_over(slot, store.get(slot.key), tensor)
+                    _hand_over(slot, store.get(slot.key), tensor)
             finally:
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
-                changed = [key for inner, attributes in before for key in _restored(inner, attributes)]
+                keys = [(path, key) for path, inner, found in before for key in _restored(inner, found)]
+                changed = [key for path, key in keys if (path, key) not in anew]
             if changed:
                 raise _Kept(f"sets its attribute {changed[0]!r}")
             return result
 
     return run
+
+
+def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:
+    """Is it made by each forward before it is used, as pruning does? Nobody sees what is put there."""
+    return slot.kind == "attribute" and tensor.requires_grad
 
 
 def _hand_over(slot: Slot, after: Any, tensor: torch.Tensor) -> None:
