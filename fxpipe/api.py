@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.hooks import hooks_of, is_computation, with_hooks
+from fxpipe.tracing.hooks import hooks_of, with_all_hooks
 from fxpipe.tracing.record import flags, input_leaves
+from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer
 from fxpipe.trees import flatten
 
+RESTLESS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
 
@@ -122,11 +125,7 @@ class Pipeline(nn.Module):
         """The model's output for a mini-batch, which runs through the stages in micro-batches."""
         if not hooks_of(self.model):
             return self._run(*args, **kwargs)
-
-        def call(hook: Any, given: tuple[Any, ...]) -> Any:
-            return None if is_computation(hook) else hook(self.model, *given)
-
-        return with_hooks(self.model, self._run, call, args, kwargs)
+        return with_all_hooks(self.model, self._run, args, kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
@@ -305,6 +304,8 @@ class _Inside:
         self.first: Prepared | None = None
         self.graphs: list[tuple[Prepared, Assembly]] = []
         self.closed = False
+        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
+        self._warned = False
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""
@@ -337,14 +338,34 @@ class _Inside:
         )
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]
+        self._warn_of_values(traced)
         return prepared, assembly
+
+    def _warn_of_values(self, traced: Traced) -> None:
+        """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""
+        if not traced.guards or not traced.guards.questions or self._warned:
+            return
+        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
+        key = repr((traced.flags, traced.state, shapes))
+        seen = self._answers.setdefault(key, [])
+        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.questions})
+        if len(seen) > RESTLESS:
+            self._warned = True
+            reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
+            warnings.warn(
+                f"{len(seen)} graphs of {type(self.model).__name__} differ only in values that forward has read "
+                f"({'; '.join(reads)}), and each other value takes the time to record another; keep them in tensors "
+                "(torch.where, masks), take the reading outside forward, or keep the module that reads whole "
+                "(leaf_modules=)",
+                stacklevel=2,
+            )
 
 
 def _next_random() -> int:
     """What torch's generator would draw next; it stays where it is, since the step draws from it."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
-    return int(torch.randint(2**62, (), generator=generator).item())
+    return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
 
 
 def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device]) -> None:

@@ -95,6 +95,7 @@ def prepare(
     from fxpipe.profiling import profile
     from fxpipe.rewriting import forbidden_cuts
     from fxpipe.tracing.placement import moved, on_one_device
+    from fxpipe.tracing.snapshot import undone
 
     with on_one_device(model) as device:
         args, kwargs = moved((args, kwargs), device)
@@ -104,7 +105,8 @@ def prepare(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
+        with undone(model):  # hooks, and modules kept whole, run as they are
+            profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
     cut = partition(
         profiled.seconds,
         len(settings.devices),

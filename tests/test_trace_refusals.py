@@ -1,4 +1,7 @@
-"""What cannot be traced is refused by an error that names the module, the user's line and a remedy."""
+"""What cannot be traced is refused by an error that names the module, the user's line and a remedy.
+
+First what a recording refuses; then what no way can carry, and the error of all ways together.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,10 @@ from torch import nn
 
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, FxpipeError, TraceError
+from fxpipe.tracing.guards import refuse_unanswerable
+from fxpipe.tracing.record import record
+from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.traced import Traced
 
 
 class Inner(nn.Module):
@@ -47,56 +54,80 @@ def x() -> torch.Tensor:
     return torch.randn(4, 6)
 
 
-def refusal(forward: Any, **held: Any) -> str:
-    with pytest.raises(TraceError) as caught:
-        trace(Outer(Inner(forward, **held)), (x(),))
-    return str(caught.value)
+def recorded(model: nn.Module, *args: Any) -> Traced:
+    """Recording alone, without another way to turn to."""
+    traced = record(model, args, {})
+    refuse_unanswerable(traced)
+    return traced
+
+
+def refusal(forward: Any, **held: Any) -> CannotRecord:
+    with pytest.raises(CannotRecord) as caught:
+        recorded(Outer(Inner(forward, **held)), x())
+    return caught.value
 
 
 def _swallowing(m, x):
     try:
-        if x.sum() > 0:
+        if m.lin(x).sum() > 0:
             return m.lin(x)
     except Exception:
         pass
     return x
 
 
-def _random_branch(m, x):
-    return m.lin(x) if torch.rand(()) < 0.5 else x
+def _noise(m, x):
+    noise = torch.rand(6)
+    return m.lin(x) if noise.sum() < 3 else m.lin(x) + noise
 
+
+def _lot(m, x):
+    keep = torch.rand(())
+    return m.lin(x) * keep if keep < 2 else x
+
+
+def _counted(m, x):
+    m.n.add_(1)
+    return m.lin(x) * int(m.n)
+
+
+HIDDEN = "hangs on the inputs and 'inner.lin.bias'"
 
 READS: dict[str, tuple[Any, str]] = {
-    "if": (lambda m, x: m.lin(x) if (x > 0).all() else x, r"\(bool\) that hangs on the inputs"),
-    "while": (lambda m, x: next(m.lin(x) for _ in iter(lambda: bool(x.sum() > 9), False)), r"\(bool\).*the inputs"),
-    "item": (lambda m, x: m.lin(x) * x.max().item(), r"\(item\).*the inputs"),
-    "of a result": (lambda m, x: m.lin(x) * float(m.lin(x).norm()), r"\(float\) that hangs on 'inner.lin.bias'"),
-    "of a parameter": (lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that hangs on 'inner.lin.weight'"),
-    "of a buffer": (lambda m, x: m.lin(x) * int(m.n), r"\(int\) that hangs on 'inner.n'"),
-    "of random numbers": (_random_branch, r"\(bool\) that hangs on random numbers"),
-    "tolist": (lambda m, x: m.lin(x) * x.tolist()[0][0], r"\(tolist\)"),
-    "numpy": (lambda m, x: m.lin(x) * x.numpy().sum(), r"\(numpy\)"),
-    "function of numpy": (lambda m, x: m.lin(x) + np.sin(x), r"\(array\)"),
-    "index": (lambda m, x: m.lin(x)[:, : x[0].argmax()] if [0][x[0].argmax() * 0] else x, r"\(index\)"),
-    "contains": (lambda m, x: m.lin(x) * (3.0 in x), r"\(contains\)"),
-    "equal": (lambda m, x: m.lin(x) if torch.equal(x, x) else x, r"\(equal\)"),
-    "allclose": (lambda m, x: m.lin(x) if torch.allclose(x, x + 1) else x, r"\(allclose\)"),
-    "assert": (lambda m, x: torch._assert((x.abs() < 1e9).all(), "large") or m.lin(x), r"\(bool\)"),
-    "a number from another function": (
-        lambda m, x: m.lin(x) * torch.ops.aten._local_scalar_dense(x.max()), r"\(local_scalar_dense",
+    "if": (lambda m, x: m.lin(x) if (m.lin(x) > -9).all() else x, rf"\(bool\) that {HIDDEN}"),
+    "item": (lambda m, x: m.lin(x) * m.lin(x).max().item(), rf"\(item\) that {HIDDEN}"),
+    "float": (lambda m, x: m.lin(x) * float(m.lin(x).norm().detach()), rf"\(float\) that {HIDDEN}"),
+    "of a trained parameter": (
+        lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that hangs on 'inner.lin.weight'"
     ),
-    "swallowed": (_swallowing, r"\(bool\) that hangs on the inputs"),
+    "of a changed buffer": (_counted, r"\(int\) that hangs on 'inner.n', which forward changes"),
+    "of noise": (_noise, r"\(bool\) that hangs on random numbers"),
+    "of a lot that goes on": (_lot, r"\(bool\) that hangs on random numbers"),
+    "tolist": (lambda m, x: m.lin(x) * m.lin(x).tolist()[0][0], rf"\(tolist\) that {HIDDEN}"),
+    "numpy": (lambda m, x: m.lin(x) * float(m.lin(x).detach().numpy().sum()), rf"\(numpy\) that {HIDDEN}"),
+    "index": (lambda m, x: m.lin(x) * [1.0][m.lin(x)[0].argmax() * 0], rf"\(index\) that {HIDDEN}"),
+    "contains": (lambda m, x: m.lin(x) * (3.0 in m.lin(x)), rf"\(contains\) that {HIDDEN}"),
+    "equal": (lambda m, x: m.lin(x) if torch.equal(m.lin(x), x) else m.lin(x) + 1, rf"\(equal\) that {HIDDEN}"),
+    "allclose": (lambda m, x: m.lin(x) * torch.allclose(m.lin(x), x), rf"\(allclose\) that {HIDDEN}"),
+    "assert": (lambda m, x: torch._assert((m.lin(x) < 1e9).all(), "large") or m.lin(x), rf"\(bool\) that {HIDDEN}"),
+    "a number from another function": (
+        lambda m, x: m.lin(x) * torch.ops.aten._local_scalar_dense(m.lin(x).max()), r"\(local_scalar_dense",
+    ),
+    "swallowed": (_swallowing, rf"\(bool\) that {HIDDEN}"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)
-def test_value_reads(name):
+def test_reads_that_cannot_be_answered_before_a_step(name):
     forward, message = READS[name]
-    text = refusal(forward, n=torch.ones(()))
+    error = refusal(forward, n=torch.ones(()))
+    text = str(error)
     assert text.startswith("the model in module 'inner' reads the value of a tensor ")
     assert _matches(message, text), text
     assert "keep the decision in tensors (torch.where, masks), or take it outside forward" in text
     assert _names_line_of(forward, text), text
+    assert error.modules == {"inner"}
+    assert not error.final
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -173,9 +204,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "parameter made": (lambda m, x: x * nn.Parameter(torch.ones(6)), "makes a parameter or a module", "in __init__"),
     "module made": (lambda m, x: nn.Linear(6, 6)(x), "makes a parameter or a module in forward", "make it in __init__"),
     "gradients switched off": (_with_grad_off, "switches off gradients", "before the model is called"),
-    "gradients switched on": (lambda m, x: m.lin(x.requires_grad_()), "starts to ask for gradients", "before"),
+    "gradients switched on": (
+        lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "starts to ask for gradients", "before",
+    ),
     "gradients asked for": (
-        lambda m, x: x.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
+        lambda m, x: _elsewhere.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
         "a new tensor",
     ),
     "hook on a tensor": (lambda m, x: m.lin(x).register_hook(abs) and x, "puts a hook on a tensor", "outside forward"),
@@ -185,13 +218,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         lambda m, x: torch.autograd.grad(m.lin(x).sum(), m.lin.weight)[0], "runs autograd", "outside forward",
     ),
     "vmap": (lambda m, x: torch.vmap(m.lin)(x), "transform of torch.func", "write the batched function out"),
-    "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func|ask for gradients", ""),
-    "tensor from elsewhere": (
-        lambda m, x: m.lin(x) + _elsewhere, r"unknown origin \(\(6,\), torch.float32\)", "register_buffer",
-    ),
+    "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
     "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "not by numpy"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
-    "numpy array": (lambda m, x: m.lin(x) + torch.as_tensor(np.ones(6)), "numpy.ndarray|unknown origin", ""),
     "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
     "generator": (
         lambda m, x: m.lin(x) + torch.rand(6, generator=torch.Generator()), "a random generator of its own",
@@ -201,14 +230,33 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 }  # fmt: skip
 
 
+# What keeping the module whole would not make right.
+FINAL = frozenset(
+    "parameter;parameter, by data;parameter, by a view;parameter, an item;parameter, by out;parameter, by init;"
+    "parameter, data set;parameter made;module made;gradients switched off;gradients switched on;gradients asked for;"
+    "generator;default dtype".split(";")
+)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_with_module_line_and_remedy(name):
     forward, what, remedy = REFUSED[name]
-    text = refusal(forward)
+    error = refusal(forward)
+    text = str(error)
     assert text.startswith("the model in module 'inner")
     assert _matches(what, text), text
     assert remedy in text
     assert _names_line_of(forward, text), text
+    assert error.final == (name in FINAL)
+    assert bool(error.modules) == (name not in FINAL)
+
+
+@pytest.mark.parametrize("name", sorted(FINAL))
+def test_what_no_way_can_carry_is_said_at_once(name):
+    forward, what, _ = REFUSED[name]
+    with pytest.raises(CannotRecord) as caught:
+        trace(Outer(Inner(forward)), (x(),))
+    assert _matches(what, str(caught.value))
 
 
 CHANGED: dict[str, tuple[Any, str]] = {
@@ -239,8 +287,14 @@ CHANGED: dict[str, tuple[Any, str]] = {
 def test_state_that_a_graph_cannot_carry(name):
     forward, message = CHANGED[name]
     held = {"count": 0, "log": [1], "nested": {"a": [[]]}, "_cache": {}, "recent": deque(maxlen=2), "n": torch.ones(6)}
-    text = refusal(forward, **held)
-    assert _matches(message, text), text
+    error = refusal(forward, **held)
+    assert _matches(message, str(error)), error
+    if "random numbers" in message:
+        assert error.modules == {"inner"}
+        return
+    with pytest.raises(CannotRecord) as caught:
+        trace(Outer(Inner(forward, **held)), (x(),))
+    assert str(caught.value) == str(error)
 
 
 def test_attribute_set_to_what_it_was_is_no_change():
@@ -255,19 +309,13 @@ def test_embedding_that_scales_its_weight_is_refused():
 # -- models that are refused before they run -------------------------------------------------------------------------
 
 
-def _hooked(add: str) -> nn.Module:
+@pytest.mark.parametrize("add", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_backward_hooks_on_modules(add):
     model = Outer(nn.Linear(6, 6))
     getattr(model.inner, add)(lambda *_: None)
-    return model
-
-
-HOOKS = "register_forward_hook register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook"
-
-
-@pytest.mark.parametrize("add", HOOKS.split())
-def test_hooks_on_modules(add):
-    with pytest.raises(TraceError, match=r"module 'inner' \(Linear\) has the hook .*remove it before fxpipe.pipeline"):
-        trace(_hooked(add), (x(),))
+    with pytest.raises(CannotRecord, match=r"has the backward hook .*remove it \(hook.remove\(\)\)") as caught:
+        recorded(model, x())
+    assert caught.value.modules == {"inner"}
 
 
 def test_hooks_on_all_modules():
@@ -327,9 +375,8 @@ def test_unknown_containers():
     with pytest.raises(ArgumentError, match=r"input args.* is a Cache that holds tensors.*register_pytree_node"):
         trace(_Star(), (Cache(x()),))
     for holder in (lambda y: {y}, lambda y: lambda: y, lambda y: functools.partial(torch.add, y), lambda y: y.relu):
-        text = refusal(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))
-        assert "that holds tensors" in text
-        assert "register_pytree_node" in text
+        with pytest.raises(TraceError, match=r"that holds tensors.*register_pytree_node"):
+            record(Outer(Inner(lambda m, x, holder=holder: (m.lin(x), holder(m.lin(x))))), (x(),), {})
 
 
 class _Star(nn.Module):
@@ -417,7 +464,64 @@ def test_hooks_that_forward_puts_on_are_taken_off_again():
             return self.linear(x)
 
     model = Lazy()
-    with pytest.raises(TraceError, match="hook"):
+    with pytest.raises(TraceError, match="changes the attribute 'done'"):
         trace(model, (torch.randn(4, 2),))
     assert not model.linear._forward_hooks
     assert not model.done
+
+
+# -- all ways together -----------------------------------------------------------------------------------------------
+
+
+class Hopeless(nn.Module):
+    """Reads, in the model itself, what only the stages know: there is nothing to keep whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.lin(x)
+        return h if h.abs().max() < 1e9 else x
+
+
+def test_the_error_of_all_ways_says_for_each_why_and_what_can_be_done():
+    with pytest.raises(TraceError) as caught:
+        trace(Hopeless(), (x(),))
+    title, recording, export, remedies = str(caught.value).split("\n")
+    assert title == "Hopeless cannot be traced:"
+    assert recording.startswith("- recording: the model reads the value of a tensor (bool) that hangs on the inputs")
+    assert _names_line_of(Hopeless.forward, recording)
+    assert export.startswith("- torch.export: ")
+    assert _names_line_of(Hopeless.forward, export), export
+    for remedy in ("leaf_modules=[name or class]", "@fxpipe.leaf", "tracer="):
+        assert remedy in remedies
+    assert isinstance(caught.value.__cause__, CannotRecord)
+
+
+def test_the_error_of_all_ways_names_the_module(monkeypatch):
+    def fails(*_: Any) -> Traced:
+        raise TraceError("export cannot")
+
+    def forward(m, x):
+        return _elsewhere_with_grad * torch.vmap(m.lin)(x)
+
+    monkeypatch.setattr("fxpipe.tracing.ways.export", fails)
+    with pytest.raises(TraceError) as caught:
+        trace(Outer(Inner(forward)), (x(),))
+    _, recording, export, _ = str(caught.value).split("\n")
+    assert "the model in module 'inner.lin' uses a transform of torch.func" in recording
+    assert "further on: the model in module 'inner' runs Inner, kept whole, which uses a tensor of its own" in recording
+    assert _names_line_of(forward, recording)
+    assert export == "- torch.export: export cannot"
+
+
+_elsewhere_with_grad = nn.Parameter(torch.ones(6))
+
+
+def test_one_way_alone_gives_its_own_error():
+    with pytest.raises(CannotRecord, match="reads the value of a tensor"):
+        trace(Hopeless(), (x(),), tracer="record")
+    with pytest.raises(TraceError, match=r"torch\.export") as caught:
+        trace(Hopeless(), (x(),), tracer="export")
+    assert "recording" not in str(caught.value)

@@ -26,6 +26,7 @@ from fxpipe.tracing.gathering import check_gathering
 from fxpipe.tracing.guards import lifted
 from fxpipe.tracing.record import input_leaves
 from fxpipe.tracing.shapes import add_shapes
+from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
@@ -88,7 +89,8 @@ def trace(
             if check:
                 traced.effects = check_against_model(traced, leaves, chunks)
                 if out_dims is None:
-                    check_gathering(traced, leaves)
+                    with undone(model):
+                        check_gathering(traced, leaves)
             else:
                 traced.effects = watched(traced, leaves)
             return traced

@@ -17,7 +17,7 @@ from fxpipe.tracing.draws import Drawing, Draws
 from fxpipe.tracing.effects import Effects, Run, watch
 from fxpipe.tracing.hooks import run_model
 from fxpipe.tracing.record import copy_of_input
-from fxpipe.tracing.snapshot import dice, forked_random, set_dice, slots_of, undone
+from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import DiffersError, leaves_like
 
@@ -51,10 +51,15 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     samples: list[tuple[int, list[Any]]] = []
     runs: list[Run] = []
     seed = torch.default_generator.initial_seed() % 2**31
-    for size in (batch, *sorted(smaller, reverse=True), batch + 1):
+    for size in (batch, *sorted(smaller, reverse=True), batch + 1, 2 * batch):
         if (size > batch and len(samples) > 1) or not is_same_graph(traced, size):
             continue
         sample = _sample(traced, leaves, size, batch)
+        if sample is None and size == batch:
+            raise TraceError(
+                "a value that forward reads is another one when it is asked again: "
+                + "; ".join(map(str, traced.guards.questions if traced.guards else ()))
+            )
         if sample is None:
             continue
         try:
@@ -101,7 +106,7 @@ def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -
         set_dice(start)
 
     try:
-        with forked_random():
+        with undone(traced.model):  # a hook, or a module kept whole, may write to what is not its own
             return watch(traced, samples, seeded)
     except Exception as error:
         raise TraceError(
@@ -116,7 +121,7 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)
-        with Drawing(Draws(traced.seed)):
+        with Drawing(Draws(traced.seed), traced.lots):
             leaves = leaves_like(run_model(traced.model, args, kwargs), traced.out_spec)
         outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}

@@ -9,7 +9,7 @@ A draw is a random function without tensors among its arguments that gives one n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,11 +47,14 @@ def is_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
 
 
 class Drawing(TorchFunctionMode):
-    """A model that runs under this mode takes its draws from the stream, as it does while it is recorded."""
+    """A model that runs under this mode takes its draws from the stream, as it does while it is recorded.
 
-    def __init__(self, draws: Draws):
+    `lots`: of each draw in turn, is it one of the stream? Those inside of what is one node are not.
+    """
+
+    def __init__(self, draws: Draws, lots: Sequence[bool]):
         super().__init__()
-        self.draws = draws
+        self.draws, self.lots = draws, iter(lots)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +64,7 @@ class Drawing(TorchFunctionMode):
             return func(*args, **kwargs)
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
-        if is_draw(args, kwargs, result) and not torch.equal(before, torch.default_generator.get_state()):
+        is_one = is_draw(args, kwargs, result) and not torch.equal(before, torch.default_generator.get_state())
+        if is_one and next(self.lots, True):
             return self.draws.take(lambda: func(*args, **kwargs))
         return result

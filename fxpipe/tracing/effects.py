@@ -26,7 +26,7 @@ from fxpipe.tracing.draws import Draws
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
-_NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ def _observed(
             value = draws.take(lambda: call(node, values.__getitem__))
     seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
     seen.changed[place] |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
-    if node.target in _NORMS:
+    if node.target in NORMS:
         seen.changed[place] |= {_key(number, values[b]) for b in running_statistics(node)}
     returned = (
         next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None

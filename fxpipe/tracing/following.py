@@ -43,6 +43,12 @@ def followed(recorder: Recorder) -> Iterator[None]:
         return _call(recorder, module, args, kwargs)
 
     def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction and threading.get_ident() == here and recorder.paused:
+            raise recorder.refuse(
+                "uses torch.utils.checkpoint(use_reentrant=True) in what is kept whole",
+                "use checkpoint(..., use_reentrant=False), or none: the pipeline recomputes by itself",
+                whole=False,
+            )
         if is_elsewhere():
             return function_apply.__func__(function, *args, **kwargs)
         if function is CheckpointFunction:
@@ -94,9 +100,9 @@ def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: 
     recorder.note_dice()
     recorder.stack.append(Running.now(path, module))
     try:
-        _refuse_backward_hooks(recorder, module)
         if module is recorder.model:
             return run_model(module, args, kwargs)
+        _refuse_backward_hooks(recorder, module)
 
         def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
             return hook(module, *given) if is_computation(hook) else call_hook(recorder, module, hook, given)

@@ -12,7 +12,7 @@ where that uses it too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import fx
 from fxpipe.thread_state import applied
 from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.draws import Draws
-from fxpipe.tracing.refusals import CannotRecord, written
+from fxpipe.tracing.effects import NORMS, running_statistics
+from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 
@@ -37,8 +38,12 @@ class Guard:
 
     def __str__(self) -> str:
         file, _, line = self.where.rpartition(":")
-        read = f"{self.node.meta['text']} of {self.node.args[0]}"
-        return f"{read} was {_short(self.expected)} at {os.path.basename(file)}:{line}"
+        return f"{self.text} was {_short(self.expected)} at {os.path.basename(file)}:{line}"
+
+    @property
+    def text(self) -> str:
+        """What was read of what."""
+        return f"{self.node.meta['text']} of {self.node.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,24 +53,23 @@ class Guards:
     program: tuple[fx.Node, ...] = ()
     questions: tuple[Guard, ...] = ()
 
-    @property
-    def draws(self) -> bool:
-        """Do answers hang on random numbers?"""
-        return any(node.meta.get("draw") for node in self.program)
-
     def hold(self, traced: Traced, leaves: Sequence[Any], seed: int) -> bool:
         """Are the answers for these inputs those of the recording? `seed` is that of the numbers drawn."""
         asked = {guard.node: guard for guard in self.questions}
         values: dict[fx.Node, Any] = {}
         draws = Draws(seed)
+        writes = any(_changes(node) for node in self.program)
         for node in self.program:
             if node.op == "placeholder":
                 given = leaves[int(node.name.removeprefix("in_"))]
-                values[node] = given.detach().to("cpu", copy=True)  # the program may write to it
+                values[node] = given.detach().to("cpu", copy=writes)
             elif node.op == "get_attr":
-                values[node] = lookup(traced, node).detach().to("cpu", copy=True)
+                values[node] = lookup(traced, node).detach().to("cpu", copy=writes)
             else:
-                values[node] = _value(node, values, draws)
+                try:
+                    values[node] = _value(node, values, draws)
+                except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
+                    return False
                 if node in asked and not same_answer(values[node], asked[node].expected):
                     return False
         return True
@@ -97,7 +101,9 @@ def refuse_unanswerable(traced: Traced) -> None:
     Raises:
         CannotRecord: names the first, and the modules that would have to be kept whole.
     """
-    errors = [error for read in _reads(traced) if (error := _unanswerable(traced, read)) is not None]
+    reads = _reads(traced)
+    known = set[fx.Node]().union(*map(_needed, reads))
+    errors = [error for read in reads if (error := _unanswerable(traced, read, known)) is not None]
     if errors:
         raise CannotRecord(str(errors[0]), frozenset[str]().union(*(e.modules for e in errors)))
 
@@ -108,13 +114,13 @@ def lifted(traced: Traced) -> Guards:
     needs = {read: _needed(read) for read in reads}
     asked = [read for read in reads if set(_sources(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
+    batched = _batched_input(traced)
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
-        if node.op == "placeholder" and node in wanted | {_batched_input(traced)}:
+        if (node.op == "placeholder" and node in wanted) or node is batched:
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
-            batched = _batched_input(traced)
             size = program.call_method("size", (copies[batched], traced.in_dims[traced.place_of(batched)]))
             copies[node] = program.call_function(_formula(node.meta["number"], traced.batch), (size,))
             size.meta["state"] = copies[node].meta["state"] = node.meta["state"]
@@ -125,7 +131,7 @@ def lifted(traced: Traced) -> Guards:
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
         is_dead = node in dead and not node.users and node.op in WORKING
-        if is_dead and ("read" in node.meta or not (node.meta["random"] or any(_written(node)))):
+        if is_dead and ("read" in node.meta or not (node.meta["random"] or _changes(node))):
             traced.graph.erase_node(node)
     return Guards(tuple(program.nodes), guards)
 
@@ -145,42 +151,30 @@ def _formula(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int]:
     return size_of_value
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose tensors a node writes to."""
-    if node.op not in WORKING:
-        return
-    found: list[fx.Node] = []
-    fx.map_arg(tuple(written(node.target, node.args, dict(node.kwargs))), lambda n: found.append(n))
-    yield from found
+def _changes(node: fx.Node) -> frozenset[int]:
+    """The memory that a node was seen to write to. Batch norm does not raise the versions of its statistics."""
+    found: frozenset[int] = node.meta.get("changes", frozenset())
+    if node.target in NORMS:
+        found = found.union(*map(_storages, running_statistics(node)))
+    return found
 
 
-def _roots(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, and what its tensor may be a view of."""
-    while True:
-        yield node
-        if not node.args or not isinstance(node.args[0], fx.Node):
-            return
-        node = node.args[0]
-
-
-def _is_changed(attribute: fx.Node) -> bool:
-    """Does the graph write to this parameter or buffer?"""
-    return any(attribute in set(_roots(target)) for node in attribute.graph.nodes for target in _written(node))
+def _storages(node: fx.Node) -> frozenset[int]:
+    found: frozenset[int] = node.meta.get("storages", frozenset())
+    return found
 
 
 def _needed(read: fx.Node) -> set[fx.Node]:
     """What a read hangs on: the nodes before it, those among them included that write to what it hangs on."""
     needed: set[fx.Node] = {read}
-    roots: set[fx.Node] = set()
+    storages: set[int] = set()
     node = read
     while node.op != "root":
-        if node in needed or any(root in roots for target in _written(node) for root in _roots(target)):
+        if node in needed or not storages.isdisjoint(_changes(node)):
             needed.add(node)
-            if _is_size(node):  # known without the value
-                node = node.prev
-                continue
-            needed.update(node.all_input_nodes)
-            roots.update(root for n in node.all_input_nodes for root in _roots(n))
+            if not _is_size(node):  # that is known without the value
+                needed.update(node.all_input_nodes)
+                storages.update(*map(_storages, node.all_input_nodes))
         node = node.prev
     return needed
 
@@ -200,23 +194,23 @@ def _is_size(node: fx.Node) -> bool:
     return node.target in ("size", "stride")
 
 
-def _unanswerable(traced: Traced, read: fx.Node) -> CannotRecord | None:
-    """Why a read cannot be answered before a step, if so."""
-    sources = sorted(set(_sources(traced, _needed(read))))
+def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
+    """Why a read cannot be answered before a step, if so. `known` is what all reads hang on."""
+    needed = _needed(read)
+    sources = set(_sources(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
-    own = [s for s in sources if s in attributes]
-    trained = [s for s in own if isinstance(lookup(traced, attributes[s]), torch.nn.Parameter)]
+    own = sorted(s for s in sources if s in attributes)
+    parameters = [s for s in own if isinstance(lookup(traced, attributes[s]), torch.nn.Parameter)]
     changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
-    is_number = isinstance(read.meta["read"], (float, complex))
     path = read.meta["module"]
-    if "random numbers" in sources and not _are_draws(read):
+    if "random numbers" in sources and not _are_decisions(needed, known):
         what = "random numbers"
-    elif "the inputs" in sources and trained:
-        what = f"the inputs and {trained[0]!r}"
+    elif "the inputs" in sources and parameters:
+        what = f"the inputs and {parameters[0]!r}"
     elif changing:
         what = f"{changing[0]!r}, which forward changes"
-    elif path and is_number and (trained or "the inputs" in sources):
-        what = repr(trained[0]) if trained else "the inputs"  # another number, and another graph, in every step
+    elif path and isinstance(read.meta["read"], (float, complex)) and (number := _restless(traced, needed)):
+        what = number
     else:
         return None
     nested = "nested_tensor" in str(read.target)
@@ -232,5 +226,33 @@ def _unanswerable(traced: Traced, read: fx.Node) -> CannotRecord | None:
     )
 
 
-def _are_draws(read: fx.Node) -> bool:
-    return all(n.meta.get("draw") or not n.meta.get("random") for n in _needed(read) if n.op in WORKING)
+def _is_changed(attribute: fx.Node) -> bool:
+    """Does the graph write to this parameter or buffer?"""
+    return any(not _storages(attribute).isdisjoint(_changes(node)) for node in attribute.graph.nodes)
+
+
+def _are_decisions(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
+    """Are all random numbers among these drawn only to be read? What a stage draws for itself is another number."""
+    numbers = {n for n in needed if n.meta.get("random")}
+    if not all(n.meta.get("draw") for n in numbers):
+        return False
+    for node in next(iter(needed)).graph.nodes:  # in order, so that what hangs on them is found in one go
+        if node in needed and not numbers.isdisjoint(node.all_input_nodes):
+            numbers.add(node)
+    return all(user in known for node in numbers for user in node.users)
+
+
+def _restless(traced: Traced, needed: Collection[fx.Node]) -> str | None:
+    """What would make a number another one, and the graph another graph, in each step, and is the same in each part.
+
+    A number that hangs on samples is not: it is the mini-batch's, which a module would not find in its part.
+    """
+    for node in needed:
+        if node.op == "placeholder" and traced.leaves[traced.place_of(node)].shape:
+            return None
+    for node in needed:
+        if node.op == "get_attr" and lookup(traced, node).requires_grad:
+            return repr(node.target)
+    if any(node.meta.get("random") for node in needed):
+        return "random numbers"
+    return "the inputs" if any(node.op == "placeholder" for node in needed) else None

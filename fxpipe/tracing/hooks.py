@@ -1,8 +1,12 @@
 """Hooks on modules: which are computation, and what calls them.
 
 Those of torch itself (weight_norm) and those by which transformers collects hidden states only compute: they are
-recorded as if they stood in forward. All others are the user's and run in every step: on a module inside, for each
-micro-batch, as a node of the graph; on the model itself, for the mini-batch, around the whole pipeline.
+recorded as if they stood in forward. All others are the user's and run in every step:
+
+- on the model itself, for the mini-batch, in the caller's thread, around the whole pipeline (backward hooks, too);
+- on a module inside, for each micro-batch, in the thread of its stage, as a node of the graph; once more where a
+  micro-batch is recomputed. They also run while a graph is recorded, compared with the model and measured. A module
+  with backward hooks, or whose hooks use its tensors, is kept whole.
 """
 
 from __future__ import annotations
@@ -11,6 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from fxpipe.errors import StateError
 
 _COMPUTATION = ("torch.nn.utils", "transformers.utils.output_capturing")
 SET_BY_COMPUTATION = frozenset({"_output_capturing_hooks_installed"})  # attributes by which such hooks are known
@@ -27,6 +34,32 @@ def hooks_of(model: nn.Module) -> list[Any]:
     """The user's hooks on the model itself."""
     stores = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
     return [hook for store in stores for hook in store.values() if not is_computation(hook)]
+
+
+def with_all_hooks(model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a model's user hooks around `run`, which runs the model for a mini-batch.
+
+    Raises:
+        StateError: it has a backward hook of the old kind.
+    """
+    if model._backward_hooks and model._is_full_backward_hook is False:
+        raise StateError(
+            "the model has a hook by register_backward_hook, which sees the gradients of its last function only; use "
+            "register_full_backward_hook"
+        )
+
+    def call(hook: Any, given: tuple[Any, ...]) -> Any:
+        return None if is_computation(hook) else hook(model, *given)
+
+    if not model._backward_hooks and not model._backward_pre_hooks:
+        return with_hooks(model, run, call, args, kwargs)
+    # Of backward hooks torch's own class takes care, as in `nn.Module.__call__`.
+    watching = BackwardHook(model, list(model._backward_hooks.values()), list(model._backward_pre_hooks.values()))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return run(*watching.setup_input_hook(args), **kwargs)
+
+    return watching.setup_output_hook(with_hooks(model, watched, call, args, kwargs))
 
 
 def with_hooks(

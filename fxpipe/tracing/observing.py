@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.snapshot import undone
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+from fxpipe.tracing.traced import WORKING, Traced, call, lookup, same_constant
 
 MOST_CHOICES = 32  # of inputs to vary
 
@@ -229,7 +229,7 @@ def _fitted_leaf(numbers: Sequence[int], leaves: Sequence[Any]) -> Any:
         return SeenTensor(shape, stride, first.dtype, first.device)
     if all(type(leaf) is int for leaf in leaves):
         return _fitted_sizes(numbers, [(leaf,) for leaf in leaves])[0]
-    if all(leaf is first or (type(leaf) is type(first) and leaf == first) for leaf in leaves):
+    if all(same_constant(leaf, first) for leaf in leaves):
         return first
     raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
 

@@ -36,13 +36,9 @@ _OF_SIZES = (
 
 
 def flags(model: nn.Module) -> tuple[Any, ...]:
-    """What decides which Python a model runs: its modules, their `training` flags, how many hooks they have."""
+    """What decides which Python a model runs: its modules, their `training` flags, their hooks (by torch's numbers)."""
     return tuple(
-        (
-            id(m),
-            m.training,
-            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) + len(m._backward_pre_hooks),
-        )
+        (id(m), m.training, *m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
         for m in model.modules()
     )
 
@@ -178,6 +174,7 @@ def _record(
         recorder.attributes_read,
         attributes_of(model, recorder.read_names()),
         seed=seed,
+        lots=tuple(recorder.lots),
     )
     _erase_unused_sizes(traced)
     return traced, recorder.foreign

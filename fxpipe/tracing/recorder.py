@@ -64,6 +64,11 @@ def _same_states(left: list[Any], right: list[Any]) -> bool:
     return bool(torch.equal(left[0], right[0])) and left[1:] == right[1:]
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
 def _is_one_function(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") and not module._modules
 
@@ -111,10 +116,12 @@ class Recorder(TorchFunctionMode):
         self.origin: tuple[str, str] | None = None  # module path and source line, where what runs is not the user's
         self.rollers: set[str] = set()  # paths of modules that drew Python's or numpy's random numbers
         self._dice = dice()
+        self._changed: frozenset[int] = frozenset()  # storages that the last call has written to
         self.stack: list[Running] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.draws = Draws(seed)
+        self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self._attributes: dict[int, str] = {}
@@ -187,6 +194,7 @@ class Recorder(TorchFunctionMode):
             self.constants[name] = tensor
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            node.meta["storages"] = frozenset({storage_of(tensor)})
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 
@@ -251,19 +259,21 @@ class Recorder(TorchFunctionMode):
             label = f"_{label}"
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
+        node.meta["changes"], self._changed = self._changed, frozenset()
         return node
 
     def keep(self, value: Any, node: fx.Node) -> None:
         """Remembers which node made the tensors in `value`."""
         if isinstance(value, torch.Tensor):
             self._known[id(value)] = (node, value)
+            node.meta["storages"] = node.meta.get("storages", frozenset()) | {storage_of(value)}
         elif isinstance(value, (Mapping, tuple, list)):
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if any(True for _ in tensors_in(item)):
                     part = self.graph.create_node(
                         "call_function", operator.getitem, (node, key), name=f"{node.name}_{key}"
                     )
-                    part.meta.update(node.meta, random=False)
+                    part.meta.update(node.meta, random=False, changes=frozenset())
                     self.keep(item, part)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
@@ -294,7 +304,9 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = opname(func)
-        if self.paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
+        if self.paused:
+            return self._unrecorded(func, args, kwargs)
+        if name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return func(*args, **kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -327,6 +339,7 @@ class Recorder(TorchFunctionMode):
             node = self._call(func, name, node_args, node_kwargs)
             if random and is_draw(args, kwargs, result):
                 node.meta["draw"] = True
+                self.lots.append(True)
                 result = self.draws.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
         node.meta["random"] = random
@@ -336,8 +349,20 @@ class Recorder(TorchFunctionMode):
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
+            versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             result = func(*args, **kwargs)
+            self._changed = frozenset(storage_of(t) for t, version in versions if t._version != version)
             return result, not _same_states(before, generator_states())
+
+    def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function inside of what is one node; notes its draws, which are not of the stream."""
+        if any(True for _ in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        before = generator_states()
+        result = func(*args, **kwargs)
+        if is_draw(args, kwargs, result) and not _same_states(before, generator_states()):
+            self.lots.append(False)
+        return result
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -403,7 +428,8 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
-        if asks and not self.knows(args[0]):
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
+        if asks and not self.knows(args[0]) and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
             raise self.refuse(

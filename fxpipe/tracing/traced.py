@@ -85,6 +85,7 @@ class Traced:
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     seed: int = 0  # of the numbers that forward drew and read
+    lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
 
@@ -136,7 +137,7 @@ class Traced:
         """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
-        if not all(_same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
+        if not all(same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
             return False
         if not all(attribute.is_as_before() for attribute in self.attributes):
             return False
@@ -145,7 +146,7 @@ class Traced:
             if leaf.is_tensor != isinstance(value, torch.Tensor):
                 return False
             if not leaf.is_tensor:
-                if not _same_constant(leaf.constant, value):
+                if not same_constant(leaf.constant, value):
                     return False
                 continue
             if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
@@ -193,7 +194,7 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
     return found[0][1]
 
 
-def _same_constant(left: Any, right: Any) -> bool:
+def same_constant(left: Any, right: Any) -> bool:
     if left is right or ((left != left) is True and (right != right) is True):  # NaN
         return True
     same: Any = type(left) is type(right) and left == right

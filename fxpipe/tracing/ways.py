@@ -26,6 +26,7 @@ from fxpipe.tracing.record import record
 from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.symbolic_tracing import by_function, by_tracer, symbolic
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.whole import ASKED
 
 Tracer = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
 TRACERS = ("auto", "record", "export", "fx")
@@ -61,7 +62,7 @@ def find_graph(
         if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
             raise
         return _exported(model, args, kwargs, in_dims, finish, error)
-    if tracer == "auto" and recorded.largest_whole > LARGE:
+    if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
             exported = finish(export(model, args, kwargs, in_dims))
             if exported.largest_whole < recorded.largest_whole:
@@ -111,25 +112,27 @@ def _recorded(
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.final:
                 raise
-            if first is None:
-                first, general = error, True
-                continue
-            if str(error) == str(first):
-                general = False  # no help
-            modules = error.modules - whole.keys() if isinstance(error, CannotRecord) else frozenset[str]()
-            if not modules:
-                raise first from None
-            whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(error))
-            continue
+            found = error
         except Exception:
-            if first is not None and general:  # of a path that the model never takes
-                raise first from None
-            raise
-        reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
-        if general:
-            reasons.insert(0, f"by the general paths of libraries: {first}")
-        traced.why = tuple(reasons)
-        return traced
+            if first is None or not general:
+                raise
+            found = first  # this is of a path that the model never takes
+        else:
+            break
+        if first is None:
+            first, general = found, True
+            continue
+        if str(found) == str(first):
+            general = False  # no help
+        modules = found.modules - whole.keys() if isinstance(found, CannotRecord) else frozenset[str]()
+        if not modules:
+            raise first if str(found) == str(first) else TraceError(f"{first}; and further on: {found}")
+        whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(found))
+    reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
+    if general:
+        reasons.insert(0, f"by the general paths of libraries: {first}")
+    traced.why = tuple(reasons)
+    return traced
 
 
 def _of_the_same_kind(model: nn.Module, paths: frozenset[str]) -> list[str]:
@@ -162,7 +165,7 @@ def asked_whole(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]])
                 f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
                 "of its modules"
             )
-        whole |= dict.fromkeys(found, "asked for by leaf_modules")
+        whole |= dict.fromkeys(found, ASKED)
     return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
 
 
