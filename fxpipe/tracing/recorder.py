@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws, is_draw
+from fxpipe.tracing.fake import NeedsValues, drawn, is_faked
 from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
@@ -53,6 +54,8 @@ _CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layou
 
 def generator_states() -> list[Any]:
     """Where torch's generators stand."""
+    if is_faked():
+        return [drawn()]
     states: list[Any] = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states += [g.get_offset() for g in torch.cuda.default_generators]
@@ -60,7 +63,7 @@ def generator_states() -> list[Any]:
 
 
 def _same_states(left: list[Any], right: list[Any]) -> bool:
-    return bool(torch.equal(left[0], right[0])) and left[1:] == right[1:]
+    return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
 def _is_one_function(module: nn.Module) -> bool:
@@ -335,7 +338,14 @@ class Recorder(TorchFunctionMode):
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
-            result = func(*args, **kwargs)
+            try:
+                result = func(*args, **kwargs)
+            except Exception as error:
+                name = getattr(func, "__name__", str(func))
+                if isinstance(error, NeedsValues) or (is_faked() and name in _READS):
+                    self.refusal = self.refusal or self._without_values(name.strip("_"))
+                    raise self.refusal from error
+                raise
             return result, not _same_states(before, generator_states())
 
     @contextlib.contextmanager
@@ -393,6 +403,14 @@ class Recorder(TorchFunctionMode):
         path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
         modules = frozenset({path}) if whole and path else frozenset[str]()
         return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, final=not whole)
+
+    def _without_values(self, name: str) -> CannotRecord:
+        """The error where forward needs the values of a model that has none; a general path may not."""
+        error = self._error(
+            f"needs the values of tensors ({name}), and it or its inputs have none (meta or fake tensors)",
+            "trace it with values, or take the decision outside forward",
+        )
+        return CannotRecord(str(error))
 
     def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
         """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""
