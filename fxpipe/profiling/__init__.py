@@ -61,9 +61,9 @@ def profile(
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
     leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
-    device = _device(traced, leaves)
     hardware = ""
     with _threads(threads), faked(traced.model, leaves) as leaves:
+        device = _device(traced, leaves)
         if is_faked():
             measured = estimate(traced, effects, leaves, A100)
             hardware = A100.name

@@ -26,6 +26,12 @@ from fxpipe.tracing.traced import Traced
 # These read no more of their first argument than they return.
 _PICKING = frozenset("embedding gather index index_select take".split())
 _EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
+_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
+_SAME_WORK = {  # operations without a formula -> those that have it
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _ATTENTION_BACKWARD,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,12 @@ class Roofline(TorchDispatchMode):
 
 
 def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Of the operations that do the work, products of matrices and convolutions; 0 for all others."""
-    formula = flop_registry.get(func.overloadpacket)
+    """Of the operations that do the work: products of matrices, convolutions, attention; 0 for all others."""
+    name = func.overloadpacket.__name__
+    if name.startswith("mkldnn_rnn_layer"):  # each weight meets each step of each sequence; twice on the way back
+        rows = args[0].numel() // args[0].shape[-1]
+        return 2 * (2 if name.endswith("backward") else 1) * rows * (args[1].numel() + args[2].numel())
+    formula = flop_registry.get(_SAME_WORK.get(func.overloadpacket, func.overloadpacket))
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
@@ -85,7 +95,7 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
         return 0
     read = {_storage(t): t for t in _tensors((args, kwargs))}
     made = [t for t in _tensors(result) if _storage(t) not in read]
-    written = [t for t in _changed(func, args, kwargs)]
+    written = list(_changed(func, args, kwargs))
     if not made and not written:
         return 0  # a view
     sizes = {storage: _bytes(t) for storage, t in read.items()}
