@@ -205,7 +205,9 @@ class Pipeline(nn.Module):
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(map(has_values, leaves)):
-            raise ArgumentError("the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot")
+            raise ArgumentError(
+                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+            )
         now, seed = flags(inside.model), _next_random()
         known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now, seed))
         prepared, assembly = next(known, None) or inside.prepare(args, kwargs, seed)

@@ -46,9 +46,7 @@ class Hardware:
 A100 = Hardware("NVIDIA A100 80GB", 312e12, 2.0e12)  # dense bfloat16; its data sheet
 
 
-def estimate(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware
-) -> dict[fx.Node, Measured]:
+def estimate(traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware) -> dict[fx.Node, Measured]:
     """What `measure` finds, on tensors without values; to be used in a block of `tracing.fake.faked`."""
     with (
         running(),
@@ -83,7 +81,8 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
     name = func.overloadpacket.__name__
     if name.startswith("mkldnn_rnn_layer"):  # each weight meets each step of each sequence; twice on the way back
         rows = args[0].numel() // args[0].shape[-1]
-        return 2 * (2 if name.endswith("backward") else 1) * rows * (args[1].numel() + args[2].numel())
+        each = 2 * rows * (args[1].numel() + args[2].numel())
+        return int(2 * each if name.endswith("backward") else each)
     formula = flop_registry.get(_SAME_WORK.get(func.overloadpacket, func.overloadpacket))
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 

@@ -45,7 +45,7 @@ class Fakes(FakeTensorMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0:
             self.drawn += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -133,6 +133,15 @@ def usable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _current.mode is None else _current.mode.fake(tensor)
 
 
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    """The `dropout_p` of an attention, which draws nothing where that is 0; None for others."""
+    places = (place for place, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p")
+    place = next(places, None)
+    if place is None:
+        return None
+    return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+
+
 def _is_plain_meta(tensor: torch.Tensor) -> bool:
     return tensor.is_meta and not isinstance(tensor, FakeTensor)
 
@@ -163,9 +172,11 @@ def _replace(
     if isinstance(value, torch.Tensor):
         before.append((store, key, value))
         store[key] = other(value)
-    elif isinstance(value, weakref.ref) and isinstance(value(), torch.Tensor):  # by which nn.LSTM knows its weights
+    elif isinstance(value, weakref.ref) and isinstance(
+        tensor := value(), torch.Tensor
+    ):  # how nn.LSTM knows its weights
         before.append((store, key, value))
-        store[key] = weakref.ref(other(value()))
+        store[key] = weakref.ref(other(tensor))
     elif depth and type(value) in (list, tuple, dict):
         inside = list(value) if isinstance(value, tuple) else value
         for item in list(inside) if isinstance(inside, dict) else range(len(inside)):

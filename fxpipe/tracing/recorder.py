@@ -297,7 +297,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if self.paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
-            return func(*args, **kwargs)
+            return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
         if name in ("size", "stride"):
@@ -338,15 +338,25 @@ class Recorder(TorchFunctionMode):
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
-            try:
-                result = func(*args, **kwargs)
-            except Exception as error:
-                name = getattr(func, "__name__", str(func))
-                if isinstance(error, NeedsValues) or (is_faked() and name in _READS):
-                    self.refusal = self.refusal or self._without_values(name.strip("_"))
-                    raise self.refusal from error
-                raise
+            result = self._plainly(func, args, kwargs)
             return result, not _same_states(before, generator_states())
+
+    def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function returns, if it can do without the values of fake tensors."""
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            name = getattr(func, "__name__", str(func))
+            if name == "__format__" and is_faked():
+                return repr(args[0])  # text for people, who asked for so many digits
+            if not isinstance(error, NeedsValues) and not (is_faked() and name in _READS):
+                raise
+            found = self._error(
+                f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
+                "trace it with values, or take the decision outside forward",
+            )
+            self.refusal = self.refusal or CannotRecord(str(found))  # no module kept whole would have them
+            raise self.refusal from error
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -403,14 +413,6 @@ class Recorder(TorchFunctionMode):
         path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
         modules = frozenset({path}) if whole and path else frozenset[str]()
         return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, final=not whole)
-
-    def _without_values(self, name: str) -> CannotRecord:
-        """The error where forward needs the values of a model that has none; a general path may not."""
-        error = self._error(
-            f"needs the values of tensors ({name}), and it or its inputs have none (meta or fake tensors)",
-            "trace it with values, or take the decision outside forward",
-        )
-        return CannotRecord(str(error))
 
     def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
         """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""
