@@ -4,15 +4,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench coverage clean
 
 help:
-	@echo 'make demo    train two small models as pipelines and print the plan of one'
-	@echo 'make test    run the tests; make test ARGS="-k partition" runs some of them'
-	@echo 'make lint    check style and types'
-	@echo 'make format  rewrite the sources in the one style'
-	@echo 'make bench   measure throughput'
-	@echo 'make clean   remove caches and build outputs; the environment in .venv stays'
+	@echo 'make demo      train two small models as pipelines and print the plan of one'
+	@echo 'make test      run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make lint      check style and types'
+	@echo 'make format    rewrite the sources in the one style'
+	@echo 'make bench     measure throughput'
+	@echo 'make coverage  run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
+	@echo 'make clean     remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
 	$(BIN)/python examples/unet.py
@@ -34,6 +35,9 @@ format: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python tools/bench/throughput.py $(ARGS)
 
+coverage: .venv/.zoo
+	$(BIN)/python tools/coverage.py $(ARGS)
+
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
@@ -44,4 +48,8 @@ clean:
 	  echo 'fxpipe needs Python 3.11 or newer, and $(PYTHON) is older or missing; try: make PYTHON=python3.11' >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/.zoo: .venv/.installed
+	$(BIN)/python -m pip install -c constraints.txt -e '.[zoo]'
 	touch $@

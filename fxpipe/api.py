@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
@@ -23,6 +22,7 @@ from fxpipe.tracing.fake import has_values, without_values
 from fxpipe.tracing.hooks import hooks_of, is_computation, with_hooks
 from fxpipe.tracing.record import flags, input_leaves
 from fxpipe.tracing.ways import Tracer
+from fxpipe.trees import flatten
 
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
 
@@ -155,8 +155,8 @@ class Pipeline(nn.Module):
 
         Args:
             args, kwargs: the model's inputs.
-            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn
-                takes the output alone.
+            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the samples in dimension 0; None:
+                loss_fn takes the output alone.
             loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than
                 samples. None: the model's output is the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum.
@@ -203,7 +203,7 @@ class Pipeline(nn.Module):
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         if not all(map(has_values, leaves)):
             raise ArgumentError(
                 "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"

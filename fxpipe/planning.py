@@ -11,7 +11,7 @@ from fxpipe.plans import Plan, Portal, StagePlan
 
 if TYPE_CHECKING:
     import torch
-    from torch import fx, nn
+    from torch import nn
 
     from fxpipe.profiling import Profile
     from fxpipe.rewriting import Program
@@ -137,9 +137,8 @@ def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
-    from torch.utils import _pytree as pytree
-
     from fxpipe.tracing import trace
+    from fxpipe.trees import flatten
 
     traced = trace(
         model,
@@ -153,7 +152,7 @@ def _trace(
         check=settings.check,
         seed=seed,
     )
-    batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
+    batch = traced.batch_of(flatten((args, kwargs))[0])
     return traced, -(-batch // min(settings.chunks, batch))
 
 
@@ -192,10 +191,11 @@ def _prepared(
     traced: Traced, profiled: Profile | None, starts: Sequence[int], micro: int, settings: Settings
 ) -> Prepared:
     from fxpipe.rewriting import split
+    from fxpipe.tracing.shapes import bytes_for, bytes_of
 
     program = split(traced, starts, settings.devices)
     nodes = traced.nodes
-    made = {n.name: _bytes([n], traced, micro) for n in traced.graph.nodes}
+    made = {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, micro) for n in traced.graph.nodes}
     ends = [*starts[1:], len(nodes)]
     stages = []
     for j, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -210,7 +210,7 @@ def _prepared(
                 sum(c.forward_seconds for c in costs),
                 sum(c.backward_seconds for c in costs),
                 _attribute_bytes(traced, program.stages[j].attributes),
-                sum(int(c.output_bytes.subs(profiled.batch, micro)) for c in costs) if profiled is not None else 0,
+                sum(bytes_for(c.output_bytes, profiled.batch, micro) for c in costs) if profiled is not None else 0,
                 sum(made[value.name] for value in following if value.source == j),
             )
         )
@@ -230,16 +230,6 @@ def _prepared(
         profiled.estimated_for if profiled is not None else "",
     )
     return Prepared(plan, traced, program)
-
-
-def _bytes(nodes: Iterable[fx.Node], traced: Traced, micro: int) -> int:
-    """Of what nodes make, for a micro-batch. A size that hangs on values (nonzero) counts as 0."""
-    total = 0
-    for node in nodes:
-        for shape in node.meta.get("shapes", ()):
-            number = shape.bytes.subs(traced.batch, micro)
-            total += int(number.subs(dict.fromkeys(number.free_symbols, 0)))
-    return total
 
 
 def _attribute_bytes(traced: Traced, names: Iterable[str]) -> int:

@@ -8,8 +8,10 @@ it for a block. The default dtype belongs to the process; a model that changes i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,14 +44,22 @@ class ThreadState:
 
     @classmethod
     def now(cls) -> ThreadState:
-        cache = torch.is_autocast_cache_enabled()
-        return cls(
+        return _state(
             torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
-            tuple(
-                Autocast(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), cache)
-                for device in AUTOCAST_DEVICES
-            ),
+            torch.is_autocast_cache_enabled(),
+            *map(torch.is_autocast_enabled, AUTOCAST_DEVICES),
+            *map(torch.get_autocast_dtype, AUTOCAST_DEVICES),
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _state(grad: bool, cache: bool, *autocast: Any) -> ThreadState:
+    """Every node is recorded and run under one of a few states, which are asked for at each of them."""
+    enabled, dtypes = autocast[: len(AUTOCAST_DEVICES)], autocast[len(AUTOCAST_DEVICES) :]
+    return ThreadState(
+        grad,
+        tuple(Autocast(*of_device, cache) for of_device in zip(AUTOCAST_DEVICES, enabled, dtypes, strict=True)),
+    )
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,18 @@ encoder_relu       0     1  3.0 KiB
 
 balance 1.33 (slowest stage / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
     )
+
+
+def test_table_says_how_the_graph_was_made_and_what_it_holds_for() -> None:
+    plan = replace(make_plan(2), why=("module 'moe' is kept whole: it reads",), guards=("item of max was 3 at a.py:7",))
+    assert "how it was traced\n- module 'moe' is kept whole: it reads\n\nholds where" in plan_table(plan)
+    assert "mini-batch)\n- item of max was 3 at a.py:7\n\nbalance" in plan_table(plan)
+    document = plan_document(plan)
+    assert document["why"] == list(plan.why)
+    assert document["guards"] == list(plan.guards)
+    many = plan_table(replace(plan, guards=tuple(f"guard {k}" for k in range(30))))
+    assert "- guard 9\n- and 20 more" in many
+    assert "guard 10" not in many
 
 
 def test_table_of_64_stages_stays_readable() -> None:
@@ -607,3 +620,12 @@ def test_plan_prints_its_table(model_file: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     plan = fxpipe.planning.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
     assert str(plan) == plan_table(plan)
+
+
+def test_a_module_kept_whole_is_one_node(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--input", "4x8", "--devices", "2", "--leaf", "2", "--tracer", "record", "--json"]
+    assert main([f"{model_file}:make_mlp", *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["why"] == ["module '2' is kept whole: asked for by leaf_modules"]
+    assert main([f"{model_file}:make_mlp", "--input", "4x8", "--leaf", "nowhere"]) == 2
+    assert "has no module 'nowhere'" in capsys.readouterr().err

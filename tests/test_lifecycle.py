@@ -641,3 +641,36 @@ def test_a_fork_in_the_middle_of_a_step():
         """
     )
     assert ran.returncode == 0, ran.stderr
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x):
+        return self.outer(self.inner(x).relu())
+
+
+def test_parameters_may_be_untied_tied_and_replaced_after_planning():
+    model, x = Tied(), torch.randn(4, 6)
+
+    def compare(graphs: int) -> None:
+        plain = copy.deepcopy(model)
+        for m in (pipe, plain):
+            m.zero_grad()
+            m(x).square().mean().backward()
+        torch.testing.assert_close(pipe(x), plain(x))
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=name)
+        assert len(pipe._fxpipe.graphs) == graphs
+
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        compare(1)
+        model.outer.weight = nn.Parameter(torch.randn(6, 6))
+        compare(2)
+        model.outer.weight = model.inner.weight
+        compare(2)
+        model.outer.weight, model.outer.bias = nn.Parameter(torch.randn(3, 6)), nn.Parameter(torch.randn(3))
+        compare(3)

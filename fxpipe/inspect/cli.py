@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 SCHEDULES = ("gpipe", "1f1b")
 CHECKPOINTS = ("never", "except_last", "always")
+TRACERS = ("auto", "record", "export", "fx")
 BALANCES = ("block",)  # any other word is the name of a node or module
 
 EXAMPLES = """\
@@ -49,7 +50,7 @@ class Request:
     model: Target
     inputs: tuple[Shape | Target, ...]
     devices: int | tuple[str, ...] | None
-    options: dict[str, Any]  # chunks, schedule, checkpoint, balance: those that were given
+    options: dict[str, Any]  # chunks, schedule, checkpoint, balance, tracer, leaf_modules: those that were given
     evaluating: bool
     json: bool
     code: int | None  # the stage whose code is to be printed
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     found = _parser().parse_args(argv)
-    given = {name: getattr(found, name) for name in ("chunks", "schedule", "checkpoint", "balance")}
+    given = {name: getattr(found, name) for name in ("chunks", "schedule", "checkpoint", "balance", "tracer")}
+    given["leaf_modules"] = tuple(found.leaf) or None
     return Request(
         model=found.model,
         inputs=tuple(found.input),
@@ -219,6 +221,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOW",
         help="block (by measured time), or where to cut by hand: each stage's count of nodes (10,12,9), or the names "
         "of nodes or modules at which the later stages begin (layer2,layer3)",
+    )
+    add("--tracer", choices=TRACERS, help="how the graph is made; auto takes the first way that is right")
+    add(
+        "--leaf",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="name of a module to keep whole, as one node; repeat it for more",
     )
     add("--eval", action="store_true", help="call model.eval() first")
     output = parser.add_mutually_exclusive_group()

@@ -18,6 +18,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
         estimated_for        the hardware for which the seconds were estimated; empty where they were measured
         schedule, checkpoint, balance, tracer, fingerprint        as in `fxpipe.Plan`
+        why                  list of texts: how the tracer came to this graph, where that is not plain recording
+        guards               list of texts: values that forward read; with other ones another graph runs
         devices              list of names, one for each worker
         stages               list, in order, of
             index, device
@@ -47,6 +49,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "balance": plan.balance,
         "tracer": plan.tracer,
         "fingerprint": plan.fingerprint,
+        "why": list(plan.why),
+        "guards": list(plan.guards),
         "devices": list(plan.devices),
         "stages": [_stage(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
         "portals": [

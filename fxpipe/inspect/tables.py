@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan, Portal, StagePlan
 
 MOST_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
+MOST_LINES = 10  # of a list
 MOST_NAME = 48  # characters
 
 STAGE_HEADERS = (
@@ -32,7 +33,7 @@ def plan_table(plan: Plan) -> str:
     blocks = [_head(plan), _stage_table(plan, figures)]
     if plan.portals:
         blocks.append(_portal_table(plan.portals))
-    return "\n\n".join([*blocks, _totals(plan, figures)])
+    return "\n\n".join([*blocks, *_lists(plan), _totals(plan, figures)])
 
 
 def human_bytes(number: int) -> str:
@@ -109,6 +110,17 @@ def _portal_table(portals: tuple[Portal, ...]) -> str:
         rest = f"\nand {_count(len(others), 'smaller portal')}, {total} together"
     rows = [(shortened(p.name), str(p.source), str(p.target), human_bytes(p.bytes)) for p in shown]
     return _table(rows, PORTAL_HEADERS, left=("portal",)) + rest
+
+
+def _lists(plan: Plan) -> list[str]:
+    """How the graph came to be, where that is not plain recording, and the values of inputs that it holds for."""
+    lists = (("how it was traced", plan.why), ("holds where (asked once for each mini-batch)", plan.guards))
+    return ["\n".join([head, *_items(lines)]) for head, lines in lists if lines]
+
+
+def _items(lines: Sequence[str]) -> list[str]:
+    items = [f"- {line}" for line in lines[:MOST_LINES]]
+    return items + ([f"- and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
 
 
 def _totals(plan: Plan, figures: PlanFigures) -> str:

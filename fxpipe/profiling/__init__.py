@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling.costs import NodeCost, Profile
@@ -26,6 +25,7 @@ from fxpipe.profiling.measure import measure
 from fxpipe.tracing.check import take
 from fxpipe.tracing.fake import faked, is_faked
 from fxpipe.tracing.traced import Traced, lookup
+from fxpipe.trees import flatten
 
 __all__ = ["NodeCost", "Profile", "profile"]
 
@@ -84,7 +84,7 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
             f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}; expected a tuple and a dict, as in "
             "profile(traced, (x,))"
         )
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = flatten((args, kwargs))[0]
     if len(leaves) != len(traced.leaves):
         expected = ", ".join(leaf.path for leaf in traced.leaves)
         raise ArgumentError(

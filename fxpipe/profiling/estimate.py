@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.profiling.measure import Clock, Measured, Rounds, progress
+from fxpipe.profiling.measure import Clock, Measured, Rounds
+from fxpipe.progress import progress
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.fake import running
 from fxpipe.tracing.traced import Traced

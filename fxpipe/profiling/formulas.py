@@ -8,6 +8,7 @@ import sympy
 from torch import fx
 
 from fxpipe.tracing.effects import Effects
+from fxpipe.tracing.shapes import bytes_of
 from fxpipe.tracing.traced import Traced
 
 
@@ -47,4 +48,4 @@ def shares_memory(effects: Effects, node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> sympy.Expr:
-    return sympy.Add(*(shape.bytes for shape in node.meta["shapes"]))
+    return bytes_of(node.meta["shapes"])

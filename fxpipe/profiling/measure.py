@@ -23,20 +23,19 @@ So the time to go back through a single view is measured first and taken off.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from tqdm import tqdm
 
+from fxpipe.progress import progress
 from fxpipe.thread_state import applied
+from fxpipe.tracing.alike import same_function
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.fake import usable
@@ -255,14 +254,7 @@ class Rounds:
 def _kind_of(node: fx.Node, values: dict[fx.Node, Value]) -> Hashable:
     """Nodes of the same kind take the same time."""
     args = fx.map_arg((node.args, node.kwargs), lambda n: _mapped(_like, values[n]))
-    return node.op, _same_function(node.target), repr(args), node.meta["state"]
-
-
-def _same_function(target: Any) -> Hashable:
-    """Calls of one `autograd.Function` are closures, one for each place: the same code over the same objects."""
-    if isinstance(target, FunctionType) and target.__closure__:
-        return target.__code__, tuple(id(cell.cell_contents) for cell in target.__closure__)
-    return target  # type: ignore[no-any-return]
+    return node.op, same_function(node.target), repr(args), node.meta["state"]
 
 
 def _like(tensor: torch.Tensor) -> _Like:
@@ -279,10 +271,3 @@ def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-@contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar on stderr, where that is a terminal, for what takes longer than a second."""
-    with tqdm(total=total, desc=what, unit="node", delay=1, disable=None, leave=False) as bar:
-        yield bar.update

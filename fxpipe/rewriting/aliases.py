@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe.tracing.effects import Effects
+from fxpipe.tracing.functions import opname
 
 # What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
 # copy has the value of then, not that of now.
@@ -66,7 +67,7 @@ class Aliases:
 
 def _source(effects: Effects, node: fx.Node) -> fx.Node | None:
     """The node that this one is, or is a view of, at any size."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = opname(node.target)
     if node in effects.same:
         return effects.same[node] if name != "contiguous" else None
     if name not in _VIEWS:

@@ -11,6 +11,7 @@ what is changed in place. The model, its buffers and all random states stay as t
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from fxpipe.tracing.gathering import check_gathering
 from fxpipe.tracing.guards import lifted
 from fxpipe.tracing.record import input_leaves
 from fxpipe.tracing.shapes import add_shapes
+from fxpipe.tracing.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
 
@@ -34,7 +36,7 @@ __all__ = ["Traced", "trace"]
 
 def trace(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
+    args: tuple[Any, ...] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
     in_dims: Any = None,
@@ -50,7 +52,9 @@ def trace(
     Args:
         model: any module. It runs on the inputs a few times and is left as it was. One without values (on the meta
             device, or made under a FakeTensorMode) is run on fake tensors, which takes no memory.
-        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists and dicts.
+        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses. Without
+            any a model that needs some is traced symbolically, as far as that goes: a graph without shapes, to be
+            printed.
         in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
             or a dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
@@ -71,6 +75,9 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if args is None and not kwargs and _needs_inputs(model):
+        return symbolic_graph(model)
+    args = () if args is None else args
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
@@ -97,7 +104,12 @@ def trace(
             return traced
 
         whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, finish)
+        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, in_dims, finish)
+
+
+def _needs_inputs(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.tracing.functions import opname
+
 # Functions that make a tensor from nothing, on the default device where none is given.
 _FACTORIES = frozenset(
     "arange as_tensor asarray bartlett_window blackman_window empty empty_strided eye fft_fftfreq fft_rfftfreq full "
@@ -41,4 +43,4 @@ def on_device(node: fx.Node, device: torch.device) -> None:
 def _is_factory(node: fx.Node) -> bool:
     function = node.target
     is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")
-    return is_torchs and getattr(function, "__name__", "") in _FACTORIES
+    return is_torchs and opname(function) in _FACTORIES

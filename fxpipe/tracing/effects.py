@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws
@@ -85,9 +86,10 @@ def watch(
     """Runs the graph on each of `samples` (flattened inputs, one sample for each size). The model does not change."""
     seen = _Watch(traced.nodes, changed=[set() for _ in traced.nodes])
     runs = []
-    for number, sample in enumerate(samples):
-        before_each()
-        runs.append(_run(traced, sample, number, seen))
+    with progress("checking", len(samples) * len(traced.graph.nodes)) as step:
+        for number, sample in enumerate(samples):
+            before_each()
+            runs.append(_run(traced, sample, number, seen, step))
     nodes = traced.nodes
     place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
     last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
@@ -107,7 +109,7 @@ def _key(number: int, tensor: torch.Tensor) -> Any:
     return number, tensor.untyped_storage()._cdata if tensor.layout == torch.strided else (id(tensor),)
 
 
-def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Run:
+def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step: Callable[[], object]) -> Run:
     """Every value lives until the end of the run: else one address would name two storages."""
     values: dict[fx.Node, Any] = {}
     buffers: dict[Any, tuple[fx.Node, torch.Tensor]] = {}  # by storage
@@ -115,6 +117,7 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch) -> Ru
     placeholders = {node: p for p, node in traced.placeholders.items()}
     draws = Draws(traced.seed)
     for node in traced.graph.nodes:
+        step()
         if node.op == "placeholder":
             value = sample[placeholders[node]]
             values[node] = value.detach().clone().requires_grad_(value.requires_grad)

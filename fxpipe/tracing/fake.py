@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils import _pytree as pytree
 
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.snapshot import OWN_NAMES, held_in_containers, slots_of
+from fxpipe.trees import flatten, mapped
 
 # What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
 NeedsValues = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -97,7 +97,7 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(unset_fake_temporarily())
         held = (*slots_of(model).values(), *held_in_containers(model).values())
-        tensors = [*held, *(x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor))]
+        tensors = [*held, *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
         if all(map(has_values, tensors)):
             yield inputs
             return
@@ -108,7 +108,7 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
         stack.enter_context(_replaced(model, mode.fake))
         outer, _current.mode = _current.mode, mode
         try:
-            yield pytree.tree_map_only(torch.Tensor, mode.fake, inputs)
+            yield mapped(mode.fake, inputs)
         finally:
             _current.mode = outer
 

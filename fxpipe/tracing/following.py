@@ -22,14 +22,14 @@ from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
 from fxpipe.tracing.recorder import PLAIN, Recorder, Running
 from fxpipe.tracing.whole import active, call_hook, call_whole
 
-_PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
+PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
 
 
 @contextlib.contextmanager
 def followed(recorder: Recorder) -> Iterator[None]:
     """A block in which modules and autograd functions tell the recorder."""
     here = threading.get_ident()
-    _PATCHING.acquire()
+    PATCHING.acquire()
     outer, active.recorder = active.recorder, recorder
     module_call = nn.Module.__call__
     function_apply = torch.autograd.Function.__dict__["apply"]
@@ -73,7 +73,7 @@ def followed(recorder: Recorder) -> Iterator[None]:
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
         active.recorder = outer
-        _PATCHING.release()
+        PATCHING.release()
 
 
 def _named_function(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,4 +113,9 @@ def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: 
 def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
     hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     if hooks:
-        raise recorder.refuse(f"has the backward hook {hooks[0]!r}", "remove it (hook.remove())")
+        is_inner = module is not recorder.model
+        raise recorder.refuse(
+            f"has the backward hook {hooks[0]!r}",
+            "remove it (hook.remove())" + ("" if is_inner else ", or put it on a module inside"),
+            whole=is_inner,
+        )

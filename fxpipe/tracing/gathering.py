@@ -39,7 +39,8 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
         return
     runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
-        if not isinstance(node, fx.Node) or dim is None or not node.meta["shapes"][0].dtype.is_floating_point:
+        shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
+        if dim is None or not shapes or not shapes[0].dtype.is_floating_point:
             continue
         whole, first, second = (run[place] for run in runs)
         if isinstance(dim, int):
@@ -87,14 +88,17 @@ def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 
 def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
     values: dict[fx.Node, Any] = {}
+    # Python that runs as it is may ask for gradients inside; nothing else does.
+    grad = any(node.meta.get("opaque") for node in traced.nodes)
     places = {node: place for place, node in traced.placeholders.items()}
     for node in traced.graph.nodes:
         if node.op == "placeholder":
             values[node] = sample[places[node]].detach().clone()
         elif node.op == "get_attr":
-            values[node] = lookup(traced, node).detach().clone()
+            tensor = lookup(traced, node)
+            values[node] = tensor.detach().clone().requires_grad_(grad and tensor.requires_grad)
         elif node.op in WORKING:
-            with applied(node.meta["state"]), torch.no_grad():
+            with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
                 values[node] = _calm(node, values)
     return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
 

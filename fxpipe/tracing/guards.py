@@ -149,9 +149,8 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes whose tensors a node writes to."""
     if node.op not in WORKING:
         return
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     found: list[fx.Node] = []
-    fx.map_arg(tuple(written(name, node.args, dict(node.kwargs))), lambda n: found.append(n))
+    fx.map_arg(tuple(written(node.target, node.args, dict(node.kwargs))), lambda n: found.append(n))
     yield from found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 _COMPUTATION = ("torch.nn.utils", "transformers.utils.output_capturing")
+SET_BY_COMPUTATION = frozenset({"_output_capturing_hooks_installed"})  # attributes by which such hooks are known
 
 CallHook = Callable[[Any, tuple[Any, ...]], Any]  # (hook, its arguments after the module) -> what it returns
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.tracing.fake import has_values
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.trees import mapped
 
 
 @contextlib.contextmanager
@@ -50,4 +50,4 @@ def moved(inputs: Any, device: torch.device | None) -> Any:
             return tensor
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(torch.Tensor, move, inputs)
+    return mapped(move, inputs)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import fx
 
+from fxpipe.tracing.functions import opname
 from fxpipe.tracing.traced import WORKING, Traced
 
 # How people write the modules that torch functions live in.
@@ -22,6 +23,7 @@ _SHORT = {
     "torch._C._nn": "F",
     "torch.functional": "torch",
     "math": "math",
+    "torch._ops.aten": "aten",
 }
 _OPERATORS = {
     "getitem": "{}[{}]",
@@ -109,13 +111,15 @@ def expression(node: fx.Node) -> str:
     given, named = _named(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
     args = [_text(a) for a in given]
     keywords = [f"{key}={_text(value)}" for key, value in named.items()]
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    name = node.target if isinstance(node.target, str) else opname(node.target)
     if node.op == "call_method":
         if name in _SYMBOLS and len(args) == 2 and not keywords:
             return f"{args[0]} {_SYMBOLS[name]} {args[1]}"
         if name == "__getitem__":
             return f"{args[0]}[{_index(node.args[1])}]"
         return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
+    if node.op == "call_module":
+        return f"{name}({', '.join([*args, *keywords])})"
     home = getattr(node.target, "__module__", None) or ""
     if home == "_operator" and name == "setitem":
         return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
@@ -132,13 +136,15 @@ def graph_table(traced: Traced) -> str:
     rows = [
         (
             n.name,
-            expression(n) if n.op in WORKING else n.op,
+            "placeholder" if n.op == "placeholder" else expression(n),
             ", ".join(map(str, n.meta.get("shapes", ()))) or str(n.meta.get("number", "")),
             n.meta.get("module", ""),
             source_of(n),
         )
         for n in traced.graph.nodes
-        if n.op in (*WORKING, "placeholder")
+        if n.op in (*WORKING, "placeholder", "call_module")
     ]
     head = f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"
-    return head + "\n" + tabulate(rows, headers=("node", "computes", "makes", "module", "source"))
+    return (
+        head + "\n" + tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
+    )

@@ -29,6 +29,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws, is_draw
 from fxpipe.tracing.fake import NeedsValues, drawn, is_faked
+from fxpipe.tracing.functions import opname
 from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
@@ -243,7 +244,7 @@ class Recorder(TorchFunctionMode):
         )
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, name = self.module, getattr(target, "__name__", str(target))
+        path, name = self.module, opname(target)
         # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
         parts = [path] if self.stack and _is_one_function(self.stack[-1].module) else [path, name]
         if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
@@ -287,7 +288,7 @@ class Recorder(TorchFunctionMode):
         return self.add("call_function", function, tuple(map(self.argument, operands)))
 
     def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
-        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, user_line()))
+        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, self.source))
 
     # -- torch functions ---------------------------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", str(func))
+        name = opname(func)
         if self.paused or name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
@@ -346,10 +347,10 @@ class Recorder(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            name = getattr(func, "__name__", str(func))
-            if name == "__format__" and is_faked():
+            name = opname(func)
+            if is_faked() and name == "__format__":
                 return repr(args[0])  # text for people, who asked for so many digits
-            if not isinstance(error, NeedsValues) and not (is_faked() and name in _READS):
+            if not is_faked() or not (isinstance(error, NeedsValues) or name in _READS):
                 raise
             found = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
@@ -428,7 +429,7 @@ class Recorder(TorchFunctionMode):
             raise self.refuse(
                 "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
             )
-        found = refused(func, name, args, kwargs) or written_parameter(name, args, kwargs, self._parameters)
+        found = refused(func, name, args, kwargs) or written_parameter(func, args, kwargs, self._parameters)
         if found is not None:
             raise self.refuse(*found)
 

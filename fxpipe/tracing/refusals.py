@@ -13,6 +13,7 @@ import torch
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.functions import opname, written_by
 
 
 class CannotRecord(TraceError):
@@ -39,8 +40,12 @@ _IN_PLACE = frozenset(
 )
 
 
-def written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments that a function is going to write to, as far as its name and arguments say so."""
+def written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that a function, or the method of this name, is going to write to, as far as can be told."""
+    if isinstance(function, torch._ops.OpOverload):
+        yield from written_by(function, args, kwargs)
+        return
+    name = opname(function)
     if name == "requires_grad_":
         return
     if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
@@ -79,10 +84,10 @@ def refused(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def written_parameter(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
 ) -> tuple[str, str, bool] | None:
     """The same for a call that writes to a parameter; `parameters` are known by their storages."""
-    for tensor in tensors_in(tuple(written(name, args, kwargs))):
+    for tensor in tensors_in(tuple(written(function, args, kwargs))):
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in parameters:
             return (
                 f"writes to the parameter {parameters[tensor.untyped_storage()._cdata]!r}",

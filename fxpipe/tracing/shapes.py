@@ -1,9 +1,8 @@
 """Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
 
-The graph is interpreted once on fake tensors whose batch dimensions are symbols, one for each input. Operations unify
-the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T] turns out
-to have no batch, also where T happens to equal the batch size of the example (`duck_shape=False`). What remains free is
-the batch. Without the Python dispatcher `F.pad` and `F.interpolate` would bake it in.
+The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic`). Operations
+unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T]
+turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the batch.
 
 Other dimensions are fixed: inputs of another length are another graph.
 """
@@ -11,6 +10,7 @@ Other dimensions are fixed: inputs of another length are another graph.
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,14 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.utils import _pytree as pytree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.sizes import SizeRead
-from fxpipe.tracing.snapshot import forked_random
-from fxpipe.tracing.traced import WORKING, BatchRead, Traced, call, lookup, one_batch_size
+from fxpipe.tracing.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
+from fxpipe.trees import DiffersError, broadcast
 
 REDUCTIONS = ("mean", "sum", "stack")
 _RELATIONS = {
@@ -58,6 +54,19 @@ class TensorShape:
         return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
 
 
+@functools.lru_cache(maxsize=4096)
+def bytes_of(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
+    """Of all these tensors together."""
+    return sympy.Add(*(shape.bytes for shape in shapes))
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_for(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
+    """For a micro-batch of so many samples. A size that hangs on values (nonzero) counts as 0."""
+    number = formula.subs(batch, samples)
+    return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
+
+
 def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
     """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (`TensorShape`s) to its nodes.
 
@@ -67,15 +76,15 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
         TraceError: forward computes with the batch size in plain Python.
     """
-    asked, sure = _asked_dims(traced, in_dims), in_dims is not None
+    asked, sure = asked_dims(traced.leaves, in_dims), in_dims is not None
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    found = _interpret(traced, values, asked, sure, sizes == {1})
+    found = run_on_symbols(traced, values, asked, sure, sizes == {1})
     if not found.is_free and 1 in sizes and sizes != {1} and not sure:
         # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
         with contextlib.suppress(TraceError):
-            second = _interpret(traced, values, asked, sure, True)
+            second = run_on_symbols(traced, values, asked, sure, True)
             found = second if second.is_free else found
     env, made = found.env, found.made
     batch = _find_batch(traced, asked, found, sure)
@@ -86,8 +95,12 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
             return found.xreplace({s: traced.batch for s in found.free_symbols if s in batch})
         return sympy.Integer(int(value))
 
+    shapes: dict[int, tuple[TensorShape, ...]] = {}  # by id: alike values are one object
     for node, value in made.items():
-        node.meta["shapes"] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
+        if id(value) not in shapes:
+            tensors = tensors_in(value)
+            shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
+        node.meta["shapes"] = shapes[id(value)]
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             node.meta["number"] = formula(value)
     traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
@@ -98,9 +111,9 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
 # -- inputs ----------------------------------------------------------------------------------------------------------
 
 
-def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
+def asked_dims(leaves: Sequence[Leaf], in_dims: Any) -> list[int | None]:
     """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0."""
-    heads = list(dict.fromkeys(leaf.head for leaf in traced.leaves))
+    heads = list(dict.fromkeys(leaf.head for leaf in leaves))
     if in_dims is None or isinstance(in_dims, int):
         by_head = {} if in_dims is None else dict.fromkeys(heads, in_dims)
     elif isinstance(in_dims, tuple) and len(in_dims) == len(heads):
@@ -113,7 +126,7 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
             "or None) for each input, or a dict from input name to int or None"
         )
     dims: list[int | None] = []
-    for leaf in traced.leaves:
+    for leaf in leaves:
         dim = by_head.get(leaf.head, 0 if leaf.shape else None) if leaf.is_tensor else None
         if dim is not None and not -len(leaf.shape) <= dim < len(leaf.shape):
             raise ArgumentError(
@@ -123,74 +136,7 @@ def _asked_dims(traced: Traced, in_dims: Any) -> list[int | None]:
     return dims
 
 
-def _fake_inputs(
-    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool, mode: FakeTensorMode
-) -> tuple[dict[fx.Node, Any], dict[int, sympy.Symbol]]:
-    """Fake placeholders, and the symbol of the batch dimension for each leaf that has a candidate.
-
-    Candidates are dimensions of size 1 if `single`, of other sizes if not, and all of them if the user said so
-    (`sure`).
-    """
-    fakes, symbols = {}, {}
-    for place, node in traced.placeholders.items():
-        value, dim = values[place].detach(), asked[place]
-        if dim is not None and not sure and single != (value.shape[dim] == 1):
-            dim = None
-        if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
-            value = torch.cat([value] * 3, dim)
-        dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
-        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-        fake: Any = mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
-        fakes[node] = fake
-        if dim is not None:
-            symbols[place] = fake.shape[dim].node.expr
-    return fakes, symbols
-
-
-# -- the run ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The graph, run on fake tensors."""
-
-    env: ShapeEnv
-    symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
-    made: dict[fx.Node, Any]  # the value of every node
-    fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
-
-    @property
-    def is_free(self) -> bool:
-        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
-
-
-def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool) -> _Run:
-    env = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-    made, symbols = _fake_inputs(traced, values, asked, sure, single, mode)
-    fixed_by: dict[sympy.Symbol, fx.Node] = {}
-    with forked_random(), torch.no_grad(), mode, enable_python_dispatcher():
-        for node in traced.graph.nodes:
-            if node.op == "get_attr":
-                made[node] = mode.from_tensor(lookup(traced, node).detach(), static_shapes=True)
-            elif node.op in WORKING and "read" not in node.meta:
-                known = len(env.replacements)
-                try:
-                    with applied(node.meta["state"]), torch.no_grad():
-                        made[node] = call(node, made.__getitem__)
-                except Exception as error:
-                    raise TraceError(
-                        f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at "
-                        f"{node.meta['source']}) cannot be told for other batch sizes: {error}"
-                    ) from error
-                if len(env.replacements) != known:
-                    for symbol, value in env.replacements.items():
-                        if value.is_number:
-                            fixed_by.setdefault(symbol, node)
-    return _Run(env, symbols, made, fixed_by)
-
-
-def _find_batch(traced: Traced, asked: Sequence[int | None], run: _Run, sure: bool) -> frozenset[Any]:
+def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> frozenset[Any]:
     """The symbols that are the batch; sets `traced.in_dims`."""
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
     free = {place: found for place, s in symbols.items() if (found := env.replace(s)).free_symbols}
@@ -256,11 +202,12 @@ def _out_dims(
 ) -> tuple[int | str | None, ...]:
     given: Any = None
     if out_dims is not None:
-        given = pytree._broadcast_to_and_flatten(out_dims, traced.out_spec)
-        if given is None:
+        try:
+            given = broadcast(out_dims, traced.out_spec)
+        except DiffersError as error:
             raise ArgumentError(
-                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves"
-            )
+                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
+            ) from error
     dependent = batched_nodes(traced)
     found: list[int | str | None] = []
     for place, output in enumerate(traced.outputs):
@@ -294,6 +241,9 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], 
     if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
         return holding[0]
     shapes = output.meta["shapes"]
+    number = output.meta.get("number")
+    if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
+        return "sum"  # as many times the samples: each micro-batch has its share
     if not holding and len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
         return "mean"
     what = str(shapes[0]) if shapes else "a number"

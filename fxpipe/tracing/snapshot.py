@@ -8,7 +8,6 @@ every source of random numbers.
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import sys
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from fxpipe.tracing.hooks import SET_BY_COMPUTATION, is_computation
 from fxpipe.tracing.refusals import CannotRecord
 
 OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
@@ -128,7 +128,9 @@ def same_dice(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
 def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
     """The lists, dicts and sets in an attribute, innermost last, each with a copy."""
     if depth and isinstance(value, (list, dict, set, deque)):
-        yield name, value, copy.copy(value)
+        # Not copy.copy, which takes long for the many empty dicts of hooks.
+        kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+        yield name, value, kind(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
@@ -141,6 +143,11 @@ def _same_items(left: Any, right: Any) -> bool:
     if isinstance(left, set):
         return bool(left == right)
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _holds_only_computation(name: str, container: Any) -> bool:
+    """Hooks that the model puts on when it first needs them, and that it will put on again."""
+    return name.endswith("_forward_hooks") and all(map(is_computation, container.values()))
 
 
 def _unchanged(before: Any, now: Any) -> bool:
@@ -194,13 +201,14 @@ class Snapshot:
         """Puts everything back and fills in what was found changed."""
         for path, store, before in self._dicts:
             for key in [*before, *(key for key in store if key not in before)]:
-                if not _unchanged(before.get(key, self), store.get(key, self)):
+                if key not in SET_BY_COMPUTATION and not _unchanged(before.get(key, self), store.get(key, self)):
                     self.written_attributes.append(f"{path}.{key}" if path else key)
             store.clear()
             store.update(before)
         for name, container, before in self._containers:
             if not _same_items(container, before):
-                self.written_attributes.append(name)
+                if not _holds_only_computation(name, container):
+                    self.written_attributes.append(name)
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():

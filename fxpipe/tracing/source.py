@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from types import FrameType
 
@@ -20,3 +21,20 @@ def user_line() -> str:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+
+
+def line_in_trace(text: str) -> str:
+    """The innermost line of a formatted stack that is neither torch's nor fxpipe's, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', text)
+    users = [(file, line) for file, line in found if not file.startswith((*_NOT_THE_USERS, "torch/", "<"))]
+    return ":".join(users[-1]) if users else ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """Where in the user's code an exception came from: the innermost line that is neither torch's nor fxpipe's."""
+    found, entry = "unknown", error.__traceback__
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
+            found = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    return found

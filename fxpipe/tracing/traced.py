@@ -30,6 +30,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.sizes import SizeRead
 
 if TYPE_CHECKING:
+    from fxpipe.tracing.attributes import Attribute
     from fxpipe.tracing.effects import Effects
     from fxpipe.tracing.guards import Guards
 
@@ -74,6 +75,7 @@ class Traced:
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
     attributes_read: dict[tuple[nn.Module, str], Any]  # plain attributes of modules, as forward saw them
+    attributes: tuple[Attribute, ...] = ()  # the model's tensors as they were
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
@@ -135,6 +137,8 @@ class Traced:
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
         if not all(_same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
+            return False
+        if not all(attribute.is_as_before() for attribute in self.attributes):
             return False
         sizes = set()
         for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):

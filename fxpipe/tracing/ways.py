@@ -19,13 +19,15 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.tracing.exporting import export
 from fxpipe.tracing.general import general_paths
 from fxpipe.tracing.guards import refuse_unanswerable
 from fxpipe.tracing.record import record
 from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.symbolic_tracing import by_function, by_tracer, symbolic
 from fxpipe.tracing.traced import Traced
 
-Tracer = str | fx.Tracer | Callable[[nn.Module], fx.GraphModule]
+Tracer = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
 TRACERS = ("auto", "record", "export", "fx")
 LARGE = 0.5  # share of the parameters in one piece from which on another way is tried
 
@@ -37,6 +39,7 @@ def find_graph(
     tracer: Tracer,
     whole: dict[str, str],
     seed: int,
+    in_dims: Any,
     finish: Callable[[Traced], Traced],
 ) -> Traced:
     """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
@@ -44,14 +47,12 @@ def find_graph(
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
-    from fxpipe.tracing.graph_modules import by_function, by_tracer, export, symbolic
-
-    if isinstance(tracer, fx.Tracer):
+    if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
         return finish(by_tracer(model, tracer, args, kwargs))
     if not isinstance(tracer, str):
         return finish(by_function(model, tracer, args, kwargs))
     if tracer == "export":
-        return finish(export(model, args, kwargs))
+        return finish(export(model, args, kwargs, in_dims))
     if tracer == "fx":
         return finish(symbolic(model, args, kwargs))
     try:
@@ -59,10 +60,10 @@ def find_graph(
     except TraceError as error:
         if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
             raise
-        return _exported(model, args, kwargs, finish, error)
+        return _exported(model, args, kwargs, in_dims, finish, error)
     if tracer == "auto" and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
-            exported = finish(export(model, args, kwargs))
+            exported = finish(export(model, args, kwargs, in_dims))
             if exported.largest_whole < recorded.largest_whole:
                 exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
                 return exported
@@ -73,13 +74,12 @@ def _exported(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    in_dims: Any,
     finish: Callable[[Traced], Traced],
     recording: TraceError,
 ) -> Traced:
-    from fxpipe.tracing.graph_modules import export
-
     try:
-        traced = finish(export(model, args, kwargs))
+        traced = finish(export(model, args, kwargs, in_dims))
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be traced:\n- recording: {recording}\n"

@@ -155,7 +155,7 @@ def _call(
     if moved:
         raise recorder.refuse(f"sets the data of a tensor of {name}", "write to it (copy_)", whole=False)
     node = recorder.add("call_function", whole, node_args)
-    node.meta["random"] = random
+    node.meta.update(random=random, opaque=True)
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
 

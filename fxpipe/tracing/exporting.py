@@ -1,0 +1,173 @@
+"""Tracing by `torch.export`: the model runs on fake tensors, below the functions that the recorder sees.
+
+So a scripted function inside forward comes out as the operators it consists of. A decision on a value does not pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.tracing.following import PATCHING
+from fxpipe.tracing.functions import opname
+from fxpipe.tracing.graph_modules import Values, named_in, refuse_hooks, run_graph, run_plainly, traced_from
+from fxpipe.tracing.preconditions import refuse_model
+from fxpipe.tracing.record import input_leaves
+from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.shapes import asked_dims
+from fxpipe.tracing.snapshot import Slot, undone
+from fxpipe.tracing.source import line_of_error
+from fxpipe.tracing.traced import Traced
+
+_LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
+
+
+def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None) -> Traced:
+    """Traces `model` by `torch.export` (not strict), the dimensions that may hold the batch dynamic.
+
+    Args:
+        model, args, kwargs, in_dims: as for `fxpipe.trace`.
+
+    Raises:
+        TraceError: export fails, or what it gives is not the model; the message holds export's own and the user's line.
+    """
+    refuse_model(model)
+    refuse_hooks(model)
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    dims = asked_dims(leaves, in_dims)
+    with PATCHING:
+        try:
+            program = _exported(model, *_large_enough(values, dims, spec), dims)
+        except TraceError:
+            run_plainly(model, args, kwargs)
+            raise
+    constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
+    return traced_from(model, args, kwargs, _Program(model, program), constants, "export")
+
+
+def _large_enough(values: Sequence[Any], dims: Sequence[int | None], spec: pytree.TreeSpec) -> tuple[Any, Any]:
+    """Copies of the inputs, each an object of its own; a single sample twice, since export takes 1 as fixed."""
+    single = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None} == {1}
+    copies = []
+    for value, dim in zip(values, dims, strict=True):
+        if not isinstance(value, torch.Tensor):
+            copies.append(value)
+        elif single and dim is not None:
+            copies.append(torch.cat([value.detach()] * 2, dim).requires_grad_(value.requires_grad))
+        else:
+            copies.append(value.detach().clone().requires_grad_(value.requires_grad))
+    args, kwargs = pytree.tree_unflatten(copies, spec)
+    return args, kwargs
+
+
+def _exported(model: nn.Module, args: Any, kwargs: Any, dims: Sequence[int | None]) -> ExportedProgram:
+    shapes: Any = ShapesCollection()  # export's annotation leaves it out
+    for value, dim in zip(pytree.tree_leaves((args, kwargs)), dims, strict=True):
+        if dim is not None:
+            shapes[value] = {dim: Dim.AUTO}
+    with undone(model):  # which attributes forward changes is asked later: export replaces some by itself
+        try:
+            with _quiet():
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except TraceError:
+            raise
+        except Exception as error:
+            first = str(error).strip().split("\n")[0] or type(error).__name__
+            raise TraceError(
+                f"torch.export does not take the model: {type(error).__name__}: {first} (at {line_of_error(error)})"
+            ) from error
+    return program
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A block in which export does not talk: a failure is an exception here, and may be no failure of the trace."""
+    here = threading.get_ident()
+    stderr, quiet = sys.stderr, _Others(here)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    for logger in loggers:
+        logger.addFilter(of_others)
+    sys.stderr = quiet
+    try:
+        with warnings.catch_warnings():
+            # that attributes were assigned: also where nothing was (nn.LSTM); the check against the model tells
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if sys.stderr is quiet:
+            sys.stderr = stderr
+        for logger in loggers:
+            logger.removeFilter(of_others)
+
+
+class _Others:
+    """A stderr for the other threads."""
+
+    def __init__(self, here: int):
+        self.here, self.stderr = here, sys.stderr
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self.here else self.stderr.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stderr, name)
+
+
+class _Program:
+    """An exported program that runs in the model's place, on the model's own tensors."""
+
+    def __init__(self, model: nn.Module, program: ExportedProgram):
+        self.model, self.program = model, program
+        placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.inputs = list(zip(placeholders, program.graph_signature.input_specs, strict=True))
+        self.assigned = self._take_assignments()
+
+    def _take_assignments(self) -> dict[str, fx.Node]:
+        """Buffers that forward sets to other tensors, for which export copies into them at the end: name -> value."""
+        buffers = {node: str(spec.target) for node, spec in self.inputs if spec.kind is InputKind.BUFFER}
+        found = {}
+        for node in list(reversed(self.program.graph.nodes))[1:]:
+            if opname(node.target) != "copy_" or node.users or node.args[0] not in buffers:
+                break
+            if node.name.startswith("copy__default"):  # export's own; from the user's code it would be `copy_`
+                found[buffers[node.args[0]]] = node.args[1]
+                self.program.graph.erase_node(node)
+        return found
+
+    def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        given = iter(pytree.tree_leaves((args, kwargs)))
+        values: Values = {}
+        for node, spec in self.inputs:
+            values[node] = next(given) if spec.kind is InputKind.USER_INPUT else self._kept(spec)
+        outputs = run_graph(recorder, self.program.graph, values, named_in(self.program.graph_module))
+        for name, node in self.assigned.items():
+            path, _, key = name.rpartition(".")
+            Slot(path, "buffer", key).store(self.model)[key] = values[node]
+        specs = self.program.graph_signature.output_specs
+        result = [o for o, spec in zip(outputs, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
+        return pytree.tree_unflatten(result, self.program.call_spec.out_spec)
+
+    def _kept(self, spec: InputSpec) -> Any:
+        """A tensor that the model holds, or one that export found in its code."""
+        name = str(spec.target)
+        if spec.kind is InputKind.CONSTANT_TENSOR or (not spec.persistent and name in self.program.constants):
+            return self.program.constants[name]
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            return named_in(self.model)(name)
+        raise TraceError(f"torch.export gives a program that needs {name!r}, an object that is no tensor; register it")

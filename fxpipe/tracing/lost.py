@@ -1,0 +1,132 @@
+"""What a graph that others have made may have lost is looked for: gradients, changes of buffers and attributes.
+
+Such a graph can give the right output and still be wrong: export and symbolic tracing record what the forward of an
+`autograd.Function` computes and forget that its backward is another, they drop hooks on tensors, and what forward keeps
+in attributes. The recorder sees all of it; for its own graphs there is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import TraceError
+from fxpipe.thread_state import applied
+from fxpipe.tracing.check import agree
+from fxpipe.tracing.hooks import run_model
+from fxpipe.tracing.snapshot import forked_random, slots_of, undone
+from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    spec: pytree.TreeSpec  # of the outputs
+    gradients: dict[str, torch.Tensor | None]
+    kept: dict[str, torch.Tensor]  # the tensors of the model that are no parameters, after the run
+
+
+def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
+    """Compares, on the example inputs, gradients (for one direction of the outputs) and what stays behind.
+
+    The output gets the model's structure. Its values are compared at several sizes elsewhere.
+
+    Raises:
+        TraceError: something differs; names it.
+    """
+    seed = torch.default_generator.initial_seed() % 2**31
+    with undone(traced.model) as snapshot:
+        torch.manual_seed(seed)
+        want = _run_model(traced, leaves)
+    snapshot.refuse_changes()
+    if want.spec != traced.out_spec:
+        if want.spec.num_leaves != traced.out_spec.num_leaves:
+            raise TraceError(
+                f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
+                f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
+            )
+        traced.out_spec = want.spec  # fx makes plain dicts of all kinds of dicts
+    with forked_random():
+        torch.manual_seed(seed)
+        have = _run_graph(traced, leaves)
+    for name, gradient in want.gradients.items():
+        other = have.gradients[name]
+        same = gradient is other if gradient is None or other is None else agree(gradient, other, _tolerance(gradient))
+        if not same:
+            raise TraceError(
+                f"the gradient of {name!r} by the graph that {traced.tracer!r} made is not the model's: forward may "
+                "use an autograd.Function with a backward of its own, hooks on tensors, or switch gradients off, which "
+                "such a graph loses; leave it to recording (tracer='record')"
+            )
+    for name, tensor in want.kept.items():
+        if name not in have.kept or not agree(tensor, have.kept[name], _tolerance(tensor)):
+            raise TraceError(
+                f"forward changes {name!r}, and the graph that {traced.tracer!r} made does not do the same; keep what "
+                "forward changes in a buffer (register_buffer), or leave it to recording (tracer='record')"
+            )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _tolerance(value: torch.Tensor) -> float | None:
+    """What another order of summing may do, many times over; a wrong backward is further away."""
+    return torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() or value.is_complex() else None
+
+
+def _copies(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Inputs of their own, and what forward is given: it may write to that."""
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in leaves]
+    return inputs, [x.clone() if _is_tensor(x) and x.requires_grad else x for x in inputs]
+
+
+def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
+    inputs, copies = _copies(leaves)
+    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
+    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    kept = {
+        slot.name: tensor.detach().clone()
+        for slot, tensor in slots_of(traced.model).items()
+        # What requires grad and is not read is made anew by each forward, as weight_norm does.
+        if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
+    }
+    return _Run(spec, _gradients(traced, outputs, inputs), kept)
+
+
+def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
+    inputs, copies = _copies(leaves)
+    values: dict[fx.Node, Any] = {}
+    places = {node: place for place, node in traced.placeholders.items()}
+    after = {id(tensor): tensor for tensor in slots_of(traced.model).values()}  # a tensor may have several names
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = copies[places[node]]
+        elif node.op == "get_attr":
+            tensor = lookup(traced, node)
+            after[id(tensor)] = values[node] = tensor if tensor.requires_grad else tensor.detach().clone()
+        elif node.op in WORKING:
+            with applied(node.meta["state"]):
+                values[node] = call(node, values.__getitem__)
+    kept = {slot.name: after[id(tensor)] for slot, tensor in slots_of(traced.model).items()}
+    kept |= {name: values[node] for name, node in traced.assigned.items()}
+    outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
+    return _Run(traced.out_spec, _gradients(traced, outputs, inputs), kept)
+
+
+def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:
+    wanted = {name: p for name, p in traced.model.named_parameters() if p.requires_grad}
+    leaves = zip(traced.leaves, inputs, strict=True)
+    wanted |= {f"input {leaf.path}": x for leaf, x in leaves if _is_tensor(x) and x.requires_grad}
+    ends = [o for o in outputs if _is_tensor(o) and o.requires_grad]
+    if not ends or not wanted:
+        return dict.fromkeys(wanted)
+    generator = torch.Generator().manual_seed(0)
+    directions = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in ends]
+    found = torch.autograd.grad(ends, list(wanted.values()), directions, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))

@@ -1,0 +1,268 @@
+"""The graph run once on fake tensors, whose batch dimensions are symbols.
+
+Each candidate for a batch dimension is a symbol of its own (`duck_shape=False`); operations unify those that meet, and
+a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad` and `F.interpolate` would
+bake the batch in.
+
+What fake tensors cannot tell is seen in real runs (`observing`), and equal calls are run once (`alike`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fxpipe.errors import TraceError
+from fxpipe.progress import progress
+from fxpipe.thread_state import applied
+from fxpipe.tracing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
+from fxpipe.tracing.observing import Observation, observe
+from fxpipe.tracing.snapshot import forked_random
+from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicRun:
+    """What the run has shown."""
+
+    env: ShapeEnv
+    symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
+    made: dict[fx.Node, Any]  # the value of every node; alike ones are one object
+    fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
+
+    @property
+    def is_free(self) -> bool:
+        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
+
+
+def run_on_symbols(
+    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool
+) -> SymbolicRun:
+    """Runs `traced`, recorded on `values`.
+
+    Args:
+        asked: for each input leaf the dimension that may hold the batch.
+        sure: the user has said so: all of them are candidates. Else those of size 1 if `single`, of other sizes if not.
+
+    Raises:
+        TraceError: the shape of a node cannot be told for other batch sizes.
+    """
+    dims = {
+        place: dim
+        for place, dim in enumerate(asked)
+        if dim is not None and (sure or single == (values[place].shape[dim] == 1))
+    }
+    is_shared, known = True, _Known(traced)
+    while True:
+        try:
+            return _Attempt(traced, values, dims, known, Alike() if is_shared else None).run()
+        except ChangedInPlaceError:
+            is_shared = False
+        except _AgainError:
+            continue
+        except _UnknownError as unknown:
+            _look(traced, values, dims, known, unknown.node, unknown.groups)
+
+
+def _look(
+    traced: Traced,
+    values: Sequence[Any],
+    dims: dict[int, int],
+    known: _Known,
+    node: fx.Node,
+    groups: list[list[int]],
+) -> None:
+    """Runs the graph for real, to see what `node` makes."""
+    try:
+        known.observed.append(observe(traced, values, dims, groups, node))
+    except TraceError as error:
+        why = known.not_told.pop(node, None)
+        if isinstance(why, _Bakes):
+            known.baked.add(node)
+            return
+        told = f"with fake tensors: {_first_line(why)}; " if why else ""
+        raise TraceError(
+            f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) cannot be "
+            f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
+            "same for each sample, or take it out of forward"
+        ) from why
+
+
+def _first_line(error: Exception) -> str:
+    """What torch has to say; the advice that follows is for people who compile."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
+
+
+@dataclass(slots=True)
+class _Known:
+    """What attempts have taught those after them."""
+
+    traced: Traced
+    not_told: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
+    baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
+    observed: list[Observation] = field(default_factory=list)
+    _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def inputs_of(self, node: fx.Node) -> frozenset[int]:
+        """Places of the input leaves that a node hangs on."""
+        if not self._inputs:
+            self._inputs |= {n: frozenset([place]) for place, n in self.traced.placeholders.items()}
+            for n in self.traced.graph.nodes:
+                self._inputs.setdefault(n, frozenset().union(*(self._inputs[a] for a in n.all_input_nodes)))
+        return self._inputs[node]
+
+    def distrust(self, node: fx.Node, why: Exception) -> None:
+        """Fake tensors do not tell what a node makes; nor that of the same function of the user's elsewhere."""
+        same = same_function(node.target)
+        for other in self.traced.graph.nodes if _is_foreign(node) else ():
+            if other.op == node.op and same_function(other.target) == same:
+                self.not_told.setdefault(other, why)
+        self.not_told[node] = why
+
+    def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
+        """One that has seen `node`, with each of the inputs in question varied, or found to be fixed."""
+        wanted = set(candidates)
+        return next((o for o in self.observed if node in o.made and wanted <= {*o.varied, *o.fixed}), None)
+
+
+class _UnknownError(Exception):
+    """Fake tensors do not tell what a node makes. `groups`: inputs whose samples may vary, those of one symbol each."""
+
+    def __init__(self, node: fx.Node, groups: list[list[int]]):
+        super().__init__(node.name)
+        self.node, self.groups = node, groups
+
+
+class _AgainError(Exception):
+    """A call that told nothing has left guards, which must not stay: another attempt is due, without it."""
+
+
+class _Bakes(Exception):
+    """The Python of the user's function took the batch size for a number; as it runs for each size anew, it may."""
+
+
+class _Attempt:
+    """One attempt."""
+
+    def __init__(self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Known, alike: Alike | None):
+        self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
+        self.env = ShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.made: dict[fx.Node, Any] = {}
+        self.inputs: dict[int, Any] = {}  # place -> the symbolic size of its batch dimension
+        self.symbols: dict[int, sympy.Symbol] = {}
+        self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
+
+    def run(self) -> SymbolicRun:
+        self._make_inputs()
+        nodes = self.traced.graph.nodes
+        with (
+            progress("shapes", len(nodes)) as step,
+            forked_random(),
+            torch.no_grad(),
+            self.mode,
+            enable_python_dispatcher(),
+        ):
+            for node in nodes:
+                if node.op == "get_attr":
+                    self.made[node] = self._attribute(lookup(self.traced, node))
+                elif node.op in WORKING and "read" not in node.meta:
+                    self.made[node] = self._call(node)
+                step()
+        return SymbolicRun(self.env, self.symbols, self.made, self.fixed_by)
+
+    def _make_inputs(self) -> None:
+        for place, node in self.traced.placeholders.items():
+            value, dim = self.values[place].detach(), self.dims.get(place)
+            if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
+                value = torch.cat([value] * 3, dim)
+            dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+            fake: Any = self.mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
+            self.made[node] = fake
+            if dim is not None:
+                self.inputs[place], self.symbols[place] = fake.shape[dim], fake.shape[dim].node.expr
+
+    def _attribute(self, tensor: torch.Tensor) -> Any:
+        """A tensor of the model: its sizes do not vary."""
+        key = described_tensor(tensor) if self.alike is not None else None
+        if self.alike is None or key is None:
+            return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        found = self.alike.known(key)
+        if found is None:
+            found = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+            self.alike.add(key, found)
+        return found
+
+    def _call(self, node: fx.Node) -> Any:
+        if node in self.known.not_told or node.meta.get("opaque"):
+            return self._seen(node)
+        if self.alike is None:
+            return self._fake(node)
+        key = self.alike.key(node, self.made)
+        value = self.alike.known(key)
+        if value is None:
+            value = self._fake(node)
+            self.alike.keep(node, key, value, self.made)
+        return value
+
+    def _fake(self, node: fx.Node) -> Any:
+        before = len(self.env.replacements), len(self.env.guards)
+        try:
+            with applied(node.meta["state"]), torch.no_grad():
+                value = call(node, self.made.__getitem__)
+        except Exception as error:
+            self.known.distrust(node, error)
+            if before != (len(self.env.replacements), len(self.env.guards)):
+                raise _AgainError from error
+            return self._seen(node)
+        is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
+        if is_fixed and _is_foreign(node) and node not in self.known.baked:
+            self.known.distrust(node, _Bakes())
+            raise _AgainError
+        return value
+
+    def _note_fixed(self, node: fx.Node) -> bool:
+        """Has `node` given symbols a fixed size?"""
+        fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]
+        self.fixed_by.update(dict.fromkeys(fixed, node))
+        return bool(fixed)
+
+    # -- what fake tensors do not tell -------------------------------------------------------------------------------
+
+    def _seen(self, node: fx.Node) -> Any:
+        """What a node makes, as real runs have shown."""
+        groups = self._groups(node)
+        candidates = [place for group in groups for place in group]
+        observation = self.known.observation(node, candidates)
+        if observation is None:
+            raise _UnknownError(node, groups)
+        for place in observation.fixed.intersection(candidates):
+            int(self.inputs[place])  # fixes the symbol
+        self._note_fixed(node)
+        varied = [place for place in observation.varied if place in candidates]
+        return observation.fake(node, self.inputs[varied[0]] if varied else 0)
+
+    def _groups(self, node: fx.Node) -> list[list[int]]:
+        """Inputs that a node hangs on and whose samples may vary, those of one symbol together."""
+        found: dict[Any, list[int]] = {}
+        for place in sorted(self.known.inputs_of(node)):
+            size = self.env.replace(self.symbols[place]) if place in self.symbols else None
+            if size is not None and size.free_symbols:
+                found.setdefault(size, []).append(place)
+        return list(found.values())
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Is this a function of the user's?"""
+    home = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+    return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")

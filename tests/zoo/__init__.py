@@ -1,0 +1,26 @@
+"""The zoo: public models in tiny configurations with random weights, and own models, one for each difficulty."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from zoo.control import CONTROL
+from zoo.entry import Entry
+from zoo.hugging_face import HUGGING_FACE
+from zoo.imaging import IMAGING
+from zoo.memory import MEMORY
+from zoo.structure import STRUCTURE
+
+OWN = (*CONTROL, *STRUCTURE, *MEMORY)
+ZOO = (*OWN, *HUGGING_FACE, *IMAGING)
+BY_NAME = {entry.name: entry for entry in ZOO}
+
+
+def select(patterns: Iterable[str]) -> list[Entry]:
+    """The entries whose name or package is, or matches, one of `patterns`, as `bert`, `gpt*` or `monai`."""
+    wanted = list(patterns)
+    found = [e for e in ZOO if any(fnmatch.fnmatch(text, p) for p in wanted for text in (e.name, e.family))]
+    if not found:
+        raise SystemExit(f"no model is called {' or '.join(wanted)}; there are: {' '.join(BY_NAME)}")
+    return found

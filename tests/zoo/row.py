@@ -1,0 +1,32 @@
+"""A row of the table: what one way made of one model, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WAYS = ("fxpipe", "symbolic_trace", "pipelining")
+MODES = ("train", "eval")
+
+Task = tuple[str, str, int]  # way, mode, number of stages
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one way made of one entry. Only fxpipe fills in what is below the message."""
+
+    model: str
+    family: str
+    way: str
+    mode: str  # "train" or "eval"
+    stages: int
+    verdict: str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"
+    message: str = ""
+    tracer: str = ""
+    why: str = ""
+    nodes: int = 0
+    largest_leaf: float = 0.0  # its share of the parameters
+    plan_seconds: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.verdict.startswith("wrong")

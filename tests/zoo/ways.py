@@ -1,0 +1,225 @@
+"""The ways to take a model apart, each run on one entry and judged against the plain model."""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+from fxpipe.errors import FxpipeError, InternalError
+from zoo.entry import Call, Entry
+from zoo.reference import (
+    CHUNKS,
+    STEP_SEED,
+    Comparison,
+    Leaves,
+    Step,
+    back,
+    compare,
+    direct_step,
+    flat,
+    micro_batches,
+    plain_step,
+    same_outputs,
+)
+from zoo.row import Row
+
+
+def run(entry: Entry, way: str, mode: str, stages: int) -> Row:
+    """One row; raises where the plain model does."""
+    judge = {"fxpipe": _fxpipe, "symbolic_trace": _symbolic, "pipelining": _pipelining}[way]
+    found = judge(entry, mode == "train", stages)
+    return Row(entry.name, entry.family, way, mode, stages, **found)
+
+
+# -- fxpipe ----------------------------------------------------------------------------------------------------------
+
+
+def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+    want = plain_step(entry, training=training)
+    quiet = None if training else plain_step(entry, training=False, gradients=False)
+    model, (args, kwargs) = entry.build()
+    model.train(training)
+    start = time.perf_counter()
+    pipe = None
+    found: dict[str, Any] = {}
+    try:
+        pipe = fxpipe.pipeline(
+            model, ["cpu"] * stages, CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
+        )
+        found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
+        comparison = compare(direct_step(pipe, pipe, entry.build()[1]), want)
+        verdict, message = comparison.verdict, comparison.message
+        if quiet is not None and verdict == "right":
+            args, kwargs = entry.build()[1]
+            torch.manual_seed(STEP_SEED)
+            with torch.no_grad():
+                message = same_outputs(flat(pipe(*args, **kwargs)), quiet.outputs)
+            verdict = "wrong outputs" if message else verdict
+    except InternalError as error:
+        verdict, message = "fails", _text(error)
+    except FxpipeError as error:
+        verdict, message = "refused", _text(error)
+    except Exception as error:
+        verdict, message = "fails", _text(error)
+    finally:
+        if pipe is not None:
+            pipe.close()
+    return found | {"verdict": verdict, "message": message}
+
+
+def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
+    plan = pipe.plan
+    return {
+        "tracer": plan.tracer,
+        "why": str(getattr(plan, "why", "")),
+        "nodes": sum(len(stage.nodes) for stage in plan.stages),
+        "largest_leaf": largest_leaf(pipe),
+    }
+
+
+def largest_leaf(pipe: fxpipe.Pipeline) -> float:
+    """The share of the model's parameters that the largest module kept whole has."""
+    first = pipe._fxpipe.first
+    return float(getattr(first.traced, "largest_leaf_share", 0.0)) if first is not None else 0.0
+
+
+# -- torch.fx.symbolic_trace -----------------------------------------------------------------------------------------
+
+
+def _symbolic(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+    """Run on the mini-batch, and on a micro-batch alone. There are no stages."""
+
+    def attempt() -> Comparison:
+        for count in (1, CHUNKS):
+            model = entry.build()[0].train(training)
+            traced = fx.symbolic_trace(model)
+            plain = entry.build()[0].train(training)
+            want = direct_step(plain, plain, micro_batches(entry, entry.build()[1], count)[0])
+            have = direct_step(model, traced, micro_batches(entry, entry.build()[1], count)[0])
+            comparison = compare(have, want)
+            if comparison.message:
+                break
+        return comparison
+
+    return _attempted(attempt)
+
+
+# -- torch.distributed.pipelining ------------------------------------------------------------------------------------
+
+
+def _pipelining(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
+    """Exported, cut into stages with equal shares of the parameters, and run stage by stage on a micro-batch."""
+    from torch.distributed.pipelining import pipeline
+
+    def attempt() -> Comparison:
+        def part() -> Call:
+            return micro_batches(entry, entry.build()[1])[0]
+
+        plain = entry.build()[0].train(training)
+        want = direct_step(plain, plain, part())
+        args, kwargs = part()
+        model = entry.build()[0].train(training)
+        pipe = pipeline(model, args, kwargs, split_policy=lambda traced: _split_by_size(traced, stages))
+        args, kwargs = part()
+        torch.manual_seed(STEP_SEED)
+        outputs = _Stages(pipe.split_gm, args, kwargs).run(*_arguments(pipe.split_gm.graph, args, kwargs))
+        tensors = _numbered(outputs)  # the tree of the outputs is the last stage's affair
+        back(tensors)
+        modules = [module for _, module in pipe.split_gm.named_children()]
+        have = Step(tensors, *_state_of_stages(plain, modules, want))
+        return compare(have, Step(_numbered([leaf for _, leaf in want.outputs]), want.gradients, want.buffers))
+
+    return _attempted(attempt)
+
+
+def _split_by_size(traced: fx.GraphModule, stages: int) -> fx.GraphModule:
+    """Marks where a stage has its share of the parameters (each node counts as one more, for models without any)."""
+    working = [n for n in traced.graph.nodes if n.op not in ("placeholder", "get_attr", "output")]
+    sizes, seen = [], set()
+    for node in working:
+        new = {str(a.target) for a in node.all_input_nodes if a.op == "get_attr"} - seen
+        seen |= new
+        attributes = [operator.attrgetter(name)(traced) for name in new]
+        sizes.append(1 + sum(a.numel() for a in attributes if isinstance(a, Tensor)))
+    total, passed, marks = sum(sizes), 0, 1
+    for node, size in zip(working, sizes, strict=True):
+        if marks < stages and passed >= total * marks / stages:
+            with traced.graph.inserting_before(node):
+                traced.graph.call_function(torch.ops.pippy._pipe_split.default, ())
+            marks += 1
+        passed += size
+    traced.recompile()
+    return traced
+
+
+class _Stages(fx.Interpreter):
+    """Stage after stage. The first takes what the user gives, where it has kept the signature of forward."""
+
+    def __init__(self, stages: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__(stages)
+        self.given = args, kwargs
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = self.fetch_attr(target)
+        if hasattr(stage.graph._codegen, "pytree_info"):
+            args, kwargs = self.given
+        return stage(*args, **kwargs)
+
+
+def _arguments(graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """The inputs in the order of the graph: one for each leaf, of keyword arguments by name where these are names."""
+    names = [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+    flat_args, flat_kwargs = pytree.tree_leaves(args), dict(kwargs)
+    rest = names[len(flat_args) :]
+    if set(rest) <= set(flat_kwargs):
+        return [*flat_args, *(flat_kwargs[name] for name in rest)]
+    return [*flat_args, *pytree.tree_leaves(kwargs)]
+
+
+def _numbered(tree: Any) -> Leaves:
+    tensors = [leaf for _, leaf in flat(tree) if isinstance(leaf, Tensor)]
+    return [(str(number), tensor) for number, tensor in enumerate(tensors)]
+
+
+def _state_of_stages(
+    plain: nn.Module, modules: Sequence[nn.Module], want: Step
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
+    """Gradients and buffers by the plain model's names. A weight that several stages have is right if each one is."""
+    names: dict[int, set[str]] = {}
+    for name, tensor in (*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)):
+        names.setdefault(id(tensor), set()).add(name)
+    gradients: dict[str, Tensor | None] = {}
+    for name, parameter in plain.named_parameters():
+        found = [p.grad for m in modules for n, p in m.named_parameters() if n in names[id(parameter)]]
+        wanted = want.gradients[name]
+        wrong = [g for g in found if compare(Step([], {name: g}, {}), Step([], {name: wanted}, {})).gradients]
+        gradients[name] = (wrong or found or [None])[0]
+    buffers = {}
+    for name, buffer in plain.named_buffers():
+        found = [b for m in modules for n, b in m.named_buffers() if n in names[id(buffer)]]
+        buffers[name] = found[0] if found else want.buffers[name]  # one that no stage has cannot have changed wrongly
+    return gradients, buffers
+
+
+# -- a failure is a finding ------------------------------------------------------------------------------------------
+
+
+def _attempted(attempt: Callable[[], Comparison]) -> dict[str, Any]:
+    try:
+        comparison = attempt()
+        return {"verdict": comparison.verdict, "message": comparison.message}
+    except Exception as error:
+        return {"verdict": "fails", "message": _text(error)}
+
+
+def _text(error: BaseException) -> str:
+    cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+    notes = "".join(f" | {note}" for note in getattr(cause, "__notes__", ()))
+    return f"{type(cause).__name__}: {cause}{notes}"[:1500]

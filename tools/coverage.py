@@ -1,0 +1,141 @@
+"""Runs a zoo of models as pipelines and says which are right; beside it, what other ways to take a model apart do.
+
+    python tools/coverage.py                        # all; `make coverage` makes the environment first
+    python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
+    python tools/coverage.py --no-others --stages 3 --json coverage.json
+
+Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
+processes of their own, so that one that crashes or hangs is one row of the table.
+
+Columns: the way that was taken to trace it, nodes of the graph, the largest leaf's share of the parameters, whether
+outputs, gradients and buffers equal the plain model's, seconds to plan; then what `torch.fx.symbolic_trace` and
+`torch.distributed.pipelining.pipeline` do with the same model. The exit status is 1 if any result of fxpipe is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from tabulate import tabulate
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zoo is there
+
+from zoo import Entry, select
+from zoo.processes import rows_of
+from zoo.row import MODES, WAYS, Row
+
+HEADERS = "model mode stages traced_by nodes leaf outputs gradients buffers seconds symbolic_trace pipelining".split()
+WIDTH = 46  # of a verdict with its exception
+
+
+def main() -> int:
+    options = _options()
+    entries = select(options.models)
+    rows: list[Row] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for number, found in enumerate(pool.map(lambda entry: _rows(entry, options), entries), 1):
+            rows += found
+            for row in found:
+                if row.way == "fxpipe":
+                    print(f"{number:3}/{len(entries)} {row.model} {row.mode} {row.stages}: {_verdict(row)}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    print("\n" + tabulate(_table(rows), HEADERS, floatfmt=".1f") + "\n")
+    print(tabulate(_summary(rows), ["", "models and modes", "right", "refused", "wrong", "fails"]) + "\n")
+    _print_troubles(rows)
+    return int(any(row.is_wrong for row in rows if row.way == "fxpipe"))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["*"], help="names, patterns or packages (default: all)")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="numbers of stages (default: 2 3)")
+    parser.add_argument("--no-others", action="store_true", help="fxpipe alone")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
+    parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
+    return parser.parse_args()
+
+
+def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
+    tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages]
+    if not options.no_others:
+        tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in MODES]
+    return rows_of(entry, tasks, options.limit)
+
+
+# -- telling ---------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: Sequence[Row]) -> list[list[object]]:
+    others = {(row.model, row.mode, row.way): row for row in rows if row.way != "fxpipe"}
+    table = []
+    for row in rows:
+        if row.way != "fxpipe":
+            continue
+        beside = [others.get((row.model, row.mode, way)) for way in WAYS[1:]]
+        table.append(
+            [
+                row.model,
+                row.mode,
+                row.stages,
+                f"{row.tracer} ({row.why})" if row.why else row.tracer,
+                row.nodes,
+                f"{row.largest_leaf:.0%}",
+                *_parts(row),
+                row.plan_seconds,
+                *(_verdict(other) if other is not None else "" for other in beside),
+            ]
+        )
+    return table
+
+
+def _parts(row: Row) -> list[str]:
+    """Equal, different or never compared: outputs, gradients, buffers. The first difference ends the comparison."""
+    names = ["outputs", "gradients", "buffers"]
+    if row.verdict == "right":
+        return ["equal"] * 3
+    if not row.is_wrong:
+        return [row.verdict, "", ""]
+    wrong = names.index(row.verdict.removeprefix("wrong "))
+    return [*["equal"] * wrong, "WRONG", *[""] * (2 - wrong)]
+
+
+def _verdict(row: Row) -> str:
+    text = f"{row.verdict}: {row.message}" if row.message else row.verdict
+    text = " ".join(text.split())
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+
+
+def _summary(rows: Sequence[Row]) -> list[list[object]]:
+    """How many models and modes each way gets right: of fxpipe, by number of stages."""
+    groups: dict[str, collections.Counter[str]] = {}
+    for row in rows:
+        name = f"fxpipe, {row.stages} stages" if row.way == "fxpipe" else row.way
+        kind = "wrong" if row.is_wrong else "fails" if row.verdict in ("hangs", "crashes") else row.verdict
+        groups.setdefault(name, collections.Counter())[kind] += 1
+    return [
+        [name, sum(counts.values()), *(counts[kind] for kind in ("right", "refused", "wrong", "fails"))]
+        for name, counts in groups.items()
+    ]
+
+
+def _print_troubles(rows: Sequence[Row]) -> None:
+    """What fxpipe did not get right, each message once."""
+    where: dict[str, list[str]] = {}
+    for row in rows:
+        if row.way == "fxpipe" and row.verdict != "right":
+            where.setdefault(f"{row.verdict}: {row.message}", []).append(f"{row.model} {row.mode} {row.stages}")
+    for text, places in where.items():
+        print(f"{', '.join(places)}\n    {text}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
