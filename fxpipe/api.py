@@ -19,6 +19,7 @@ from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.fake import has_values, without_values
 from fxpipe.tracing.hooks import hooks_of, with_all_hooks
 from fxpipe.tracing.record import flags, input_leaves
 from fxpipe.tracing.traced import Traced
@@ -100,7 +101,10 @@ def pipeline(
     )
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
-        pipe._assembly_for(example_args, example_kwargs or {})
+        if without_values(model):
+            pipe._fxpipe.plan_ahead(example_args, example_kwargs or {})
+        else:
+            pipe._assembly_for(example_args, example_kwargs or {})
     return pipe
 
 
@@ -199,6 +203,10 @@ class Pipeline(nn.Module):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = flatten((args, kwargs))
+        if not all(map(has_values, leaves)):
+            raise ArgumentError(
+                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+            )
         now, seed = flags(inside.model), _next_random()
         known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now, seed))
         prepared, assembly = next(known, None) or inside.prepare(args, kwargs, seed)
@@ -284,6 +292,8 @@ class Pipeline(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
         for tensor in _one_of_each_device(self.model):
             moved = fn(tensor.new_empty(0)).device
+            if not has_values(tensor):
+                continue  # it gets some
             if moved != tensor.device:
                 raise StateError(
                     f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
@@ -307,8 +317,18 @@ class _Inside:
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = False
 
+    def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
+        with torch.inference_mode(False), torch.enable_grad():
+            self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""
+        if missing := without_values(self.model):
+            raise StateError(
+                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
+                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
+            )
         try:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates.

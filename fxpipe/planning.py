@@ -53,7 +53,8 @@ def plan(
         print(plan.stages[1].code)
 
     Args:
-        model: any module.
+        model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
+            estimates, and `Plan.estimated_for` says of what hardware.
         stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
         example_args, example_kwargs: a mini-batch as training will use it.
         devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check: as for
@@ -228,6 +229,7 @@ def _prepared(
         traced.fingerprint(),
         traced.why,
         tuple(map(str, traced.guards.questions)) if traced.guards else (),
+        profiled.estimated_for if profiled is not None else "",
     )
     return Prepared(plan, traced, program)
 

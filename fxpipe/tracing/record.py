@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of
+from fxpipe.tracing.fake import running
 from fxpipe.tracing.following import followed
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.recorder import Recorder
@@ -137,7 +138,7 @@ def _record(
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     try:
         with undone(model) as snapshot, untouched(spec):
-            with followed(recorder), recorder:
+            with running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             assigned = _assigned(model, snapshot, recorder)
         if recorder.refusal is not None:  # forward has swallowed it
