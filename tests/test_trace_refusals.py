@@ -204,7 +204,9 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "parameter made": (lambda m, x: x * nn.Parameter(torch.ones(6)), "makes a parameter or a module", "in __init__"),
     "module made": (lambda m, x: nn.Linear(6, 6)(x), "makes a parameter or a module in forward", "make it in __init__"),
     "gradients switched off": (_with_grad_off, "switches off gradients", "before the model is called"),
-    "gradients switched on": (lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "starts to ask for gradients", "before"),
+    "gradients switched on": (
+        lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "starts to ask for gradients", "before",
+    ),
     "gradients asked for": (
         lambda m, x: _elsewhere.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
         "a new tensor",
