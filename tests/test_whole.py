@@ -451,12 +451,13 @@ class Options:
     scale: float
 
 
-def test_attributes_set_after_planning_are_followed():
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_attributes_set_after_planning_are_followed(is_whole):
     def forward(m, x):
-        x = F.dropout(m.lin(x), m.p) * m.options.scale * m.scales[0]
+        x = F.dropout(m.act(m.lin(x)), m.p) * m.options.scale * m.scales[0] * m.by_name["a"][0]
         return x if m.extra is None else x + m.extra
 
-    inner = Inner(forward, p=0.0, options=Options(1.0), scales=[1.0], extra=None)
+    inner = Inner(forward, p=0.0, options=Options(1.0), scales=[1.0], extra=None, act=F.relu, by_name={"a": (1.0,)})
     model = Model(inner)
     plain = copy.deepcopy(model)
 
@@ -466,18 +467,26 @@ def test_attributes_set_after_planning_are_followed():
                 m.p = 1.0
             if step == 2:
                 m.p = 0.0
-                m.options.scale = 3.0
+                if is_whole:  # a recorded graph does not see what is changed inside of an object
+                    m.options.scale = 0.5
             if step == 3:
-                m.options = Options(4.0)
+                m.options = Options(0.7)
             if step == 4:
-                m.scales[0] = 5.0
+                m.scales[0] = 0.6
             if step == 5:
-                m.scales = [6.0]
+                m.scales = [0.8]
             if step == 6:
                 m.extra = 2.0
+            if step == 7:
+                m.extra = torch.ones(6)
+            if step == 8:
+                m.act = torch.tanh
+            if step == 9:
+                m.by_name["a"] = (0.9,)
 
-    with pipe_of(model) as pipe:
-        for step in range(7):
+    options = {"leaf_modules": ["inner"]} if is_whole else {"leaf_modules": []}
+    with pipe_of(model, **options) as pipe:
+        for step in range(10):
             change(step)
             assert_step(pipe, plain, x())
 

@@ -4,7 +4,7 @@
   module, which has to run in every step;
 - `autograd.Function.apply`, which becomes one node that keeps its backward. Reentrant `torch.utils.checkpoint` is
   called through (non-reentrant checkpoint needs nothing): recompute is the pipeline's own business;
-- plain attributes of modules that forward reads (`dropout.p`): with other values it is another graph.
+- attributes of modules that forward reads (`dropout.p`): with others it is another graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
-from fxpipe.tracing.recorder import PLAIN, Recorder, Running
+from fxpipe.tracing.recorder import Recorder, Running
+from fxpipe.tracing.snapshot import OWN_NAMES
 from fxpipe.tracing.whole import active, call_hook, call_whole
 
 PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
@@ -63,10 +64,10 @@ def followed(recorder: Recorder) -> Iterator[None]:
 
     def getattribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        if type(value) in PLAIN and name != "training" and not is_elsewhere():
+        if name not in OWN_NAMES and not is_elsewhere():
             own = object.__getattribute__(module, "__dict__")  # not what its class has
             if name in own and id(module) in recorder.paths:
-                recorder.attributes_read[module, name] = value
+                recorder.note_attribute(own, name)
         return value
 
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]

@@ -172,7 +172,7 @@ def _record(
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),
-        recorder.attributes_read,
+        tuple(recorder.attributes_read.values()),
         attributes_of(model, recorder.read_names()),
         seed=seed,
         lots=tuple(recorder.lots),

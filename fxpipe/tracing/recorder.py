@@ -30,6 +30,7 @@ from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws, is_draw
 from fxpipe.tracing.fake import NeedsValues, drawn, is_faked
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.kept import Kept
 from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
@@ -111,7 +112,7 @@ class Recorder(TorchFunctionMode):
         self.recording = True
         self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
-        self.attributes_read: dict[tuple[nn.Module, str], Any] = {}  # forward went by them: others, another graph
+        self.attributes_read: dict[tuple[int, str], Kept] = {}  # forward went by them: others, another graph
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
         self.foreign: list[tuple[torch.Tensor, CannotRecord]] = []  # those of unknown origin, should they be refused
         self.refusal: CannotRecord | None = None
@@ -167,6 +168,12 @@ class Recorder(TorchFunctionMode):
         return self.origin[1] if self.origin else user_line()
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
+
+    def note_attribute(self, owner: dict[str, Any], name: str) -> None:
+        """Forward reads an attribute of a module, whose `__dict__` is `owner`."""
+        key = (id(owner), name)
+        if key not in self.attributes_read and not isinstance(owner[name], torch.Tensor):
+            self.attributes_read[key] = Kept.now(owner, name)
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         self.keep(tensor, self.graph.placeholder(name))

@@ -136,7 +136,7 @@ def symbolic_graph(model: nn.Module) -> Traced:
     output.args = ((tuple(result), {}),)
     _, in_spec = pytree.tree_flatten((tuple(leaf.head for leaf in leaves), {}))
     state = ThreadState.now()
-    return Traced(model, graph, tuple(leaves), in_spec, out_spec, flags(model), state, {}, (), {}, tracer="fx")
+    return Traced(model, graph, tuple(leaves), in_spec, out_spec, flags(model), state, {}, (), (), tracer="fx")
 
 
 def _by_tracer(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.attributes import Attribute
     from fxpipe.tracing.effects import Effects
     from fxpipe.tracing.guards import Guards
+    from fxpipe.tracing.kept import Kept
 
 WORKING = ("call_function", "call_method")
 
@@ -74,7 +75,7 @@ class Traced:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
-    attributes_read: dict[tuple[nn.Module, str], Any]  # plain attributes of modules, as forward saw them
+    attributes_read: tuple[Kept, ...]  # attributes of modules that are no tensors, as forward saw them
     attributes: tuple[Attribute, ...] = ()  # the model's tensors as they were
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
@@ -137,7 +138,7 @@ class Traced:
         """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
-        if not all(same_constant(m.__dict__.get(name), value) for (m, name), value in self.attributes_read.items()):
+        if not all(kept.is_as_before() for kept in self.attributes_read):
             return False
         if not all(attribute.is_as_before() for attribute in self.attributes):
             return False

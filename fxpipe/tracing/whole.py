@@ -50,7 +50,7 @@ def call_whole(recorder: Recorder, module: nn.Module, path: str, args: tuple[Any
         for inner in module.modules():
             for key, value in inner.__dict__.items():
                 if key not in OWN_NAMES and (value is None or type(value) in PLAIN):
-                    recorder.attributes_read[inner, key] = value
+                    recorder.note_attribute(inner.__dict__, key)
         with recorder.pause():
             run = _replicated(recorder.model, module, tuple(slots))
         result, node = _call(recorder, run, type(module).__name__, list(slots.values()), args, kwargs, final=asked)
