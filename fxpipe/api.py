@@ -19,7 +19,8 @@ from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.fake import has_values, without_values
+from fxpipe.tracing.containers import has_values
+from fxpipe.tracing.fake import without_values
 from fxpipe.tracing.hooks import hooks_of, with_all_hooks
 from fxpipe.tracing.record import flags, input_leaves
 from fxpipe.tracing.traced import Traced

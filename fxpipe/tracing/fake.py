@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.snapshot import OWN_NAMES, held_in_containers, slots_of
 from fxpipe.trees import flatten, mapped
@@ -71,11 +72,6 @@ class _Current(threading.local):
 
 
 _current = _Current()
-
-
-def has_values(value: Any) -> bool:
-    """False for tensors of the meta device and fake ones."""
-    return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 
 def without_values(model: nn.Module) -> list[str]:

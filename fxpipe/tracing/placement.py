@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.tracing.fake import has_values
+from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
 from fxpipe.trees import mapped
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.hooks import SET_BY_COMPUTATION, is_computation
 from fxpipe.tracing.refusals import CannotRecord
 
@@ -186,6 +187,8 @@ class Snapshot:
         snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
             if tensor.is_inference():  # cannot be written outside inference mode, and has no version
+                continue
+            if slot.kind != "parameter" and not has_values(tensor):
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
             snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value)
