@@ -100,7 +100,8 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
         refuse_model(model)
         devices = (t.device for t in tensors if t.device.type != "meta")
         mode = Fakes(next(devices, torch.device("cpu")))
-        stack.enter_context(torch.device(mode.device))  # where functions that name no device make tensors
+        if torch.get_default_device() != mode.device:  # where functions that name none make tensors
+            stack.enter_context(torch.device(mode.device))
         stack.enter_context(_replaced(model, mode.fake))
         outer, _current.mode = _current.mode, mode
         try:
