@@ -87,7 +87,7 @@ def trace(
             return traced
 
         whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs or {}, check_tracer(tracer), whole, seed, finish)
+        return find_graph(model, args, kwargs or {}, check_tracer(tracer), whole, seed, finish, in_dims, chunks)
 
 
 def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:

@@ -25,11 +25,13 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
     """Samples start..stop of flattened inputs; those after the last are the first again."""
 
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
-        over = stop - leaf.shape[dim]
-        if over <= 0:
+        size = leaf.shape[dim]
+        if stop <= size:
             piece = leaf.narrow(dim, start, stop - start)
             return piece.contiguous() if leaf.is_contiguous() else piece
-        return torch.cat([leaf.narrow(dim, start, leaf.shape[dim] - start), leaf.narrow(dim, 0, over)], dim)
+        again, over = divmod(stop, size)
+        parts = [leaf.narrow(dim, start, size - start), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
+        return torch.cat(parts, dim)
 
     return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, traced.in_dims, strict=True)]
 
