@@ -135,6 +135,7 @@ def _compared(
         if other is None:
             continue
         _make_factories(other)
+        _make_alike(base, other)
         if not _same_reads(base, other):
             continue
         difference = _difference(base, other)
@@ -300,12 +301,20 @@ def _make_factories(traced: Traced) -> bool:
             node.target, node.args = torch.full, ((), data)
         elif _is_number(data):
             node.target, node.args = torch.full, ((), data)
-        elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)):
+        elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)) and data != [0]:
             if all(type(x) is type(data[0]) and same_answer(x, data[0]) for x in data):
                 node.target, node.args = torch.full, ((len(data),), data[0])
             elif list(data) == list(range(len(data))) and type(data[1]) is int:
                 node.target, node.args = torch.arange, (len(data),)
     return found
+
+
+def _make_alike(left: Traced, right: Traced) -> None:
+    """`[0]` may be `[0] * 1` or `range(1)`: it is what it is at the other size."""
+    for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
+        for single, like in ((node, other), (other, node)):
+            if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
+                single.target, single.args = like.target, ((1,), 0) if like.target is torch.full else (1,)
 
 
 def _replaced(base: Traced, compared: _Compared, place: int, dim: int | None) -> Traced:
