@@ -92,7 +92,7 @@ def _revised(
 def _batches(traced: Traced, in_dims: Any) -> Iterator[list[int | None]]:
     """Which inputs may hold the batch together, the likeliest first: `in_dims` for each leaf."""
     asked = asked_dims(traced, in_dims)
-    places = [place for place, dim in enumerate(asked) if dim is not None]
+    places = [p for p, dim in enumerate(asked) if dim is not None and traced.leaves[p].shape[dim]]
     if in_dims is not None:
         if places:
             yield asked
@@ -161,8 +161,8 @@ def _same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
 
 def _sizes_of(batch: int, chunks: int) -> set[int]:
     """Those of a batch and its micro-batches."""
-    parts = min(chunks, batch) or 1
-    return {batch, batch // parts, -(-batch // parts)} - {0}
+    parts = min(chunks, batch)
+    return {batch, batch // parts, -(-batch // parts)}
 
 
 def _other_sizes(batch: int, needed: set[int]) -> list[int]:

@@ -17,11 +17,10 @@ _PRECISION = 1e-12  # relative: Python's own operations in another order
 _DIVISORS = (2, 3, 4, 6, 8, 16)
 
 
-def value_of(formula: Formula, batch: int) -> Number:
-    """What a formula gives."""
+def value_of(formula: Formula, batch: Any) -> Any:
+    """What a formula gives; a symbolic size of a symbolic one."""
     if isinstance(formula, tuple):
-        found: Number = formula[0](*(value_of(part, batch) for part in formula[1:]))
-        return found
+        return formula[0](*(value_of(part, batch) for part in formula[1:]))
     return batch if isinstance(formula, str) else formula
 
 

@@ -22,12 +22,14 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.opaque import real_calls, symbolic_sizes
 from fxpipe.tracing.sizes import SizeRead
 from fxpipe.tracing.snapshot import forked_random
 from fxpipe.tracing.traced import WORKING, BatchRead, Traced, call, lookup, one_batch_size
@@ -171,6 +173,19 @@ def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     made, symbols = _fake_inputs(traced, values, asked, sure, single, mode)
     fixed_by: dict[sympy.Symbol, fx.Node] = {}
+    calls = real_calls(traced, values)
+
+    def made_by(node: fx.Node) -> Any:
+        if node not in calls:
+            return call(node, made.__getitem__)
+        fake = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+        with unset_fake_temporarily():
+            found = symbolic_sizes(env, node, calls[node], fake)
+        return tuple(
+            torch.empty(item[0], dtype=item[1].dtype, device=item[1].device) if isinstance(item, tuple) else item
+            for item in found
+        )
+
     with forked_random(), torch.no_grad(), mode, enable_python_dispatcher():
         for node in traced.graph.nodes:
             if node.op == "get_attr":
@@ -179,7 +194,7 @@ def _interpret(traced: Traced, values: Sequence[Any], asked: Sequence[int | None
                 known = len(env.replacements)
                 try:
                     with applied(node.meta["state"]), torch.no_grad():
-                        made[node] = call(node, made.__getitem__)
+                        made[node] = made_by(node)
                 except Exception as error:
                     raise TraceError(
                         f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at "
