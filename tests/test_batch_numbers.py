@@ -16,6 +16,7 @@ import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.fitting import Formula, gives, polynomial, simplest, value_of
+from fxpipe.tracing.whole import leaf
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 
@@ -260,6 +261,60 @@ def test_loop_over_the_samples(name):
     ) as e:
         trace(Forward(LOOPS[name]), (torch.randn(4, T, 6),), tracer="record")
     assert "use a tensor function over the batch, or keep the Python whole (leaf_modules=" in str(e.value)
+
+
+class Looping(nn.Module):
+    """Goes over the samples, in ways that its last node and its first differ by."""
+
+    def __init__(self, forward: Any):
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(6, 6), Forward(forward), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.after(self.inner(self.before(x)))
+
+
+def _one_by_one(m, x):
+    for n in range(len(x)):
+        x = torch.cat([x[:n], m.lin(x[n : n + 1]), x[n + 1 :]])
+    return x
+
+
+@pytest.mark.parametrize("name", [*list(LOOPS)[:-1], "one by one"])
+def test_module_that_goes_over_the_samples_is_kept_whole(name):
+    model = Looping(LOOPS.get(name, _one_by_one))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        assert "module 'inner' is kept whole" in pipe.plan.why[0]
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+@leaf
+def _row_by_row(x):
+    return torch.stack([row * 2 if row.sum() > 0 else row for row in x])
+
+
+def test_function_that_goes_over_the_samples_as_a_leaf():
+    model = Forward(lambda m, x: m.out(_row_by_row(m.lin(x)).view(len(x), T, 6)))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+def test_leaf_with_an_input_that_has_no_batch():
+    @leaf
+    def masked(x, mask):
+        return torch.stack(
+            [row.masked_fill(mask[:, :1] == 0, float(row.detach().min())) for row in x]
+        ), mask.float().mean()
+
+    def forward(m, x, mask):
+        values, share = masked(m.lin(x), mask)
+        return m.out(values * share)
+
+    with fxpipe.pipeline(Forward(forward), ["cpu", "cpu"], chunks=2) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6), torch.tril(torch.ones(T, T)))
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

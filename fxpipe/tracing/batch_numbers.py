@@ -19,6 +19,7 @@ Nothing is read off the values of tensors: where some size hangs on them, so mig
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,7 @@ def _compared(
             recordings[size] = other
         else:
             failures += 1
-            different = different or _other_functions(batch, size, *difference)
+            different = different or _other_functions(base, other, (batch, size), difference)
         if difference is not None and size in needed:
             return different
     if len(recordings) == 1:
@@ -213,16 +214,31 @@ def _difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def _other_functions(batch: int, size: int, node: fx.Node, other: fx.Node) -> CannotRecord:
-    at = next((n for n in (node, other) if "source" in n.meta), None)
-    path = at.meta["module"] if at is not None else ""
+def _other_functions(
+    base: Traced, other: Traced, sizes: tuple[int, int], different: tuple[fx.Node, fx.Node]
+) -> CannotRecord:
+    """The error, which names the module whose Python goes over the samples, should it be kept whole."""
+    longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
+    # Both the node that is too many and the one before it are of the loop.
+    path = _common(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))
+    while path in base.whole:
+        path = path.rpartition(".")[0]
+    at = next((n for n in (longer, *different, longer.prev) if "source" in n.meta), None)
     where = f" in module {path!r}" if path else ""
     where += f" at {at.meta['source']}" if at is not None else ""
     return CannotRecord(
-        f"the model runs other functions with {size} samples than with the example's {batch}{where}: it goes over the "
-        "samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor function "
-        "over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a function)",
+        f"the model runs other functions with {sizes[1]} samples than with the example's {sizes[0]}{where}: it goes "
+        "over the samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor "
+        "function over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a "
+        "function)",
+        frozenset({path}) if path else frozenset(),
     )
+
+
+def _common(left: str, right: str) -> str:
+    """The path of the innermost module around two."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left.split("."), right.split("."), strict=False))
+    return ".".join(part for part, _ in same)
 
 
 # -- the arguments of a graph, without its numbers -------------------------------------------------------------------

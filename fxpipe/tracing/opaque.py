@@ -105,12 +105,8 @@ def _symbols(env: ShapeEnv, leaves: Sequence[Any]) -> dict[sympy.Symbol, Any]:
             for symbol in sorted(env.replace(size.node.expr).free_symbols, key=str):
                 if size.node.hint is None:
                     raise TraceError("it is given a size that hangs on the values of tensors")
-                found.setdefault(symbol, env.create_symintnode(symbol, hint=_hint(env, symbol)))
+                found.setdefault(symbol, env.create_symintnode(symbol, hint=int(env.backed_var_to_val[symbol])))
     return found
-
-
-def _hint(env: ShapeEnv, symbol: sympy.Symbol) -> int:
-    return int(env.backed_var_to_val[symbol])
 
 
 def _groups(symbols: list[sympy.Symbol]) -> Iterator[list[sympy.Symbol]]:
