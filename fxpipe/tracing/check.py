@@ -37,9 +37,11 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
-    """Compares graph and model on the inputs and at other sizes: those of micro-batches, and one sample less.
+    """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
-    Where the model refuses these (batch norm, a single sample), one sample more stands for them.
+    One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
+    slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
+    left out.
 
     Returns what the nodes were seen to do.
 
@@ -48,12 +50,12 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     """
     batch = traced.batch_of(leaves)
     parts = min(chunks, batch)
-    smaller = {batch // parts, -(-batch // parts), batch - 1} - {0, batch}
+    smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
     samples: list[tuple[int, list[Any]]] = []
     runs: list[Run] = []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in (batch, *sorted(smaller, reverse=True), batch + 1):
-        if (size > batch and len(samples) > 1) or not is_same_graph(traced, size):
+        if not is_same_graph(traced, size):
             continue
         sample = _sample(traced, leaves, size, batch)
         if sample is None:
