@@ -106,7 +106,7 @@ def trace(
             return traced
 
         whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, in_dims, finish)
+        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, finish, in_dims, chunks)
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -26,19 +26,23 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
     """Samples start..stop of flattened inputs; those after the last are the first again."""
 
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
-        over = stop - leaf.shape[dim]
-        if over <= 0:
+        size = leaf.shape[dim]
+        if stop <= size:
             piece = leaf.narrow(dim, start, stop - start)
             return piece.contiguous() if leaf.is_contiguous() else piece
-        return torch.cat([leaf.narrow(dim, start, leaf.shape[dim] - start), leaf.narrow(dim, 0, over)], dim)
+        again, over = divmod(stop, size)
+        parts = [leaf.narrow(dim, start, size - start), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
+        return torch.cat(parts, dim)
 
     return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, traced.in_dims, strict=True)]
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
-    """Compares graph and model on the inputs and at other sizes: those of micro-batches, and one sample less.
+    """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
-    Where the model refuses these (batch norm, a single sample), one sample more stands for them.
+    One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
+    slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
+    left out.
 
     Returns what the nodes were seen to do.
 
@@ -47,12 +51,12 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     """
     batch = traced.batch_of(leaves)
     parts = min(chunks, batch)
-    smaller = {batch // parts, -(-batch // parts), batch - 1} - {0, batch}
+    smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
     samples: list[tuple[int, list[Any]]] = []
     runs: list[Run] = []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in (batch, *sorted(smaller, reverse=True), batch + 1, 2 * batch):
-        if (size > batch and len(samples) > 1) or not is_same_graph(traced, size):
+        if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
             continue
         sample = _sample(traced, leaves, size, batch)
         if sample is None and size == batch:

@@ -29,7 +29,7 @@ from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_si
 from fxpipe.trees import DiffersError, broadcast
 
 REDUCTIONS = ("mean", "sum", "stack")
-_RELATIONS = {
+RELATIONS = {
     operator.eq: sympy.Eq,
     operator.ne: sympy.Ne,
     operator.lt: sympy.Lt,
@@ -104,6 +104,8 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
             node.meta["number"] = formula(value)
     traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
+    if traced.recorded_sizes:
+        traced.batch_reads += (_recorded_sizes(traced),)
     traced.out_dims = _out_dims(traced, made, batch, env, out_dims)
     _fold_fixed_sizes(traced)
 
@@ -172,15 +174,35 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
             f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for "
             "these values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
         )
-    if read.function in _RELATIONS or read.function is bool:
-        holds = _RELATIONS[read.function](*operands) if read.function in _RELATIONS else sympy.Ne(operands[0], 0)
+    if read.function in RELATIONS or read.function is bool:
+        holds = RELATIONS[read.function](*operands) if read.function in RELATIONS else sympy.Ne(operands[0], 0)
         condition = sympy.simplify(holds if read.result else sympy.Not(holds))
         return None if condition == sympy.true else BatchRead(condition, read.where)
+    if traced.recorded_sizes:
+        return None  # what it computed is in the graph
     raise TraceError(
         f"the model computes with the batch size in plain Python at {read.where} ({read.function.__name__}); in a "
         "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
         "(x.mean())"
     )
+
+
+def _recorded_sizes(traced: Traced) -> BatchRead:
+    """A graph with numbers computed from the batch size holds where it was recorded.
+
+    Raises:
+        TraceError: some size hangs on values; so may have what was taken for a number in the batch size.
+    """
+    for node in traced.graph.nodes:
+        sizes = [size for shape in node.meta.get("shapes", ()) for size in shape.shape]
+        if any(size.free_symbols - {traced.batch} for size in sizes):
+            raise TraceError(
+                f"the model computes with sizes in plain Python, and {node.name}, made at {node.meta['source']}, has a "
+                "size that hangs on the values of tensors: which numbers come from which cannot be told; use "
+                "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
+            )
+    first = next(node for node in traced.graph.nodes if node.op in WORKING)
+    return BatchRead(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), first.meta["source"])
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------

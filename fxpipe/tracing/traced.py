@@ -87,6 +87,10 @@ class Traced:
     guards: Guards | None = None  # values that forward read: other ones are another graph
     seed: int = 0  # of the numbers that forward drew and read
     lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
+    # Where plain numbers in it hang on the batch size, it holds for these sizes only; and for these batches, all of
+    # whose micro-batches are of such sizes.
+    recorded_sizes: tuple[int, ...] = ()
+    recorded_batches: tuple[int, ...] = ()
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
 
@@ -157,6 +161,8 @@ class Traced:
             if dim is not None:
                 sizes.add(value.shape[dim])
         if len(sizes) != 1 or not all(read.holds(*sizes) for read in self.batch_reads):
+            return False
+        if self.recorded_batches and not sizes <= {*self.recorded_batches}:
             return False
         return self.guards is None or self.guards.hold(self, leaves, seed)
 

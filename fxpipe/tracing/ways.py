@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe.tracing.batch_numbers import with_batch_numbers
 from fxpipe.tracing.exporting import export
 from fxpipe.tracing.general import general_paths
 from fxpipe.tracing.guards import refuse_unanswerable
@@ -40,8 +41,9 @@ def find_graph(
     tracer: Tracer,
     whole: dict[str, str],
     seed: int,
-    in_dims: Any,
     finish: Callable[[Traced], Traced],
+    in_dims: Any = None,
+    chunks: int = 1,
 ) -> Traced:
     """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
 
@@ -57,7 +59,7 @@ def find_graph(
     if tracer == "fx":
         return finish(symbolic(model, args, kwargs))
     try:
-        recorded = _recorded(model, args, kwargs, whole, seed, finish)
+        recorded = _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks)
     except TraceError as error:
         if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
             raise
@@ -99,16 +101,21 @@ def _recorded(
     asked: dict[str, str],
     seed: int,
     finish: Callable[[Traced], Traced],
+    in_dims: Any,
+    chunks: int,
 ) -> Traced:
+    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+        with general_paths() if general else contextlib.nullcontext():
+            traced = record(model, args, kwargs, whole=whole, seed=seed)
+        refuse_unanswerable(traced)
+        return traced
+
     whole = dict(asked)
     first: TraceError | None = None
     general = False
     while True:
         try:
-            with general_paths() if general else contextlib.nullcontext():
-                traced = record(model, args, kwargs, whole=whole, seed=seed)
-            refuse_unanswerable(traced)
-            traced = finish(traced)
+            traced = with_batch_numbers(record_on, finish, args, kwargs, in_dims, chunks)
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.final:
                 raise
@@ -131,6 +138,9 @@ def _recorded(
     reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
     if general:
         reasons.insert(0, f"by the general paths of libraries: {first}")
+    if traced.recorded_sizes:
+        sizes = ", ".join(map(str, traced.recorded_sizes))
+        reasons.append(f"plain numbers that hang on the batch size are computed in the graph (holds for {sizes})")
     traced.why = tuple(reasons)
     return traced
 

@@ -133,6 +133,9 @@ def _call(
         if isinstance(leaf, (torch.Tensor, Size)):
             nodes.append(recorder.argument(leaf))
             continue
+        if type(leaf) in (int, float):  # may hang on the batch size
+            nodes.append(leaf)
+            continue
         if any(recorder.knows(t) for t in hidden_tensors(leaf)):
             raise refuse(
                 f"is given a {type(leaf).__module__}.{type(leaf).__qualname__} that holds tensors",

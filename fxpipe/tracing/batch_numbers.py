@@ -1,0 +1,387 @@
+"""Plain numbers that hang on the batch size: found by comparing recordings at several sizes.
+
+A model that computes with `len(x)`, `int(x.shape[0])` or `1 / x.shape[0]` has left the sizes that a recording follows
+(`sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at another
+size, the model is recorded again on other numbers of samples, as it is:
+
+    4 samples   view(lin, 4, 2, 3)   div(view, 4.0)   sqrt: mul(div, 2.0)
+    5 samples   view(lin, 5, 2, 3)   div(view, 5.0)         mul(div, 2.236...)
+    6 samples   view(lin, 6, 2, 3)   div(view, 6.0)         mul(div, 2.449...)
+
+Where all else is the same, each number that differs is one in the batch size, and nodes that compute it take its place:
+the simplest formula that gives all of the numbers seen, if need be a polynomial through them. Python could do anything
+at a size that was not seen (`min(len(x), 512)`), so the graph holds for the sizes recorded and no others; a batch of
+another size is recorded by itself.
+
+Nothing is read off the values of tensors: where some size hangs on them, so might a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.check import take
+from fxpipe.tracing.fitting import Formula, Number, gives, polynomial, simplest
+from fxpipe.tracing.guards import same_answer
+from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.shapes import RELATIONS, asked_dims
+from fxpipe.tracing.snapshot import same_values
+from fxpipe.tracing.traced import WORKING, Traced
+from fxpipe.trees import flatten
+
+MOST_SIZES = 3  # recorded besides those that micro-batches have
+_SIZES = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
+MOST_FAILURES = 2  # sizes with other graphs, after which one stops
+
+RecordOn = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+
+
+def with_batch_numbers(
+    record_on: RecordOn,
+    finish: Callable[[Traced], Traced],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Any,
+    chunks: int,
+) -> Traced:
+    """A recording, finished; if that fails as it is, with plain numbers that hang on the batch size replaced.
+
+    Raises:
+        CannotRecord: the model runs other functions at other batch sizes.
+        Exception: what `finish` raises.
+    """
+    recorded = record_on(args, kwargs)
+    try:
+        return finish(recorded)
+    except (TraceError, ArgumentError) as error:
+        if isinstance(error, CannotRecord) and error.final:
+            raise
+        revised = _revised(record_on, args, kwargs, in_dims, chunks)
+        if revised is None:
+            raise
+    return finish(revised)
+
+
+def _revised(
+    record_on: RecordOn, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, chunks: int
+) -> Traced | None:
+    """Another recording, right at several sizes. None: no number in it hangs on the batch size."""
+    base = record_on(args, kwargs)
+    leaves = flatten((args, kwargs))[0]
+    error: CannotRecord | None = None
+    for dims in _batches(base, in_dims):
+        compared = _compared(base, dims, leaves, record_on, chunks)
+        if isinstance(compared, CannotRecord):
+            error = error or compared
+        elif compared is not None:
+            place = next(p for p, dim in enumerate(dims) if dim is not None)
+            return _replaced(base, compared, place, dims[place])
+    if error is not None:
+        raise error
+    return None
+
+
+def _batches(traced: Traced, in_dims: Any) -> Iterator[list[int | None]]:
+    """Which inputs may hold the batch together, the likeliest first: `in_dims` for each leaf."""
+    asked = asked_dims(traced.leaves, in_dims)
+    places = [p for p, dim in enumerate(asked) if dim is not None and traced.leaves[p].shape[dim]]
+    if in_dims is not None:
+        if places:
+            yield asked
+        return
+    sizes = {place: traced.leaves[place].shape[asked[place]] for place in places}  # type: ignore[index]
+    for size in sorted(dict.fromkeys(sizes.values()), key=lambda s: s == 1):
+        group = [place for place in places if sizes[place] == size]
+        for left_out in (None, *reversed(group)) if len(group) > 1 else (None,):
+            yield [dim if p in group and p != left_out else None for p, dim in enumerate(asked)]
+
+
+# -- recordings at several sizes -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Compared:
+    """Recordings that differ in plain numbers only."""
+
+    sizes: tuple[int, ...]
+    numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
+    needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
+    chunks: int
+
+
+def _compared(
+    base: Traced, dims: Sequence[int | None], leaves: Sequence[Any], record_on: RecordOn, chunks: int
+) -> _Compared | CannotRecord | None:
+    place = next(p for p, dim in enumerate(dims) if dim is not None)
+    batch = base.leaves[place].shape[dims[place]]  # type: ignore[index]
+    needed = _sizes_of(batch, chunks)
+    has_size = _make_factories(base)
+    batched = dataclasses.replace(base, in_dims=tuple(dims))
+    recordings = {batch: base}
+    different: CannotRecord | None = None
+    failures = 0
+    for size in _other_sizes(batch, needed):
+        if failures == MOST_FAILURES or len(recordings) >= len(needed) + MOST_SIZES:
+            break
+        other = _recorded_on(batched, leaves, batch, size, record_on)
+        if other is None:
+            continue
+        _make_factories(other)
+        _make_alike(base, other)
+        if not _same_reads(base, other):
+            continue
+        difference = _difference(base, other)
+        if difference is None:
+            recordings[size] = other
+        else:
+            failures += 1
+            different = different or _other_functions(base, other, (batch, size), difference)
+        if difference is not None and size in needed:
+            return different
+    if len(recordings) == 1:
+        return different
+    numbers = [tuple(_numbers(traced)) for traced in recordings.values()]
+    if all(map(_same_numbers, numbers, numbers[1:])) and not has_size:
+        return different
+    halves = {(batch + 1) // 2, batch // 2}
+    return _Compared(tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), chunks)
+
+
+def _same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
+    return all(map(same_answer, left, right))
+
+
+def _sizes_of(batch: int, chunks: int) -> set[int]:
+    """Those of a batch and its micro-batches."""
+    parts = min(chunks, batch)
+    return {batch, batch // parts, -(-batch // parts)}
+
+
+def _other_sizes(batch: int, needed: set[int]) -> list[int]:
+    """Sizes to record, in order: those of micro-batches, of halves (outputs are compared on them), small ones."""
+    least = min(needed)
+    wanted = [*sorted(needed), (batch + 1) // 2, batch // 2, least + 1, least + 2, least + 3, batch + 1, batch + 2]
+    return [size for size in dict.fromkeys((*wanted, 2 * batch, 3 * batch)) if size not in (0, batch)]
+
+
+def _recorded_on(batched: Traced, leaves: Sequence[Any], batch: int, size: int, record_on: RecordOn) -> Traced | None:
+    """The model, recorded on so many samples on which it reads the values that it has read; None if it cannot be."""
+    for start in (0, batch - size) if size < batch else (0,):
+        try:
+            other = record_on(*pytree.tree_unflatten(take(batched, leaves, start, start + size), batched.in_spec))
+        except Exception:
+            return None
+        if _same_values_read(batched, other):
+            return other
+    return None
+
+
+def _same_values_read(base: Traced, other: Traced) -> bool:
+    reads, others = ([n.meta["read"] for n in t.graph.nodes if "read" in n.meta] for t in (base, other))
+    return len(reads) == len(others) and all(map(same_answer, reads, others))
+
+
+def _same_reads(base: Traced, other: Traced) -> bool:
+    """Did all comparisons of sizes that are known come out the same?"""
+    reads, others = (
+        [(r.function, r.result, r.where) for r in t.size_reads if r.function in RELATIONS or r.function is bool]
+        for t in (base, other)
+    )
+    return all(map(operator.eq, reads, others))
+
+
+def _difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
+    """The first nodes by which two recordings differ in more than numbers."""
+    order = {node: number for traced in (base, other) for number, node in enumerate(traced.graph.nodes)}
+    for node, another in zip(base.graph.nodes, other.graph.nodes, strict=False):
+        if _skeleton(node, order) != _skeleton(another, order):
+            return node, another
+    if len(base.graph.nodes) != len(other.graph.nodes) or base.out_spec != other.out_spec:
+        return base.graph.output_node(), other.graph.output_node()
+    for name, tensor in base.constants.items():
+        if not same_values(tensor, other.constants[name]):  # numpy may have made it of the batch size
+            node = next(n for n in base.graph.nodes if n.target == name)
+            return next(iter(node.users), node), node
+    return None
+
+
+def _other_functions(
+    base: Traced, other: Traced, sizes: tuple[int, int], different: tuple[fx.Node, fx.Node]
+) -> CannotRecord:
+    """The error, which names the module whose Python goes over the samples, should it be kept whole."""
+    longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
+    # Both the node that is too many and the one before it are of the loop.
+    path = _common(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))
+    while path in base.whole:
+        path = path.rpartition(".")[0]
+    at = next((n for n in (longer, *different, longer.prev) if "source" in n.meta), None)
+    where = f" in module {path!r}" if path else ""
+    where += f" at {at.meta['source']}" if at is not None else ""
+    return CannotRecord(
+        f"the model runs other functions with {sizes[1]} samples than with the example's {sizes[0]}{where}: it goes "
+        "over the samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor "
+        "function over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a "
+        "function)",
+        frozenset({path}) if path else frozenset(),
+    )
+
+
+def _common(left: str, right: str) -> str:
+    """The path of the innermost module around two."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left.split("."), right.split("."), strict=False))
+    return ".".join(part for part, _ in same)
+
+
+# -- the arguments of a graph, without its numbers -------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _numbers(traced: Traced) -> Iterator[Number]:
+    found: list[Number] = []
+
+    def look(value: Any) -> Any:
+        if _is_number(value):
+            found.append(value)
+        return value
+
+    for node in traced.graph.nodes:
+        _mapped(node, look)
+    yield from found
+
+
+def _mapped(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a node with `change` applied to all that is no container, in order."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(mapped, value))
+        if isinstance(value, tuple):
+            items = map(mapped, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, dict):
+            return {key: mapped(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(mapped(value.start), mapped(value.stop), mapped(value.step))
+        return change(value)
+
+    return tuple(map(mapped, node.args)), {key: mapped(value) for key, value in node.kwargs.items()}
+
+
+def _skeleton(node: fx.Node, order: dict[fx.Node, int]) -> Any:
+    """Equal for two nodes that differ in numbers only."""
+
+    def bone(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", order[value]
+        if _is_number(value):
+            return "number", type(value)
+        if node.op == "output" and not isinstance(value, (bool, str, type(None))):
+            return "object", type(value)  # made anew by each forward; the comparison with the model sees to it
+        return value
+
+    target = node.target
+    if callable(target):  # an autograd.Function is another object in each recording
+        name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target))
+    else:
+        name = "", target
+    return node.op, node.name, name, node.meta.get("source"), _mapped(node, bone)
+
+
+# -- numbers replaced by what computes them --------------------------------------------------------------------------
+
+
+def _make_factories(traced: Traced) -> bool:
+    """`torch.tensor(n)` takes no symbolic number, but `torch.full((), n)` does; and so for `[value] * n`, `range(n)`.
+
+    Returns whether there is a symbolic number.
+    """
+    found = False
+    for node in traced.graph.nodes:
+        if node.target not in (torch.tensor, torch.as_tensor) or len(node.args) != 1:
+            continue
+        data = node.args[0]
+        if isinstance(data, fx.Node) and data.target in _SIZES:
+            found = True
+            node.target, node.args = torch.full, ((), data)
+        elif _is_number(data):
+            node.target, node.args = torch.full, ((), data)
+        elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)) and data != [0]:
+            if all(type(x) is type(data[0]) and same_answer(x, data[0]) for x in data):
+                node.target, node.args = torch.full, ((len(data),), data[0])
+            elif list(data) == list(range(len(data))) and type(data[1]) is int:
+                node.target, node.args = torch.arange, (len(data),)
+    return found
+
+
+def _make_alike(left: Traced, right: Traced) -> None:
+    """`[0]` may be `[0] * 1` or `range(1)`: it is what it is at the other size."""
+    for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
+        for single, like in ((node, other), (other, node)):
+            if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
+                single.target, single.args = like.target, ((1,), 0) if like.target is torch.full else (1,)
+
+
+def _replaced(base: Traced, compared: _Compared, place: int, dim: int | None) -> Traced:
+    """`base` with nodes for the numbers that differ; it holds for the sizes compared."""
+    sizes, formulas = _formulas(compared)
+    graph = base.graph
+    first = next(node for node in graph.nodes if node.op in WORKING)
+    made: dict[Any, fx.Node] = {}
+    remaining = iter(formulas)
+    for node in list(graph.nodes):
+        at = node if node.op in WORKING else first
+
+        def put(value: Any, at: fx.Node = at) -> Any:
+            if not _is_number(value):
+                return value
+            formula = next(remaining)
+            return value if isinstance(formula, (int, float)) else emit(formula, at)
+
+        def emit(formula: Formula, at: fx.Node) -> Any:
+            if isinstance(formula, (int, float)):
+                return formula
+            key = repr(formula)
+            if key not in made:
+                if isinstance(formula, str):
+                    call: Any = ("call_method", "size", (base.placeholders[place], dim), {}, "batch")
+                else:
+                    operands = tuple(emit(part, at) for part in formula[1:])
+                    call = ("call_function", formula[0], operands, {}, f"batch_{formula[0].__name__}")
+                with graph.inserting_before(first):
+                    made[key] = graph.create_node(*call)
+                made[key].meta.update({k: at.meta[k] for k in ("source", "module", "state")}, random=False)
+            return made[key]
+
+        node.args, node.kwargs = _mapped(node, put)
+    base.recorded_sizes = sizes
+    base.recorded_batches = tuple(size for size in sizes if _sizes_of(size, compared.chunks) <= {*sizes})
+    return base
+
+
+def _formulas(compared: _Compared) -> tuple[tuple[int, ...], list[Formula]]:
+    """A formula for each number, and the sizes at which all of them hold.
+
+    Where no simple one holds at all sizes, one is made for those that are needed.
+    """
+    columns = [list(zip(compared.sizes, column, strict=True)) for column in zip(*compared.numbers, strict=True)]
+    found: list[Formula] = []
+    holding = set(compared.sizes)
+    for points in columns:
+        needed = [point for point in points if point[0] in compared.needed]
+        formula = next(f for f in (simplest(points), simplest(needed), polynomial(needed)) if f is not None)
+        found.append(formula)
+        holding = {size for size, number in points if size in holding and gives(formula, [(size, number)])}
+    return tuple(sorted(holding)), found

@@ -1,0 +1,402 @@
+"""Plain numbers that hang on the batch size: the same outputs and gradients as the plain model, at every batch size."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe import trace
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.fitting import Formula, gives, polynomial, simplest, value_of
+from fxpipe.tracing.whole import leaf
+
+T = 4  # of the inputs [b, T, 6]: also the batch size of the example
+
+
+class Forward(nn.Module):
+    def __init__(self, forward: Any):
+        super().__init__()
+        self.lin, self.out = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.function = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def np_prod(shape: Any) -> int:
+    import numpy as np
+
+    return int(np.prod(shape))
+
+
+@functools.lru_cache
+def _positions(length: int) -> int:
+    return 2 * length
+
+
+_tables = {str(n): float(n) for n in range(64)}
+
+RIGHT: dict[str, Any] = {
+    # what leaves the world of sizes
+    "view(int)": lambda m, x: m.out(m.lin(x).view(int(x.shape[0]), -1).view(len(x), T, 6)),
+    "view(len, -1)": lambda m, x: m.out(m.lin(x).view(len(x), -1, 6)),
+    "rows": lambda m, x: m.out(m.lin(x).view(len(x) * T, 6)).view(len(x), T, 6),
+    "numpy prod": lambda m, x: m.out(m.lin(x).view(np_prod(x.shape[:2]), 6)).reshape(x.shape),
+    "zeros(len)": lambda m, x: m.out(m.lin(x) + torch.zeros(len(x), 1, 6)),
+    "ones of a list": lambda m, x: m.out(m.lin(x) + torch.ones([len(x), *x.shape[1:]])),
+    "arange(len)": lambda m, x: m.out(m.lin(x)[torch.arange(len(x)), 0]),
+    "arange(len * T)": lambda m, x: m.out(m.lin(x).view(-1, 6)[torch.arange(len(x) * T)]).view(-1, T, 6),
+    "expand(len)": lambda m, x: m.out(m.lin(x) + torch.ones(1, 1, 6).expand(len(x), -1, -1)),
+    "repeat(len)": lambda m, x: m.out(m.lin(x) + torch.ones(1, T, 6).repeat(len(x), 1, 1)),
+    "full(len)": lambda m, x: m.out(m.lin(x) + 0 * torch.full((len(x), 1, 1), len(x))),
+    "eye": lambda m, x: m.out((torch.eye(len(x)) @ m.lin(x).flatten(1)).view(-1, T, 6)),
+    "list * len": lambda m, x: m.out(m.lin(x) * torch.tensor([0.5] * len(x))[:, None, None]),
+    "tensor of range": lambda m, x: m.out(m.lin(x)[torch.tensor([*range(len(x))])]),
+    "sum / len": lambda m, x: m.out(m.lin(x)).sum() / len(x),
+    "sum / float": lambda m, x: m.out(m.lin(x)).sum() / float(x.shape[0]),
+    "sum * (1 / size)": lambda m, x: m.out(m.lin(x)).sum() * (1 / x.shape[0]),
+    "sum / (size * 0.5)": lambda m, x: m.out(m.lin(x)).sum() / (x.shape[0] * 0.5),
+    "sum / tensor(len)": lambda m, x: m.out(m.lin(x)).sum() / torch.tensor(float(len(x))),
+    "sum / tensor(size)": lambda m, x: m.out(m.lin(x)).sum() / torch.tensor(x.shape[0]),
+    "two roots": lambda m, x: (m.out(m.lin(x)) / x.shape[0] ** 0.5).sum() / math.sqrt(len(x)),
+    "table by text": lambda m, x: m.out(m.lin(x)).sum() / _tables[f"{x.shape[0]}"],
+    "logarithm": lambda m, x: m.out(m.lin(x) + math.log(len(x)) - math.log(x.shape[0])),
+    "minimum": lambda m, x: m.out(m.lin(x)[:, : min(len(x), 6) + T]),
+    "one is two": lambda m, x: m.out(m.lin(x) + torch.zeros(len(x) if len(x) > 1 else 2, 1, 1)[: len(x)]),
+    "shift": lambda m, x: m.out(m.lin(x) + torch.zeros(x.shape[0] << 1, 1, 1)[: x.shape[0]]),
+    "halves": lambda m, x: m.out(torch.cat([m.lin(x[: len(x) // 2]), m.lin(x[len(x) // 2 :]) * 1.0])),
+    "halves, up": lambda m, x: (
+        m.out(torch.cat([m.lin(x[: math.ceil(len(x) / 2)]), x[math.ceil(len(x) / 2) :]])[:, :1]) * 0 + m.lin(x)[:, :1]
+    ),
+    "last": lambda m, x: m.out(m.lin(x)[-len(x) :]),
+    # sizes that stay sizes
+    "lru_cache": lambda m, x: m.out(m.lin(x).view(-1, _positions(x.shape[1]) // 2, 6)),
+    "lru_cache of the batch": lambda m, x: (
+        m.out(m.lin(x).view(_positions(x.shape[0]), _positions(x.shape[1]) // 4, 6))[: x.shape[0]].sum() * 0
+        + m.lin(x).mean()
+    ),
+    "shape + tuple": lambda m, x: m.out(m.lin(x).view(x.shape[:-1] + (2, 3)).reshape(x.shape)),  # noqa: RUF005
+    "equal shapes": lambda m, x: m.out(m.lin(x)) if m.lin(x).shape == x.shape else x,
+    "unpacked": lambda m, x: m.out(m.lin(x).view(*x.shape)),
+    "numel": lambda m, x: m.out(m.lin(x).view(x.shape.numel() // 6, 6)).view(x.size()),
+    "list of the shape": lambda m, x: m.out(m.lin(x).view(list(x.shape))),
+    "tuple of the shape": lambda m, x: m.out(m.lin(x).view(tuple(s for s in x.shape) * 1)),
+    "divmod": lambda m, x: m.out(m.lin(x).view(divmod(x.shape[0] * T, T)[0], T, 6)),
+    "new_zeros(size)": lambda m, x: m.out(m.lin(x) + x.new_zeros(x.size())),
+    "reshape(-1)": lambda m, x: m.out(m.lin(x).reshape(-1).reshape(-1, T, 6)),
+    "full(size, size)": lambda m, x: m.out(m.lin(x) + 0 * torch.full((x.shape[0], 1, 1), x.shape[0])),
+    "batch over time": lambda m, x: m.out(m.lin(x).sum(1) / x.shape[1] + 0 * x.shape[0]),
+}
+SIZES = (4, 1, 2, 3, 5, 32)
+
+
+def compare(pipe: Any, *args: Any) -> None:
+    """Outputs and gradients, by name, of one step."""
+    plain = copy.deepcopy(pipe.model)
+    plain.zero_grad()
+    pipe.model.zero_grad()
+    have, want = pipe(*args), plain(*args)
+    torch.testing.assert_close(have, want)
+    have.square().sum().backward()
+    want.square().sum().backward()
+    gradients = {name: p.grad for name, p in pipe.model.named_parameters()}
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], p.grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_as_the_plain_model_at_every_batch_size(name):
+    model = Forward(RIGHT[name])
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+def test_ints_in_the_graph_are_computed_from_a_size():
+    traced = trace(Forward(RIGHT["rows"]), (torch.randn(4, T, 6),))
+    assert [(node.name, node.args[1:]) for node in traced.nodes if "batch" in node.name] == [
+        ("batch", (0,)), ("batch_mul", (4,)),
+    ]  # fmt: skip
+    assert [str(o.meta["shapes"][0]) for o in traced.outputs] == ["float32[b, 4, 6]"]
+    assert traced.why[-1].startswith("plain numbers that hang on the batch size are computed in the graph (holds for ")
+
+
+def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
+    traced = trace(Forward(RIGHT["rows"]), (torch.randn(4, T, 6),), chunks=2)
+    assert traced.recorded_sizes == (2, 3, 4, 5, 6)
+    held = [n for n in range(1, 9) if traced.matches([torch.randn(n, T, 6)], traced.in_spec, traced.flags)]
+    assert held == [4, 5, 6]
+
+
+def test_a_model_that_is_right_as_recorded_is_recorded_once():
+    runs = []
+    model = Forward(lambda m, x: (runs.append(len(x)), m.lin(x))[1])
+    assert trace(model, (torch.randn(4, T, 6),)).recorded_sizes == ()
+    without = len(runs)
+    runs.clear()
+    model = Forward(lambda m, x: (runs.append(len(x)), m.lin(x).view(len(x), -1))[1])
+    trace(model, (torch.randn(4, T, 6),))
+    assert len(runs) > without
+
+
+def test_what_hangs_on_a_size_that_was_not_recorded():
+    """`min(len(x), 8)` looks like the batch size in small batches."""
+    model = Forward(lambda m, x: m.out(m.lin(x)[:, :1] + torch.zeros(1, min(len(x), 8), 1)).sum(1))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=1, example_args=(torch.randn(4, T, 6),), out_dims=0) as pipe:
+        for size in (4, 5, 7, 8, 9, 20):
+            compare(pipe, torch.randn(size, T, 6))
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def _masked(m, x, mask):
+    scores = (m.lin(x) @ x.mT / 6).masked_fill(mask == 0, -1e9)
+    return m.out((torch.softmax(scores, -1) @ x).view(len(x) * T, 6)).view(len(x), T, 6)
+
+
+def _two(m, x, y):
+    return m.out(m.lin(x).view(len(x), -1) + y.view(len(y), -1)).view(len(x), T, 6)
+
+
+def test_input_without_a_batch_that_looks_like_one():
+    with fxpipe.pipeline(Forward(_masked), ["cpu", "cpu"], chunks=2) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6), torch.tril(torch.ones(T, T)))
+
+
+def test_inputs_that_are_batched_together():
+    def two(m, x, y):
+        return m.out(m.lin(x).view(len(x), -1, 6) + y.view(len(x), -1, 6))
+
+    with fxpipe.pipeline(Forward(two), ["cpu", "cpu"], chunks=2) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6), torch.randn(size, T, 6))
+
+
+def test_batch_in_another_dimension():
+    def batch_second(m, x):
+        return m.out(m.lin(x).view(T, int(x.shape[1]), 6) + torch.zeros(int(x.size(1)), 1))
+
+    with fxpipe.pipeline(Forward(batch_second), ["cpu", "cpu"], chunks=2, in_dims=1) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(T, size, 6))
+
+
+def test_guards():
+    def guarded(m, x):
+        h = m.lin(x).view(len(x) * T, 6)
+        return m.out(h).view(len(x), -1, 6) if (x > 0).all() else m.out(-h).view(len(x), -1, 6)
+
+    with fxpipe.pipeline(Forward(guarded), ["cpu", "cpu"], chunks=2) as pipe:
+        for size in (4, 3, 1):
+            x = torch.rand(size, T, 6) + 0.1
+            compare(pipe, x)
+            compare(pipe, -x)
+            compare(pipe, torch.cat([x, -x]))
+
+
+def test_modules_kept_whole():
+    class Reshaping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x, rows):
+            return self.lin(x).view(rows, 6)
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.out = Reshaping(), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.out(self.inner(x, len(x) * T)).view(len(x), T, 6)
+
+    with fxpipe.pipeline(Holding(), ["cpu", "cpu"], chunks=2, leaf_modules=["inner"]) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+def test_model_and_random_numbers_stay_as_they_were():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.lin = nn.BatchNorm1d(T), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return F.dropout(self.lin(self.norm(x).view(len(x) * T, 6)), 0.5, self.training).view(len(x), T, 6)
+
+    model = Counting()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    traced = trace(model, (torch.randn(4, T, 6, generator=torch.Generator()),), out_dims=0)
+    assert len(traced.recorded_sizes) > 3
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+LOOPS: dict[str, Any] = {
+    "range(len)": lambda m, x: torch.stack([m.lin(x[n]) for n in range(len(x))]),
+    "range(size)": lambda m, x: torch.stack([m.lin(x[n]) for n in range(x.shape[0])]),
+    "rows": lambda m, x: torch.stack([m.lin(row) for row in x]),
+    "unbind": lambda m, x: torch.stack([m.lin(row) for row in x.unbind()]),
+    "sum": lambda m, x: sum(m.lin(x)[n] for n in range(len(x))).sum(),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_loop_over_the_samples(name):
+    with pytest.raises(
+        TraceError, match=r"other functions with 2 samples than with the example's 4.*test_batch_numb"
+    ) as e:
+        trace(Forward(LOOPS[name]), (torch.randn(4, T, 6),), tracer="record")
+    assert "use a tensor function over the batch, or keep the Python whole (leaf_modules=" in str(e.value)
+
+
+class Looping(nn.Module):
+    """Goes over the samples, in ways that its last node and its first differ by."""
+
+    def __init__(self, forward: Any):
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(6, 6), Forward(forward), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.after(self.inner(self.before(x)))
+
+
+def _one_by_one(m, x):
+    for n in range(len(x)):
+        x = torch.cat([x[:n], m.lin(x[n : n + 1]), x[n + 1 :]])
+    return x
+
+
+@pytest.mark.parametrize("name", [*list(LOOPS)[:-1], "one by one"])
+def test_module_that_goes_over_the_samples_is_kept_whole(name):
+    model = Looping(LOOPS.get(name, _one_by_one))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        assert "module 'inner' is kept whole" in pipe.plan.why[0]
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+@leaf
+def _row_by_row(x):
+    return torch.stack([row * 2 if row.sum() > 0 else row for row in x])
+
+
+def test_function_that_goes_over_the_samples_as_a_leaf():
+    model = Forward(lambda m, x: m.out(_row_by_row(m.lin(x)).view(len(x), T, 6)))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, T, 6),)) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6))
+
+
+def test_leaf_with_an_input_that_has_no_batch():
+    @leaf
+    def masked(x, mask):
+        return torch.stack(
+            [row.masked_fill(mask[:, :1] == 0, float(row.detach().min())) for row in x]
+        ), mask.float().mean()
+
+    def forward(m, x, mask):
+        values, share = masked(m.lin(x), mask)
+        return m.out(values * share)
+
+    with fxpipe.pipeline(Forward(forward), ["cpu", "cpu"], chunks=2) as pipe:
+        for size in SIZES:
+            compare(pipe, torch.randn(size, T, 6), torch.tril(torch.ones(T, T)))
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "scaled by the micro-batch": (
+        lambda m, x: m.lin(x) / len(x), ArgumentError, "outputs of micro-batches, put together, are not the output",
+    ),
+    "not a mean": (lambda m, x: m.lin(x).sum() / (len(x) - 0.5), ArgumentError, "put together, are not the output"),
+    "rows that hang on values": (
+        lambda m, x: m.lin(x[x > 0].new_zeros(len(x[x > -9]) // 24, T, 6)), TraceError,
+        "size that hangs on the values of tensors",
+    ),
+    "made by numpy": (
+        lambda m, x: m.lin(x) + torch.as_tensor(np_arange(len(x)))[:, None, None], TraceError, "other functions with",
+    ),
+    "maximum of sizes": (
+        lambda m, x: m.lin(x).new_zeros(max(x.shape[0], 3), 1, 1)[: x.shape[0]] + m.lin(x), ArgumentError,
+        "does not hold for 2 samples",
+    ),
+    "parts by number": (
+        lambda m, x: torch.cat([m.lin(y) for y in x.split(len(x) // 2 + 1)]), TraceError, "other functions with",
+    ),
+    "returned": (lambda m, x: (m.lin(x), len(x)), ArgumentError, r"output 1 \(batch, a number.*out_dims"),
+}  # fmt: skip
+
+
+def np_arange(length: int) -> Any:
+    import numpy as np
+
+    return np.arange(length, dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    forward, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        fxpipe.plan(Forward(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),), tracer="record")
+
+
+def test_number_returned_goes_together_by_out_dims():
+    with fxpipe.pipeline(
+        Forward(lambda m, x: (m.lin(x), len(x))), ["cpu", "cpu"], chunks=2, out_dims=(0, "sum")
+    ) as pipe:
+        for size in SIZES:
+            assert pipe(torch.randn(size, T, 6))[1] == size
+
+
+# -- formulas --------------------------------------------------------------------------------------------------------
+
+FORMULAS: dict[str, Any] = {
+    "b": lambda b: b,
+    "3 b - 1": lambda b: 3 * b - 1,
+    "-b": lambda b: -b,
+    "half": lambda b: b // 2,
+    "half, up": lambda b: -(-b // 2),
+    "third, up, and one": lambda b: -(-b // 3) + 1,
+    "three halves": lambda b: 3 * b // 2,
+    "float": lambda b: float(b),
+    "line": lambda b: 0.3 * b + 0.7,
+    "inverse": lambda b: 1 / b,
+    "0.1 / b": lambda b: 0.1 / b,
+    "unbiased": lambda b: 1 / (b + 1),
+    "root": lambda b: b**0.5,
+    "root of 3 b": lambda b: math.sqrt(3 * b),
+    "inverse root": lambda b: 0.1 / b**0.5,
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_simple_formulas_hold_beyond_what_was_seen(name):
+    formula = simplest([(b, FORMULAS[name](b)) for b in (4, 2, 3, 5, 6, 7)])
+    assert formula is not None
+    assert gives(formula, [(b, FORMULAS[name](b)) for b in range(1, 100)])
+
+
+@pytest.mark.parametrize("number", [lambda b: min(b, 4), lambda b: b * b, lambda b: 2**b, lambda b: math.log(b)])
+def test_polynomial_through_whatever_was_seen(number):
+    points = [(b, number(b)) for b in (4, 2, 3, 5)]
+    assert simplest(points) is None
+    assert gives(polynomial(points), points)
+
+
+def test_constant_is_itself():
+    found: Formula | None = simplest([(4, 7), (5, 7), (6, 7)])
+    assert found == 7
+    assert value_of(found, 9) == 7
