@@ -41,7 +41,7 @@ from fxpipe.trees import flatten
 
 MOST_SIZES = 3  # recorded besides those that micro-batches have
 _SIZES = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
-MOST_FAILURES = 2  # sizes with other graphs, after which one stops
+MOST_FAILURES = 3  # sizes at which the model does not run, or runs other functions, after which one stops
 
 RecordOn = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
 
@@ -83,9 +83,11 @@ def _revised(
         compared = _compared(base, dims, leaves, record_on, chunks)
         if isinstance(compared, CannotRecord):
             error = error or compared
-        elif compared is not None:
+        elif compared is not None and compared.differs:
             place = next(p for p, dim in enumerate(dims) if dim is not None)
             return _replaced(base, compared, place, dims[place])
+        elif compared is not None:
+            break
     if error is not None:
         raise error
     return None
@@ -117,6 +119,7 @@ class _Compared:
     numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
     needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
     chunks: int
+    differs: bool  # is there a number that hangs on the batch size?
 
 
 def _compared(
@@ -129,12 +132,13 @@ def _compared(
     batched = dataclasses.replace(base, in_dims=tuple(dims))
     recordings = {batch: base}
     different: CannotRecord | None = None
-    failures = 0
+    failures = 0  # sizes at which the model does not run, or is another graph
     for size in _other_sizes(batch, needed):
         if failures == MOST_FAILURES or len(recordings) >= len(needed) + MOST_SIZES:
             break
         other = _recorded_on(batched, leaves, batch, size, record_on)
         if other is None:
+            failures += 1
             continue
         _make_factories(other)
         _make_alike(base, other)
@@ -146,15 +150,18 @@ def _compared(
         else:
             failures += 1
             different = different or _other_functions(base, other, (batch, size), difference)
-        if difference is not None and size in needed:
-            return different
+            if size in needed:
+                return different
     if len(recordings) == 1:
         return different
     numbers = [tuple(_numbers(traced)) for traced in recordings.values()]
-    if all(map(_same_numbers, numbers, numbers[1:])) and not has_size:
+    differs = has_size or not all(map(_same_numbers, numbers, numbers[1:]))
+    if different is not None and not differs:
         return different
     halves = {(batch + 1) // 2, batch // 2}
-    return _Compared(tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), chunks)
+    return _Compared(
+        tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), chunks, differs
+    )
 
 
 def _same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:

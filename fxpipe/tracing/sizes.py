@@ -5,8 +5,8 @@ of the right value (torch's C++ functions take nothing else) whose arithmetic ad
 integers, a comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw.
 Whether that holds for other batch sizes is asked later, when the symbolic value of the node is known.
 
-What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at a second
-size.
+What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at other
+sizes. What was computed is found by recording at these (`batch_numbers`).
 """
 
 from __future__ import annotations
