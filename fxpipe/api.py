@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
@@ -20,10 +19,13 @@ from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.containers import has_values
+from fxpipe.tracing.fake import without_values
 from fxpipe.tracing.hooks import hooks_of, with_all_hooks
 from fxpipe.tracing.record import flags, input_leaves
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer
+from fxpipe.trees import flatten
 
 RESTLESS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
@@ -100,7 +102,10 @@ def pipeline(
     )
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
-        pipe._assembly_for(example_args, example_kwargs or {})
+        if without_values(model):
+            pipe._fxpipe.plan_ahead(example_args, example_kwargs or {})
+        else:
+            pipe._assembly_for(example_args, example_kwargs or {})
     return pipe
 
 
@@ -150,8 +155,8 @@ class Pipeline(nn.Module):
 
         Args:
             args, kwargs: the model's inputs.
-            target: a tensor, or tensors in tuples, lists and dicts, with the samples in dimension 0; None: loss_fn
-                takes the output alone.
+            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the samples in dimension 0; None:
+                loss_fn takes the output alone.
             loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than
                 samples. None: the model's output is the loss.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum.
@@ -198,7 +203,11 @@ class Pipeline(nn.Module):
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
+        if not all(map(has_values, leaves)):
+            raise ArgumentError(
+                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+            )
         now, seed = flags(inside.model), _next_random()
         known = (graph for graph in inside.graphs if graph[0].traced.matches(leaves, spec, now, seed))
         prepared, assembly = next(known, None) or inside.prepare(args, kwargs, seed)
@@ -284,6 +293,8 @@ class Pipeline(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
         for tensor in _one_of_each_device(self.model):
             moved = fn(tensor.new_empty(0)).device
+            if not has_values(tensor):
+                continue  # it gets some
             if moved != tensor.device:
                 raise StateError(
                     f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
@@ -307,8 +318,18 @@ class _Inside:
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = False
 
+    def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
+        with torch.inference_mode(False), torch.enable_grad():
+            self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
+
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""
+        if missing := without_values(self.model):
+            raise StateError(
+                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
+                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
+            )
         try:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates.

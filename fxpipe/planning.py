@@ -53,7 +53,8 @@ def plan(
         print(plan.stages[1].code)
 
     Args:
-        model: any module.
+        model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
+            estimates, and `Plan.estimated_for` says of what hardware.
         stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
         example_args, example_kwargs: a mini-batch as training will use it.
         devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check: as for
@@ -138,9 +139,8 @@ def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
     """The graph, and the size of the largest micro-batch."""
-    from torch.utils import _pytree as pytree
-
     from fxpipe.tracing import trace
+    from fxpipe.trees import flatten
 
     traced = trace(
         model,
@@ -154,7 +154,7 @@ def _trace(
         check=settings.check,
         seed=seed,
     )
-    batch = traced.batch_of(pytree.tree_leaves((args, kwargs)))
+    batch = traced.batch_of(flatten((args, kwargs))[0])
     return traced, -(-batch // min(settings.chunks, batch))
 
 
@@ -229,6 +229,7 @@ def _prepared(
         traced.fingerprint(),
         traced.why,
         tuple(map(str, traced.guards.questions)) if traced.guards else (),
+        profiled.estimated_for if profiled is not None else "",
     )
     return Prepared(plan, traced, program)
 

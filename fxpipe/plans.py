@@ -50,6 +50,7 @@ class Plan:
     fingerprint: str  # of the graph that was planned
     why: tuple[str, ...] = ()  # how the tracer came to this graph, where that is not plain recording
     guards: tuple[str, ...] = ()  # values that forward read; with other ones another graph runs
+    estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

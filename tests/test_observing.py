@@ -249,6 +249,21 @@ def test_pipeline_is_the_model_at_every_size():
             model.zero_grad()
 
 
+@pytest.mark.parametrize("function", [ReadsValues, Loops])
+def test_one_function_in_many_places_is_given_up_once(function, monkeypatch):
+    attempts = []
+    run = symbolic._Attempt.run
+    monkeypatch.setattr(symbolic._Attempt, "run", lambda self: attempts.append(self) or run(self))
+
+    def forward(lin, x):
+        for _ in range(20):
+            x = function.apply(lin(x))
+        return x
+
+    assert shapes(traced(forward)) == ["float32[b, 6]"]
+    assert len(attempts) <= 3  # it fails, it is seen, it is known
+
+
 def test_nothing_is_run_for_real_where_fake_tensors_tell(monkeypatch):
     def refuse(*args: Any) -> None:
         raise AssertionError("a real run")

@@ -275,6 +275,8 @@ OUTPUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "constants": (lambda lin, x: (lin(x), torch.arange(4), lin.weight, 3, None, "text", x.shape[1:]), (0, *[None] * 6)),
     "tuple of states": (lambda lin, x: nn.LSTM(6, 5, 2)(x) if False else (lin(x)[None], lin(x)), (1, 0)),
     "rows of all samples": (lambda lin, x: lin(x).view(-1, 3), (0,)),
+    "batch size": (lambda lin, x: (lin(x), x.shape[0], x.numel()), (0, "sum", "sum")),
+    "shape": (lambda lin, x: (lin(x), x.shape), (0, "sum", None)),
 }
 
 
@@ -297,8 +299,8 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     ),
     "whole number": (lambda lin, x: lin(x).argmax(), r"output 0 \(argmax, int64\[\].*no dimension for it.*out_dims"),
     "vector": (lambda lin, x: lin(x).mean(0), r"float32\[6\].*no dimension for it.*out_dims"),
-    "batch size": (lambda lin, x: (lin(x), x.shape[0]), r"output 1 \(size, a number.*out_dims"),
-    "shape": (lambda lin, x: (lin(x), x.shape), r"output 1 \(size, a number.*out_dims"),
+    "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), r"output 1 \(floordiv, a number.*out_dims"),
+    "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), r"output 1 \(add, a number.*out_dims"),
     "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that hangs on values.*out_dims"),
 }
 

@@ -86,7 +86,7 @@ def _table(rows: Sequence[Row]) -> list[list[object]]:
                 row.model,
                 row.mode,
                 row.stages,
-                f"{row.tracer} ({row.why})" if row.why else row.tracer,
+                f"{row.tracer} ({row.remarks})" if row.remarks else row.tracer,
                 row.nodes,
                 f"{row.largest_leaf:.0%}",
                 *_parts(row),

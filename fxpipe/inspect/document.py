@@ -16,6 +16,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     Of the plan:
         chunks               micro-batches of a step
         micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
+        estimated_for        the hardware for which the seconds were estimated; empty where they were measured
         schedule, checkpoint, balance, tracer, fingerprint        as in `fxpipe.Plan`
         why                  list of texts: how the tracer came to this graph, where that is not plain recording
         guards               list of texts: values that forward read; with other ones another graph runs
@@ -42,6 +43,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "chunks": plan.chunks,
         "micro_batch": plan.micro_batch,
+        "estimated_for": plan.estimated_for,
         "schedule": plan.schedule,
         "checkpoint": plan.checkpoint,
         "balance": plan.balance,

@@ -71,6 +71,7 @@ def _head(plan: Plan) -> str:
         f"{_count(len(plan.stages), 'stage')}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
         f"schedule {plan.schedule}, checkpoint {plan.checkpoint}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
+        + (f"\nseconds are estimates for {plan.estimated_for}: the model has no values" if plan.estimated_for else "")
     )
 
 

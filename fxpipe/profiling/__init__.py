@@ -5,7 +5,8 @@
     costs.seconds           # one number for each node: what partitioning balances
 
 `formulas` gives bytes for every batch size at once, from the shapes of the trace; `measure` gives seconds for one, from
-real runs of each node. The model stays as it was.
+real runs of each node; where model or inputs have no values (meta or fake tensors), `estimate` says what hardware
+known by name would take at least. The model stays as it was.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling.costs import NodeCost, Profile
+from fxpipe.profiling.estimate import A100, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.measure import measure
 from fxpipe.tracing.check import take
+from fxpipe.tracing.fake import faked, is_faked
 from fxpipe.tracing.traced import Traced, lookup
+from fxpipe.trees import flatten
 
 __all__ = ["NodeCost", "Profile", "profile"]
 
@@ -37,7 +40,7 @@ def profile(
     repeats: int = 5,
     threads: int | None = None,
 ) -> Profile:
-    """Measures every node of `traced` on inputs like those it was traced on.
+    """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
 
     Args:
         args, kwargs: inputs of the model; the number of samples may differ from the trace's. They and the model stay as
@@ -58,15 +61,20 @@ def profile(
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
     leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
-    device = _device(traced, leaves)
-    with _threads(threads):
-        measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
+    hardware = ""
+    with _threads(threads), faked(traced.model, leaves) as leaves:
+        device = _device(traced, leaves)
+        if is_faked():
+            measured = estimate(traced, effects, leaves, A100)
+            hardware = A100.name
+        else:
+            measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in measured.items()}, micro_batch)
     costs = (
         NodeCost(n.name, m.forward_seconds, m.backward_seconds, parameters[n], outputs[n]) for n, m in measured.items()
     )
-    return Profile(tuple(costs), micro_batch, traced.batch, str(device))
+    return Profile(tuple(costs), micro_batch, traced.batch, str(device), hardware)
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -76,7 +84,7 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
             f"args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}; expected a tuple and a dict, as in "
             "profile(traced, (x,))"
         )
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = flatten((args, kwargs))[0]
     if len(leaves) != len(traced.leaves):
         expected = ", ".join(leaf.path for leaf in traced.leaves)
         raise ArgumentError(

@@ -24,9 +24,10 @@ class Profile:
     """The costs of all nodes. Made by `fxpipe.profile`; `print` shows a table."""
 
     nodes: tuple[NodeCost, ...]  # in the order of the graph
-    micro_batch: int  # samples for which the seconds were measured
+    micro_batch: int  # samples for which the seconds hold
     batch: sympy.Symbol  # the `b` of the formulas
     device: str
+    estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured
 
     @property
     def seconds(self) -> tuple[float, ...]:
@@ -57,7 +58,8 @@ class Profile:
             colalign=("left", "right", "right", "right", "right"),
             disable_numparse=True,
         )
-        return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}\n{table}"
+        how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
+        return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
 
 
 def _row(cost: NodeCost) -> tuple[str, ...]:

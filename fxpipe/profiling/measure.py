@@ -38,6 +38,7 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.alike import same_function
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.effects import Effects
+from fxpipe.tracing.fake import usable
 from fxpipe.tracing.traced import Traced, call, lookup
 
 Value = Any  # of a node: a tensor, a number, or a nest of them
@@ -64,25 +65,25 @@ class _Like:
 
 
 @dataclass(slots=True)
-class _Clock:
-    """Reads the time when the device has done what it was given."""
+class Clock:
+    """Tells how long things take."""
 
-    device: torch.device
+    now: Callable[[], float]  # seconds; read when the device has done what it was given
     overhead: float = 0.0  # seconds that a call of autograd takes by itself
 
     @classmethod
-    def on(cls, device: torch.device) -> _Clock:
-        clock = cls(device)
+    def on(cls, device: torch.device) -> Clock:
+        def now() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        clock = cls(now)
         one = torch.zeros((), device=device, requires_grad=True)
         with torch.enable_grad():
             found = [clock.backward_seconds([one.view(1)], [one]) for _ in range(20)]
         clock.overhead = median(found)
         return clock
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
     def backward_seconds(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> float:
         """How long it takes to go back from `ends` to `starts`."""
@@ -132,23 +133,24 @@ def measure(
     devices = range(torch.cuda.device_count()) if device.type == "cuda" else ()
     most = len(effects.nodes) * (repeats + 1)
     with torch.random.fork_rng(devices), torch.inference_mode(False), progress("profiling", most) as step:
-        clock = _Clock.on(device)
-        rounds = _Rounds(traced, effects, leaves, clock, repeats, time.perf_counter() + budget, step)
+        clock = Clock.on(device)
+        rounds = Rounds(traced, effects, leaves, clock, repeats, time.perf_counter() + budget, step)
         rounds.run()
     return {node: rounds.measured(node) for node in effects.nodes}
 
 
 @dataclass(slots=True)
-class _Rounds:
+class Rounds:
     """The runs over the graph, and what they found."""
 
     traced: Traced
     effects: Effects
     leaves: Sequence[Any]
-    clock: _Clock
+    clock: Clock
     repeats: int
     deadline: float
     step: Callable[[], object]
+    warms_up: bool = True  # is the first sample of a kind unlike the others
     samples: dict[Hashable, _Samples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     bytes: dict[fx.Node, int] = field(default_factory=dict)
@@ -194,7 +196,7 @@ class _Rounds:
         for node in self.traced.graph.nodes:
             if node.op not in ("placeholder", "get_attr"):
                 continue
-            tensor = self.leaves[places[node]] if node in places else lookup(self.traced, node)
+            tensor = self.leaves[places[node]] if node in places else usable(lookup(self.traced, node))
             needs_grad = tensor.requires_grad and (node in places or isinstance(tensor, torch.nn.Parameter))
             # An inference tensor cannot be saved for backward; its copy can.
             is_copied = self.effects.alias[node] in written or tensor.is_inference()
@@ -204,7 +206,7 @@ class _Rounds:
     def _visit(self, node: fx.Node, place: int) -> None:
         """Makes the value of a node, and takes a sample where one is wanted."""
         kind = self.kind.setdefault(node, _kind_of(node, self.values))
-        samples = self.samples.setdefault(kind, _Samples())
+        samples = self.samples.setdefault(kind, _Samples(is_warm=not self.warms_up))
         written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
         made = self._sample(node, written, samples) if self._is_wanted(kind) else None
         if made is None or written:

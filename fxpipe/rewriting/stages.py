@@ -71,7 +71,12 @@ def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]
     return Program(
         tuple(stages),
         tuple(names.get(place) for place in range(len(traced.leaves))),
-        tuple(Received(o.name, table[-1][o]) if isinstance(o, fx.Node) else Constant(o) for o in traced.outputs),
+        tuple(
+            Received(o.name, table[-1][o])
+            if isinstance(o, fx.Node)
+            else Constant(devices[-1] if isinstance(o, torch.device) else o)  # where the outputs are
+            for o in traced.outputs
+        ),
         tuple(skips),
         bool(ordinals),
     )

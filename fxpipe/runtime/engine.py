@@ -27,6 +27,7 @@ from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Schedule
+from fxpipe.trees import flatten, mapped, refuse_hidden
 
 
 class Engine:
@@ -168,7 +169,7 @@ def _verify(step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
     links = assembly.wiring.links[-1]
     outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]
     device = assembly.devices[-1]
-    losses.verify(step.output_tree(outputs), pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), target))
+    losses.verify(step.output_tree(outputs), mapped(lambda t: t.to(device), target))
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
@@ -194,7 +195,9 @@ def _options(values: Iterable[Any]) -> tuple[Any, ...]:
 
 def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
     """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
-    leaves, spec = pytree.tree_flatten(target)
+    leaves, spec = flatten(target)
+    for leaf in leaves:
+        refuse_hidden("target", leaf)
     dims = target_dims(leaves, batch)
     asynchronous = device.type == "cuda"
     moved = [x.to(device, non_blocking=asynchronous) if isinstance(x, torch.Tensor) else x for x in leaves]

@@ -22,6 +22,7 @@ from torch import nn
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.check import check_against_model, watched
+from fxpipe.tracing.fake import faked, is_faked
 from fxpipe.tracing.gathering import check_gathering
 from fxpipe.tracing.guards import lifted
 from fxpipe.tracing.record import input_leaves
@@ -50,9 +51,11 @@ def trace(
     """Traces `model` on example inputs.
 
     Args:
-        model: any module. It runs on the inputs a few times and is left as it was.
-        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists and dicts. Without any a model
-            that needs some is traced symbolically, as far as that goes: a graph without shapes, to be printed.
+        model: any module. It runs on the inputs a few times and is left as it was. One without values (on the meta
+            device, or made under a FakeTensorMode) is run on fake tensors, which takes no memory.
+        args, kwargs: example inputs: tensors, None, numbers, nested in tuples, lists, dicts and dataclasses. Without
+            any a model that needs some is traced symbolically, as far as that goes: a graph without shapes, to be
+            printed.
         in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
             or a dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
@@ -62,7 +65,8 @@ def trace(
             "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
             `torch.fx.GraphModule`, is your own.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
-        check: compare the graph with the model on real values. Without it a graph that is not the model's goes unseen.
+        check: compare the graph with the model on real values, where it has some. Without it a graph that is not the
+            model's goes unseen.
         seed: of the random numbers that forward draws and reads (layer drop).
 
     Raises:
@@ -79,8 +83,15 @@ def trace(
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
-    with torch.inference_mode(False), torch.set_grad_enabled(grad), _compiled_functions_run_plainly():
-        leaves = input_leaves(model, args, kwargs or {})[2]
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        _compiled_functions_run_plainly(),
+        faked(model, (args, kwargs or {})) as (args, kwargs),
+    ):
+        leaves = input_leaves(model, args, kwargs)[2]
+        if is_faked():  # no values to compare; and torch.export would make a graph of another kind
+            check, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
 
         def finish(traced: Traced) -> Traced:
             add_shapes(traced, leaves, in_dims, out_dims)
@@ -95,7 +106,7 @@ def trace(
             return traced
 
         whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs or {}, check_tracer(tracer), whole, seed, in_dims, finish)
+        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, in_dims, finish)
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from fxpipe.tracing.hooks import run_model
 from fxpipe.tracing.record import copy_of_input
 from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
+from fxpipe.trees import DiffersError, leaves_like
 
 
 def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
@@ -63,6 +64,11 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             continue
         try:
             runs.append(_run_model(traced, sample, seed))
+        except DiffersError as error:
+            raise TraceError(
+                f"the model's output has another structure{_with(size, batch)} than when it was recorded: {error}; "
+                "return the same structure for every batch size and in every call"
+            ) from error
         except Exception:
             if size == batch:
                 raise
@@ -116,15 +122,19 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
     with undone(traced.model):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
-            leaves = pytree.tree_leaves(run_model(traced.model, args, kwargs))
+            leaves = leaves_like(run_model(traced.model, args, kwargs), traced.out_spec)
         outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
     return Run(outputs, buffers)
 
 
+def _with(size: int, batch: int) -> str:
+    return "" if size == batch else f" with {size} samples instead of the example's {batch}"
+
+
 def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> None:
-    what = "" if size == batch else f" with {size} samples instead of the example's {batch}"
+    what = _with(size, batch)
     remedy = (
         "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
         "numbers, or change what it reads later: keep these in tensor functions and buffers"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -22,6 +23,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+
+
+def has_values(value: Any) -> bool:
+    """False for tensors of the meta device and fake ones."""
+    return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 
 def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

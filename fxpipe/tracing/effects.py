@@ -23,6 +23,7 @@ from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws
+from fxpipe.tracing.fake import running
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
@@ -153,7 +154,7 @@ def _observed(
     versions = [t._version for t in read]
     keys = {_key(number, t) for t in read}
     before = {key: buffers[key][1].clone() for key in keys if key in buffers}
-    with applied(node.meta["state"]):
+    with applied(node.meta["state"]), running():
         value = call(node, values.__getitem__)
         if node.meta.get("draw"):
             value = draws.take(lambda: call(node, values.__getitem__))

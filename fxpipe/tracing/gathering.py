@@ -39,7 +39,8 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
         return
     runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
-        if not isinstance(node, fx.Node) or dim is None or not node.meta["shapes"][0].dtype.is_floating_point:
+        shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
+        if dim is None or not shapes or not shapes[0].dtype.is_floating_point:
             continue
         whole, first, second = (run[place] for run in runs)
         if isinstance(dim, int):

@@ -12,16 +12,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.trees import mapped
 
 
 @contextlib.contextmanager
 def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
-    """The device on which the whole model is, for this block; None for a model without tensors."""
+    """The device on which the whole model is, for this block; None for a model without tensors, or without values."""
     held = (*slots_of(model).values(), *held_in_containers(model).values())
     tensors = list({id(tensor): tensor for tensor in held}.values())
+    if not all(map(has_values, tensors)):
+        yield None  # fake ones will stand for them
+        return
     devices = {tensor.device for tensor in tensors}
     if len(devices) < 2:
         yield next(iter(devices), None)
@@ -42,8 +46,8 @@ def moved(inputs: Any, device: torch.device | None) -> Any:
         return inputs
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device == device:
+        if tensor.device == device or not has_values(tensor):
             return tensor
         return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
-    return pytree.tree_map_only(torch.Tensor, move, inputs)
+    return mapped(move, inputs)

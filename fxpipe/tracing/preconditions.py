@@ -48,8 +48,3 @@ def _wrong_tensors(model: nn.Module) -> Iterator[str]:
             yield f"{name!r} is not initialized; call the model once on example inputs first"
         elif tensor.is_inference():
             yield f"{name!r} was made in inference mode and cannot be changed any more; make the model outside of it"
-        elif tensor.is_meta:
-            yield (
-                f"{name!r} is on the meta device and has no values; give it some first "
-                "(model.to_empty(device=...), then load_state_dict)"
-            )

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of
-from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.fake import running
 from fxpipe.tracing.following import followed
 from fxpipe.tracing.preconditions import refuse_model
 from fxpipe.tracing.recorder import Recorder
@@ -22,6 +22,7 @@ from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
+from fxpipe.trees import flatten_output, flatten_with_paths, holds, refuse_hidden, untouched
 
 _OF_SIZES = (
     "size",
@@ -47,7 +48,7 @@ def input_leaves(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
     """The flattened inputs: what they are, their tree, and their values."""
-    paths, spec = pytree.tree_flatten_with_path((args, kwargs))
+    paths, spec = flatten_with_paths((args, kwargs))
     parameters = list(inspect.signature(model.forward).parameters.values())
     leaves = []
     for path, value in paths:
@@ -64,11 +65,7 @@ def input_leaves(
                 )
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
-            if any(True for _ in tensors_in(value)):
-                raise ArgumentError(
-                    f"input {text} is a {type(value).__name__} that holds tensors and is unknown to torch; pass "
-                    "tensors in tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)"
-                )
+            refuse_hidden(f"input {text}", value)
             leaves.append(Leaf(False, head, text, value))
     return tuple(leaves), spec, [value for _, value in paths]
 
@@ -140,8 +137,8 @@ def _record(
             recorder.placeholder(f"in_{place}", copy)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     try:
-        with undone(model) as snapshot:
-            with followed(recorder), recorder:
+        with undone(model) as snapshot, untouched(spec):
+            with running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             assigned = _assigned(model, snapshot, recorder)
         if recorder.refusal is not None:  # forward has swallowed it
@@ -153,7 +150,7 @@ def _record(
                 "draw with torch (torch.rand, torch.randint) instead",
                 frozenset() if "" in recorder.rollers else frozenset(recorder.rollers),
             )
-        outputs, out_spec = pytree.tree_flatten(result)
+        outputs, out_spec = _flat_output(recorder, result)
         recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
     except TraceError:
         raise
@@ -184,16 +181,32 @@ def _record(
     return traced, recorder.foreign
 
 
+def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    try:
+        return flatten_output(result, lambda item: _is_recorded(recorder, item))
+    except ArgumentError as error:
+        raise TraceError(f"the model returns what cannot be an output of a graph: {error}") from error
+
+
 def _output(recorder: Recorder, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return recorder.node_of(value)
-    if not isinstance(value, Size) and any(recorder.knows(t) for t in hidden_tensors(value)):
+    if isinstance(value, Size):
+        return recorder.argument(value)
+    if holds(value, lambda item: _is_recorded(recorder, item)):
         raise TraceError(
-            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and is "
-            "unknown to torch; return tuples, lists or dicts, leave it out (use_cache=False, for a cache), or "
-            "register it (torch.utils._pytree.register_pytree_node)"
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and cannot be "
+            "taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
+            "(torch.utils._pytree.register_pytree_node)"
         )
-    return recorder.argument(value) if isinstance(value, Size) else value
+    return value
+
+
+def _is_recorded(recorder: Recorder, value: Any) -> bool:
+    """A tensor or a size that differs from run to run?"""
+    if isinstance(value, Size):
+        return value.recorder is recorder
+    return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 
 def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.draws import Draws, is_draw
+from fxpipe.tracing.fake import NeedsValues, drawn, is_faked
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.kept import Kept
 from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
@@ -55,6 +56,8 @@ _CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layou
 
 def generator_states() -> list[Any]:
     """Where torch's generators stand."""
+    if is_faked():
+        return [drawn()]
     states: list[Any] = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states += [g.get_offset() for g in torch.cuda.default_generators]
@@ -62,7 +65,7 @@ def generator_states() -> list[Any]:
 
 
 def _same_states(left: list[Any], right: list[Any]) -> bool:
-    return bool(torch.equal(left[0], right[0])) and left[1:] == right[1:]
+    return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -314,7 +317,7 @@ class Recorder(TorchFunctionMode):
         if self.paused:
             return self._unrecorded(func, args, kwargs)
         if name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
-            return func(*args, **kwargs)
+            return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
         if name in ("size", "stride"):
@@ -357,19 +360,36 @@ class Recorder(TorchFunctionMode):
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
             versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
-            result = func(*args, **kwargs)
+            result = self._plainly(func, args, kwargs)
             self._changed = frozenset(storage_of(t) for t, version in versions if t._version != version)
             return result, not _same_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function inside of what is one node; notes its draws, which are not of the stream."""
         if any(True for _ in tensors_in((args, kwargs))):
-            return func(*args, **kwargs)
+            return self._plainly(func, args, kwargs)
         before = generator_states()
-        result = func(*args, **kwargs)
+        result = self._plainly(func, args, kwargs)
         if is_draw(args, kwargs, result) and not _same_states(before, generator_states()):
             self.lots.append(False)
         return result
+
+    def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function returns, if it can do without the values of fake tensors."""
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            name = opname(func)
+            if is_faked() and name == "__format__":
+                return repr(args[0])  # text for people, who asked for so many digits
+            if not is_faked() or not (isinstance(error, NeedsValues) or name in _READS):
+                raise
+            found = self._error(
+                f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
+                "trace it with values, or take the decision outside forward",
+            )
+            self.refusal = self.refusal or CannotRecord(str(found))  # no module kept whole would have them
+            raise self.refusal from error
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

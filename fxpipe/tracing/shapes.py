@@ -20,13 +20,13 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.sizes import SizeRead
 from fxpipe.tracing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
+from fxpipe.trees import DiffersError, broadcast
 
 REDUCTIONS = ("mean", "sum", "stack")
 _RELATIONS = {
@@ -202,11 +202,12 @@ def _out_dims(
 ) -> tuple[int | str | None, ...]:
     given: Any = None
     if out_dims is not None:
-        given = pytree._broadcast_to_and_flatten(out_dims, traced.out_spec)
-        if given is None:
+        try:
+            given = broadcast(out_dims, traced.out_spec)
+        except DiffersError as error:
             raise ArgumentError(
-                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves"
-            )
+                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
+            ) from error
     dependent = batched_nodes(traced)
     found: list[int | str | None] = []
     for place, output in enumerate(traced.outputs):
@@ -240,6 +241,9 @@ def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], 
     if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
         return holding[0]
     shapes = output.meta["shapes"]
+    number = output.meta.get("number")
+    if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
+        return "sum"  # as many times the samples: each micro-batch has its share
     if not holding and len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
         return "mean"
     what = str(shapes[0]) if shapes else "a number"

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
+from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.hooks import SET_BY_COMPUTATION, is_computation
 from fxpipe.tracing.refusals import CannotRecord
 
@@ -83,7 +85,9 @@ def held_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """`torch.equal`, of sparse tensors too, and with NaN equal to itself."""
+    """`torch.equal`, of sparse tensors too, and with NaN equal to itself. Fake tensors have no values to differ in."""
+    if isinstance(left, FakeTensor) or isinstance(right, FakeTensor):
+        return True
     if left.layout != torch.strided:
         return left.shape == right.shape and same_values(left.to_dense(), right.to_dense())
     return torch.equal(left, right) or (
@@ -183,6 +187,8 @@ class Snapshot:
         snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
         for slot, tensor in slots.items():
             if tensor.is_inference():  # cannot be written outside inference mode, and has no version
+                continue
+            if slot.kind != "parameter" and not has_values(tensor):
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
             snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value)

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fxpipe.errors import TraceError
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
-from fxpipe.tracing.alike import Alike, ChangedInPlaceError, described_tensor
+from fxpipe.tracing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
 from fxpipe.tracing.observing import Observation, observe
 from fxpipe.tracing.snapshot import forked_random
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
@@ -120,6 +120,14 @@ class _Known:
                 self._inputs.setdefault(n, frozenset().union(*(self._inputs[a] for a in n.all_input_nodes)))
         return self._inputs[node]
 
+    def distrust(self, node: fx.Node, why: Exception) -> None:
+        """Fake tensors do not tell what a node makes; nor that of the same function of the user's elsewhere."""
+        same = same_function(node.target)
+        for other in self.traced.graph.nodes if _is_foreign(node) else ():
+            if other.op == node.op and same_function(other.target) == same:
+                self.not_told.setdefault(other, why)
+        self.not_told[node] = why
+
     def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
         """One that has seen `node`, with each of the inputs in question varied, or found to be fixed."""
         wanted = set(candidates)
@@ -213,13 +221,13 @@ class _Attempt:
             with applied(node.meta["state"]), torch.no_grad():
                 value = call(node, self.made.__getitem__)
         except Exception as error:
-            self.known.not_told[node] = error
+            self.known.distrust(node, error)
             if before != (len(self.env.replacements), len(self.env.guards)):
                 raise _AgainError from error
             return self._seen(node)
         is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
         if is_fixed and _is_foreign(node) and node not in self.known.baked:
-            self.known.not_told[node] = _Bakes()
+            self.known.distrust(node, _Bakes())
             raise _AgainError
         return value
 

@@ -52,7 +52,7 @@ _diffusers(
 _diffusers(
     "unet1d", "UNet1DModel", lambda: call(vectors(2, 32), _steps()), sample_size=32, block_out_channels=(32, 32),
     down_block_types=("DownBlock1DNoSkip", "AttnDownBlock1D"), up_block_types=("AttnUpBlock1D", "UpBlock1DNoSkip"),
-    extra_in_channels=16,
+    extra_in_channels=64,
 )  # fmt: skip
 _diffusers(
     "autoencoder_kl", "AutoencoderKL", lambda: call(images(16)), down_block_types=("DownEncoderBlock2D",) * 2,

@@ -52,6 +52,10 @@ class Comparison:
         wrong = [name for name in ("outputs", "gradients", "buffers") if getattr(self, name)]
         return f"wrong {wrong[0]}" if wrong else "right"
 
+    @property
+    def message(self) -> str:
+        return self.outputs or self.gradients or self.buffers
+
 
 # -- steps -----------------------------------------------------------------------------------------------------------
 

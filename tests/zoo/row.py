@@ -22,7 +22,7 @@ class Row:
     verdict: str  # "right", "refused", "wrong outputs", "wrong gradients", "wrong buffers", "fails", "hangs", "crashes"
     message: str = ""
     tracer: str = ""
-    why: str = ""
+    remarks: str = ""  # what is special about the way
     nodes: int = 0
     largest_leaf: float = 0.0  # its share of the parameters
     plan_seconds: float = 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -70,7 +69,7 @@ class NestedTrees(nn.Module):
         x, (extra, nothing, times) = batch["x"], batch["extra"]
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) + (self.small(extra) if nothing is None else 0)
-        out = OrderedDict(x=x * times, missing=missing, width=x.shape[1], flag=flag)
+        out: dict[str, Any] = {"x": x * times, "missing": missing, "width": x.shape[1], "flag": flag}
         out["pair"] = (x.detach().argmax(-1), {"gradient": x.requires_grad})
         return out
 

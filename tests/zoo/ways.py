@@ -17,6 +17,7 @@ from zoo.entry import Call, Entry
 from zoo.reference import (
     CHUNKS,
     STEP_SEED,
+    Comparison,
     Leaves,
     Step,
     back,
@@ -54,7 +55,7 @@ def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
         comparison = compare(direct_step(pipe, pipe, entry.build()[1]), want)
-        verdict, message = comparison.verdict, comparison.outputs or comparison.gradients or comparison.buffers
+        verdict, message = comparison.verdict, comparison.message
         if quiet is not None and verdict == "right":
             args, kwargs = entry.build()[1]
             torch.manual_seed(STEP_SEED)
@@ -77,7 +78,7 @@ def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
     plan = pipe.plan
     return {
         "tracer": plan.tracer,
-        "why": str(getattr(plan, "why", "")),
+        "remarks": _remarks(pipe),
         "nodes": sum(len(stage.nodes) for stage in plan.stages),
         "largest_leaf": largest_leaf(pipe),
     }
@@ -86,7 +87,19 @@ def _about(pipe: fxpipe.Pipeline) -> dict[str, Any]:
 def largest_leaf(pipe: fxpipe.Pipeline) -> float:
     """The share of the model's parameters that the largest module kept whole has."""
     first = pipe._fxpipe.first
-    return float(getattr(first.traced, "largest_leaf_share", 0.0)) if first is not None else 0.0
+    return first.traced.largest_whole if first is not None else 0.0
+
+
+def _remarks(pipe: fxpipe.Pipeline) -> str:
+    """What is special about the way, in a few words."""
+    first, plan = pipe._fxpipe.first, pipe.plan
+    whole = len(first.traced.whole) if first is not None else 0
+    found = {
+        "general paths": any(why.startswith("by the general paths") for why in plan.why),
+        f"{whole} whole": whole,
+        f"{len(plan.guards)} guards": len(plan.guards),
+    }
+    return ", ".join(text for text, is_so in found.items() if is_so)
 
 
 # -- torch.fx.symbolic_trace -----------------------------------------------------------------------------------------
@@ -95,16 +108,17 @@ def largest_leaf(pipe: fxpipe.Pipeline) -> float:
 def _symbolic(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     """Run on the mini-batch, and on a micro-batch alone. There are no stages."""
 
-    def attempt() -> str:
+    def attempt() -> Comparison:
         for count in (1, CHUNKS):
             model = entry.build()[0].train(training)
             traced = fx.symbolic_trace(model)
             plain = entry.build()[0].train(training)
             want = direct_step(plain, plain, micro_batches(entry, entry.build()[1], count)[0])
             have = direct_step(model, traced, micro_batches(entry, entry.build()[1], count)[0])
-            if (verdict := compare(have, want).verdict) != "right":
-                return verdict
-        return "right"
+            comparison = compare(have, want)
+            if comparison.message:
+                break
+        return comparison
 
     return _attempted(attempt)
 
@@ -116,7 +130,7 @@ def _pipelining(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
     """Exported, cut into stages with equal shares of the parameters, and run stage by stage on a micro-batch."""
     from torch.distributed.pipelining import pipeline
 
-    def attempt() -> str:
+    def attempt() -> Comparison:
         def part() -> Call:
             return micro_batches(entry, entry.build()[1])[0]
 
@@ -127,12 +141,12 @@ def _pipelining(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
         pipe = pipeline(model, args, kwargs, split_policy=lambda traced: _split_by_size(traced, stages))
         args, kwargs = part()
         torch.manual_seed(STEP_SEED)
-        outputs = fx.Interpreter(pipe.split_gm).run(*_arguments(pipe.split_gm.graph, args, kwargs))
+        outputs = _Stages(pipe.split_gm, args, kwargs).run(*_arguments(pipe.split_gm.graph, args, kwargs))
         tensors = _numbered(outputs)  # the tree of the outputs is the last stage's affair
         back(tensors)
         modules = [module for _, module in pipe.split_gm.named_children()]
         have = Step(tensors, *_state_of_stages(plain, modules, want))
-        return compare(have, Step(_numbered([leaf for _, leaf in want.outputs]), want.gradients, want.buffers)).verdict
+        return compare(have, Step(_numbered([leaf for _, leaf in want.outputs]), want.gradients, want.buffers))
 
     return _attempted(attempt)
 
@@ -155,6 +169,20 @@ def _split_by_size(traced: fx.GraphModule, stages: int) -> fx.GraphModule:
         passed += size
     traced.recompile()
     return traced
+
+
+class _Stages(fx.Interpreter):
+    """Stage after stage. The first takes what the user gives, where it has kept the signature of forward."""
+
+    def __init__(self, stages: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        super().__init__(stages)
+        self.given = args, kwargs
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stage = self.fetch_attr(target)
+        if hasattr(stage.graph._codegen, "pytree_info"):
+            args, kwargs = self.given
+        return stage(*args, **kwargs)
 
 
 def _arguments(graph: fx.Graph, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -195,9 +223,10 @@ def _state_of_stages(
 # -- a failure is a finding ------------------------------------------------------------------------------------------
 
 
-def _attempted(attempt: Callable[[], str]) -> dict[str, Any]:
+def _attempted(attempt: Callable[[], Comparison]) -> dict[str, Any]:
     try:
-        return {"verdict": attempt()}
+        comparison = attempt()
+        return {"verdict": comparison.verdict, "message": comparison.message}
     except Exception as error:
         return {"verdict": "fails", "message": _text(error)}
 

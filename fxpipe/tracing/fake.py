@@ -1,0 +1,183 @@
+"""Models without values, on the meta device or made under a `FakeTensorMode`: they are traced as all others.
+
+Recording needs tensors that know their sizes and their device, no more. So for the while of a block a model's tensors,
+and the inputs with them, are replaced by fake ones of one mode of our own: parameters by parameters, tied ones by one
+object. They are on the device that the model or the inputs name, else on the CPU; the graph is the same as that of the
+model with values, unless forward reads some. After the block every object is in its place again.
+
+Random functions leave torch's generators where they are under this mode, which therefore counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+from fxpipe.tracing.containers import has_values
+from fxpipe.tracing.preconditions import refuse_model
+from fxpipe.tracing.snapshot import OWN_NAMES, held_in_containers, slots_of
+from fxpipe.trees import flatten, mapped
+
+# What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
+NeedsValues = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class Fakes(FakeTensorMode):
+    """The mode whose tensors stand for a model's. Sizes are plain numbers."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(allow_non_fake_inputs=True)  # numpy's, and those of libraries
+        self.device = device  # of what has none
+        self.drawn = 0  # how often a random function has run
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0:
+            self.drawn += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor: always the same object."""
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._make(tensor)
+        return self._made[id(tensor)][1]
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        bare = tensor.detach()
+        # A fake tensor that is made of a meta tensor shares its storage, and so views of one tensor stay views of one.
+        fake = FakeTensor(self, bare, self.device) if _is_plain_meta(bare) else self.from_tensor(bare)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+class _Current(threading.local):
+    mode: Fakes | None = None
+
+
+_current = _Current()
+
+
+def without_values(model: nn.Module) -> list[str]:
+    """Names of the model's tensors that have none."""
+    found = (*((slot.name, t) for slot, t in slots_of(model).items()), *held_in_containers(model).items())
+    return [name for name, tensor in found if not has_values(tensor)]
+
+
+@contextlib.contextmanager
+def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
+    """A block in which neither model nor inputs lack values, or all their tensors are fake: gives the inputs.
+
+    What the user has set up for making models without values (a `FakeTensorMode`, `torch.device("meta")`) is not
+    active meanwhile.
+
+    Raises:
+        CannotRecord: the model cannot be recorded for another reason.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        held = (*slots_of(model).values(), *held_in_containers(model).values())
+        tensors = [*held, *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
+        if all(map(has_values, tensors)):
+            yield inputs
+            return
+        refuse_model(model)
+        devices = (t.device for t in tensors if t.device.type != "meta")
+        mode = Fakes(next(devices, torch.device("cpu")))
+        if torch.get_default_device() != mode.device:  # where functions that name none make tensors
+            stack.enter_context(torch.device(mode.device))
+        stack.enter_context(_replaced(model, mode.fake))
+        outer, _current.mode = _current.mode, mode
+        try:
+            yield mapped(mode.fake, inputs)
+        finally:
+            _current.mode = outer
+
+
+def running() -> contextlib.AbstractContextManager[object]:
+    """A block in which what a model or a graph makes is fake, as it is itself; to be used in a block of `faked`."""
+    return contextlib.nullcontext() if _current.mode is None else _current.mode
+
+
+def is_faked() -> bool:
+    """Is this in a block of `faked`, and are tensors fake?"""
+    return _current.mode is not None
+
+
+def drawn() -> int:
+    """How often a random function has run; for where torch's generators do not tell."""
+    return 0 if _current.mode is None else _current.mode.drawn
+
+
+def usable(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a graph as it can be used now: fake in a block of `faked` that makes all tensors so."""
+    return tensor if _current.mode is None else _current.mode.fake(tensor)
+
+
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    """The `dropout_p` of an attention, which draws nothing where that is 0; None for others."""
+    places = (place for place, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p")
+    place = next(places, None)
+    if place is None:
+        return None
+    return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+
+
+def _is_plain_meta(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+# -- putting tensors in a model's places -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A block in which `other(tensor)` stands wherever the model holds a tensor."""
+    before: list[tuple[Any, Any, Any]] = []  # store, key, value
+    try:
+        for module in model.modules():
+            for store in (module._parameters, module._buffers, module.__dict__):
+                for key in [key for key in store if store is not module.__dict__ or key not in OWN_NAMES]:
+                    _replace(store, key, other, before, 3)
+        yield
+    finally:
+        for store, key, value in reversed(before):
+            store[key] = value
+
+
+def _replace(
+    store: Any, key: Any, other: Callable[[torch.Tensor], torch.Tensor], before: list[tuple[Any, Any, Any]], depth: int
+) -> None:
+    """Replaces what `store` holds under `key`, in containers as deep as `held_in_containers` looks."""
+    value = store[key]
+    if isinstance(value, torch.Tensor):
+        before.append((store, key, value))
+        store[key] = other(value)
+    elif isinstance(value, weakref.ref) and isinstance(
+        tensor := value(), torch.Tensor
+    ):  # how nn.LSTM knows its weights
+        before.append((store, key, value))
+        store[key] = weakref.ref(other(tensor))
+    elif depth and type(value) in (list, tuple, dict):
+        inside = list(value) if isinstance(value, tuple) else value
+        for item in list(inside) if isinstance(inside, dict) else range(len(inside)):
+            _replace(inside, item, other, before, depth - 1)
+        if isinstance(value, tuple) and any(a is not b for a, b in zip(inside, value, strict=True)):
+            before.append((store, key, value))
+            store[key] = tuple(inside)

@@ -1,0 +1,437 @@
+"""The user's trees, taken apart into leaves and put together again: inputs, outputs, targets.
+
+Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered with `torch.utils._pytree`), and
+besides
+
+- dataclasses,
+- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
+- in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
+  noticed when they change, and forward gets the object itself.
+
+Such an object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
+`__init__` and `__post_init__`, which have run where it was made. Nothing is registered for the user's classes: in a
+spec these objects bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with
+lists, one object in two places comes back as two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import enum
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+
+_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
+_CLOSED = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
+_DICTS = (dict, OrderedDict, defaultdict)
+_LEAF = pytree.tree_structure(0)
+
+
+class DiffersError(ValueError):
+    """A tree has not the structure it should have."""
+
+
+class _Object:
+    """The type of a node that torch does not know."""
+
+
+class _Seen:
+    """The type of the node of an object that is only looked at."""
+
+
+class _Size(tuple[int, ...]):
+    """The type of the node of a `torch.Size`, of which torch makes a tuple."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Parts:
+    """The context of such a node: all of an object but its children, which are its items, then its attributes."""
+
+    kind: type[Any]
+    base: type[Any]  # object, or the container that its class is a kind of
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _SeenParts:
+    """The context of an object that is only looked at."""
+
+    parts: _Parts
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _SeenParts) and self.parts == other.parts
+        return same and (self.value is other.value or (self.value == other.value) is True)  # type: ignore[attr-defined]
+
+
+def _put_together(children: Any, parts: _Parts) -> Any:
+    children = list(children)
+    items, values = children[: len(parts.keys)], children[len(parts.keys) :]
+    make: Any = parts.base.__new__
+    made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
+    if parts.base is list:
+        list.extend(made, items)
+    elif issubclass(parts.base, dict):
+        for key, item in zip(parts.keys, items, strict=True):
+            parts.base.__setitem__(made, key, item)
+    slots = _slots(parts.kind)
+    for name, value in zip(parts.names, values, strict=True):
+        if name in slots:
+            slots[name].__set__(made, value)  # also where the class is frozen
+        else:
+            made.__dict__[name] = value
+    return made
+
+
+def _never_in_a_tree(value: Any) -> Any:
+    raise AssertionError("nodes of this type stand in specs only")
+
+
+pytree.register_pytree_node(_Object, _never_in_a_tree, _put_together)
+pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
+pytree.register_pytree_node(_Seen, _never_in_a_tree, lambda _, seen: seen.value)
+
+
+# -- objects ---------------------------------------------------------------------------------------------------------
+
+
+def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
+    return {
+        name: member
+        for cls in reversed(kind.__mro__)
+        if cls.__flags__ & _HEAP_TYPE or cls is defaultdict
+        for name, member in vars(cls).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
+def _base(kind: type[Any]) -> type[Any] | None:
+    """The built-in class under a Python class; None where its objects cannot be taken apart."""
+    if issubclass(kind, _CLOSED):
+        return None
+    base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    if base not in _BASES or (base is kind and base is not SimpleNamespace):
+        return None
+    make: Any = base.__new__
+    try:
+        make(kind)
+    except TypeError:  # made in C
+        return None
+    return base
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for name, slot in _slots(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+def _is_bare(value: Any) -> bool:
+    """Is an object nothing but itself?"""
+    return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
+
+
+def _open(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], _Parts]:
+    """Names of the children, the children, and the rest of an object."""
+    attributes = _attributes(value)
+    names: list[pytree.KeyEntry] = []
+    items: dict[Any, Any] = {}
+    if issubclass(base, dict):
+        items = dict(base.items(value))
+        names += map(pytree.MappingKey, items)
+    elif issubclass(base, (list, tuple)):
+        items = dict(enumerate(base.__iter__(value)))
+        names += map(pytree.SequenceKey, items)
+    names += map(pytree.GetAttrKey, attributes)
+    return names, [*items.values(), *attributes.values()], _Parts(type(value), base, tuple(items), tuple(attributes))
+
+
+def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
+    """Is there anything `wanted` inside a value of any kind, also where it could not be taken apart?
+
+    What modules hold is their own.
+    """
+    return _finds(value, wanted, _inside)
+
+
+def _finds(value: Any, wanted: Callable[[Any], bool], inside: Callable[[Any], Iterator[Any]]) -> bool:
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if wanted(item):
+            return True
+        if id(item) not in seen:
+            seen[id(item)] = item
+            todo.extend(inside(item))
+    return False
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a value holds; a function holds what it was made over, or bound to."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # empty
+                continue
+    yield from _inside_data(value)
+
+
+def _inside_data(value: Any) -> Iterator[Any]:
+    if isinstance(value, _CLOSED):
+        return
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        yield from value
+    yield from _attributes(value).values()
+
+
+def refuse_hidden(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
+
+    And what forward puts into such an object, as into a cache, would be lost to the caller.
+    """
+    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+        raise ArgumentError(
+            f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
+            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
+        )
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+Paths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # of leaves, and the leaves
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Not in functions: the recorder finds out whether forward uses what those hold."""
+    return _finds(value, lambda item: isinstance(item, torch.Tensor), _inside_data)
+
+
+def _kind_of_input(value: Any) -> type[Any] | None:
+    if _is_dataclass(value):
+        return _Object
+    return None if _is_bare(value) or _holds_tensors(value) else _Seen
+
+
+def flatten_with_paths(tree: Any) -> tuple[Paths, pytree.TreeSpec]:
+    """The leaves of inputs or targets with their paths, and their structure.
+
+    Raises:
+        ArgumentError: something in the tree holds itself.
+    """
+    leaves: Paths = []
+    return leaves, _flatten(tree, _kind_of_input, (), (), leaves)
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of inputs or targets, and their structure; see `flatten_with_paths`."""
+    leaves, spec = flatten_with_paths(tree)
+    return [leaf for _, leaf in leaves], spec
+
+
+def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of an output and its structure. Objects without anything that `is_recorded` are leaves: constants.
+
+    Raises:
+        ArgumentError: something in the output holds itself.
+    """
+    leaves: Paths = []
+    spec = _flatten(tree, lambda value: _Object if holds(value, is_recorded) else None, (), (), leaves)
+    return [leaf for _, leaf in leaves], spec
+
+
+def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The tree with `function(tensor)` for each tensor."""
+    leaves, spec = flatten(tree)
+    return pytree.tree_unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _flatten(
+    value: Any,
+    kind_of: Callable[[Any], type[Any] | None],
+    path: tuple[pytree.KeyEntry, ...],
+    around: tuple[int, ...],
+    leaves: Paths,
+) -> pytree.TreeSpec:
+    """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
+    kind = pytree._get_node_type(value)
+    if kind is torch.Size:
+        kind = _Size
+    known = pytree.SUPPORTED_NODES.get(kind)
+    keys: Sequence[pytree.KeyEntry]
+    context: Any
+    if known is not None:
+        made, context = known.flatten_fn(value)
+        children = list(made)
+        keys = _keys(value, known, children, context)
+    elif (base := _base(type(value))) is not None and (kind := kind_of(value)) is not None:
+        keys, children, context = _open(value, base)
+        if kind is _Seen:
+            context = _SeenParts(context, value)
+    else:
+        leaves.append((path, value))
+        return _LEAF
+    if id(value) in around:
+        if kind is _Seen:
+            leaves.append((path, value))
+            return _LEAF
+        raise ArgumentError(
+            f"a {type(value).__name__} holds itself (at {''.join(map(str, path))}), and cannot be taken apart; take "
+            "the reference out"
+        )
+    around = (*around, id(value))
+    specs = [_flatten(child, kind_of, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
+    return pytree.TreeSpec(kind, context, specs)
+
+
+def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:
+    if known.flatten_with_keys_fn is not None:
+        return [key for key, _ in known.flatten_with_keys_fn(value)[0]]
+    if isinstance(context, (list, tuple)) and len(context) == len(children):
+        return [pytree.MappingKey(key) for key in context]
+    return [pytree.SequenceKey(place) for place in range(len(children))]
+
+
+def leaves_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The leaves of a tree that is known to have this structure.
+
+    Raises:
+        DiffersError: it has another.
+    """
+    if spec.is_leaf():
+        return [tree]
+    children = _children_like(tree, spec)
+    return [leaf for child, part in zip(children, spec.children(), strict=True) for leaf in leaves_like(child, part)]
+
+
+def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The children of a node that has the structure of `spec` at its top."""
+    wanted = spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+    if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
+        names = list(spec.context[1] if spec.type is defaultdict else spec.context)
+        if set(tree) == set(names):
+            return [tree[name] for name in names]
+    elif type(tree) is wanted or _are_plain_tuples(tree, spec):
+        if spec.type is _Object:
+            _, children, context = _open(tree, spec.context.base)
+        else:
+            made, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
+            children = list(made)
+        comparable = isinstance(context, (list, tuple, _Parts))
+        if len(children) == spec.num_children and (not comparable or context == spec.context):
+            return children
+    raise DiffersError(
+        f"a {type(tree).__name__} of other parts stands where a {wanted.__name__} of {spec.num_children} was"
+        if type(tree) is wanted
+        else f"a {type(tree).__name__} stands where a {wanted.__name__} was"
+    )
+
+
+def _are_plain_tuples(tree: Any, spec: pytree.TreeSpec) -> bool:
+    """A recorded shape is a tuple of its own kind."""
+    return isinstance(tree, tuple) and not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
+
+
+def _is_named(spec: pytree.TreeSpec) -> bool:
+    return not isinstance(spec.type, type)  # torch calls all named tuples by the function that makes them
+
+
+def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """For each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+
+    Raises:
+        DiffersError: it has another structure.
+    """
+    is_node = pytree._get_node_type(prefix) in pytree.SUPPORTED_NODES
+    is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
+    if not is_node:
+        return [prefix] * spec.num_leaves
+    if spec.is_leaf():
+        raise DiffersError(f"a {type(prefix).__name__} stands where a single value was")
+    children = _children_like(prefix, spec)
+    return [entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast(child, part)]
+
+
+# -- objects that forward is given as they are -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def untouched(spec: pytree.TreeSpec) -> Iterator[None]:
+    """A block that may not change the objects that the inputs of this structure only look at.
+
+    Raises:
+        TraceError: it has. They are put back.
+    """
+    before = [(value, inside, copy.copy(inside)) for value in _seen_in(spec) for inside in _containers_in(value)]
+    changed = []
+    try:
+        yield
+    finally:
+        for value, inside, items in before:
+            if list(map(id, _items(inside))) != list(map(id, _items(items))):
+                changed.append(value)
+                inside.clear()
+                (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
+    if changed:
+        raise TraceError(
+            f"forward changes the {type(changed[0]).__name__} it was given as an input, which a graph cannot; give it "
+            "tensors in tuples, lists, dicts or dataclasses, and let it return what it makes (for a cache: leave it "
+            "out, and forward makes one)"
+        )
+
+
+def _seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:
+    if spec.type is _Seen:
+        yield spec.context.value
+    for child in spec.children():
+        yield from _seen_in(child)
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) not in seen and not isinstance(item, _CLOSED):
+            seen[id(item)] = item
+            todo.extend(_inside(item))
+            if isinstance(item, (dict, list, set, deque)):
+                yield item
+            if type(attributes := getattr(item, "__dict__", None)) is dict:
+                yield attributes
+
+
+def _items(inside: Any) -> list[Any]:
+    return [*inside, *inside.values()] if isinstance(inside, dict) else list(inside)
