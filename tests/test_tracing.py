@@ -496,10 +496,10 @@ def test_batch_norm_statistics_are_known_to_be_written():
 def test_training_flags_are_the_key_of_a_graph():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
     training = trace(model, (x(),))
-    assert [flag for _, flag, _ in training.flags] == [True] * 4
+    assert [flag for _, flag, *_ in training.flags] == [True] * 4
     model[2].eval()  # a frozen batch norm in a training model
     frozen = trace(model, (x(),))
-    assert [flag for _, flag, _ in frozen.flags] == [True, True, True, False]
+    assert [flag for _, flag, *_ in frozen.flags] == [True, True, True, False]
     assert not frozen.matches([x()], frozen.in_spec, training.flags)
     assert_same_as_model(frozen, x(3))
     model.eval()
