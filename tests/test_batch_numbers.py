@@ -336,7 +336,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "parts by number": (
         lambda m, x: torch.cat([m.lin(y) for y in x.split(len(x) // 2 + 1)]), TraceError, "other functions with",
     ),
-    "returned": (lambda m, x: (m.lin(x), len(x)), ArgumentError, r"output 1 \(batch, a number.*out_dims"),
 }  # fmt: skip
 
 
@@ -400,3 +399,9 @@ def test_constant_is_itself():
     found: Formula | None = simplest([(4, 7), (5, 7), (6, 7)])
     assert found == 7
     assert value_of(found, 9) == 7
+
+
+def test_the_batch_size_as_an_output_is_that_of_the_mini_batch():
+    model, x = Forward(lambda m, x: (m.lin(x), len(x))), torch.randn(5, 6)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2) as pipe:
+        assert pipe(x)[1] == 5
