@@ -11,7 +11,7 @@ from test_shapes import shapes, traced
 from torch import fx, nn
 
 from fxpipe import trace
-from fxpipe.tracing import symbolic
+from fxpipe.tracing import symbolic_run
 from fxpipe.tracing.alike import Alike
 from fxpipe.tracing.traced import Traced
 
@@ -25,8 +25,8 @@ def runs(monkeypatch) -> list[str]:
         names.append(node.name)
         return call(node, value_of)
 
-    call = symbolic.call
-    monkeypatch.setattr(symbolic, "call", counted)
+    call = symbolic_run.call
+    monkeypatch.setattr(symbolic_run, "call", counted)
     return names
 
 

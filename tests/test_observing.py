@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing import Traced, symbolic
+from fxpipe.tracing import Traced, symbolic_run
 from fxpipe.tracing.record import input_leaves, record
 from fxpipe.tracing.shapes import add_shapes
 
@@ -252,8 +252,8 @@ def test_pipeline_is_the_model_at_every_size():
 @pytest.mark.parametrize("function", [ReadsValues, Loops])
 def test_one_function_in_many_places_is_given_up_once(function, monkeypatch):
     attempts = []
-    run = symbolic._Attempt.run
-    monkeypatch.setattr(symbolic._Attempt, "run", lambda self: attempts.append(self) or run(self))
+    run = symbolic_run._Attempt.run
+    monkeypatch.setattr(symbolic_run._Attempt, "run", lambda self: attempts.append(self) or run(self))
 
     def forward(lin, x):
         for _ in range(20):
@@ -268,5 +268,5 @@ def test_nothing_is_run_for_real_where_fake_tensors_tell(monkeypatch):
     def refuse(*args: Any) -> None:
         raise AssertionError("a real run")
 
-    monkeypatch.setattr(symbolic, "observe", refuse)
+    monkeypatch.setattr(symbolic_run, "observe", refuse)
     assert shapes(traced(lambda lin, x: lin(x))) == ["float32[b, 6]"]
