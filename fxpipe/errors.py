@@ -17,6 +17,10 @@ class TraceError(FxpipeError, RuntimeError):
     """The model does something that the tracer cannot put into a graph."""
 
 
+class DecisionError(FxpipeError, RuntimeError):
+    """Forward would decide otherwise for these samples than when it was traced, by a value that only a stage knows."""
+
+
 class PartitionError(FxpipeError, ValueError):
     """The graph cannot be cut as asked."""
 

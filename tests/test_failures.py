@@ -316,12 +316,17 @@ def test_an_error_of_torch_names_its_node():
 
 def test_an_error_of_a_builtin_names_its_node(capfd):
     """What fx adds to errors of its modules (it prints, and throws the traceback away) must not come in between."""
-    k, model = torch.zeros(4, dtype=torch.int64), Take()
-    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, balance=[1, 1], example_args=(k,)) as pipe:
-        model.linear.weight.data = torch.randn(4, 5)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+
+    class Builtin(Take):
+        def forward(self, k):
+            return self.linear(self.table.weight)[0, 0] + torch.take(self.table.weight, k)
+
+    k = torch.zeros(4, dtype=torch.int64)
+    with fxpipe.pipeline(Builtin(), ["cpu", "cpu"], 2, balance=["take"], example_args=(k,)) as pipe:
+        k[1] = 99
+        with pytest.raises(IndexError, match="out of range") as caught:
             pipe(k)
-        assert "stage 1 of 2 on cpu, micro-batch 0, forward, node linear, module linear" in caught.value.__notes__[0]
+        assert "stage 1 of 2 on cpu, micro-batch 0, forward, node take" in caught.value.__notes__[0]
     assert capfd.readouterr().err == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 from typing import Any
@@ -15,8 +16,11 @@ from oracle import closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import TraceError
+from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing import trace
+from fxpipe.tracing.guards import refuse_unanswerable
+from fxpipe.tracing.record import record
+from fxpipe.tracing.refusals import CannotRecord
 
 
 class Reading(nn.Module):
@@ -221,9 +225,9 @@ class Statistics(nn.Module):
 def test_a_read_of_what_forward_changes_is_no_guard(before):
     """Micro-batches change it one after the other: nobody knows before a step what they will find."""
     with pytest.raises(
-        TraceError, match=r"'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"
+        CannotRecord, match=r"'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"
     ):
-        trace(Statistics(before), (positive(),), tracer="record")
+        refuse_unanswerable(record(Statistics(before), (positive(),), {}))
 
 
 def test_a_number_of_samples_is_asked_of_the_mini_batch_also_inside_a_module():
@@ -281,9 +285,25 @@ def test_what_is_read_after_a_write_is_what_was_written():
         assert graphs(pipe) == 2
 
 
-def test_a_value_that_only_the_stages_know_needs_another_way():
-    with pytest.raises(TraceError, match=r"reads the value of a tensor \(bool\) that hangs on the inputs and 'first"):
-        trace(Reading(lambda m, h, x: h.relu() if (h > 0).all() else h), (positive(),), tracer="record")
+def test_a_value_that_only_the_stages_know_is_compared_there():
+    """Where the model itself reads it there is nothing to keep whole. Other decisions are errors, and leave no trace."""
+    model = Reading(lambda m, h, x: h.relu() if torch.isfinite(h).all() else h.nan_to_num())
+    plain = copy.deepcopy(model)
+    with pipe_of(model, example_args=(positive(),)) as pipe:
+        assert re.search(r"\(bool\) that hangs on the inputs and 'first", pipe.plan.why[0])
+        assert re.search(
+            r"compared in the stages: .*bool of all_1\) at .*test_guards.py:\d+ is True", pipe.plan.why[-1]
+        )
+        for x in (mixed_signs(), positive()):
+            assert_step(pipe, plain, x)
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        infinite = mixed_signs()
+        infinite[-1] = torch.inf
+        with pytest.raises(DecisionError, match=r"which is False for these samples; it was True") as caught:
+            pipe.forward_backward(infinite, target=None, loss_fn=lambda y: y.square().mean())
+        assert "micro-batch" in caught.value.__notes__[0]
+        assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+        assert_step(pipe, plain, mixed_signs())
 
 
 # -- general paths of libraries --------------------------------------------------------------------------------------
@@ -326,8 +346,9 @@ def test_what_a_general_path_raises_is_not_the_models():
                 raise RuntimeError("not here")
             return super().forward(x)
 
-    with pytest.raises(TraceError, match=r"hangs on the inputs and 'lin"):
-        trace(Raising(True), (positive(),), tracer="record")
+    found = trace(Raising(True), (positive(),), tracer="record")
+    assert "hangs on the inputs and 'lin" in found.why[0]
+    assert "compared in the stages" in found.why[-1]
 
 
 # -- decisions by lot ------------------------------------------------------------------------------------------------

@@ -638,7 +638,7 @@ def test_a_write_to_a_buffer_outside_is_refused_and_undone():
         return m.lin(x)
 
     model.inner.function = forward
-    with pytest.raises(TraceError, match=r"writes to 'steps' outside of it"):
+    with pytest.raises(TraceError, match=r"uses 'steps' from outside"):
         trace(model, (x(),), leaf_modules=["inner"])
     assert model.steps == 0
 
@@ -830,14 +830,14 @@ BY_ITSELF: dict[str, tuple[Any, str]] = {
     "hidden value": (Hidden, r"\(bool\) that hangs on the inputs and 'first.bias'"),
     "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
     "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
-    "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func"),
+    "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func|runs vmap"),
     "jacrev": (
         lambda: Inner(lambda m, x: torch.vmap(torch.func.jacrev(m.lin))(x).sum(1) + x),
-        "transform of torch.func",
+        "transform of torch.func|runs vmap",
     ),
     "functional_call": (
         lambda: Inner(lambda m, x: torch.vmap(lambda row: torch.func.functional_call(m.lin, _zeroed(m.lin), row))(x)),
-        "transform of torch.func",
+        "transform of torch.func|runs vmap",
     ),
 }
 

@@ -24,7 +24,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.check import check_against_model, watched
 from fxpipe.tracing.fake import faked, is_faked
 from fxpipe.tracing.gathering import check_gathering
-from fxpipe.tracing.guards import lifted
+from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.record import input_leaves
 from fxpipe.tracing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
@@ -94,6 +94,7 @@ def trace(
             check, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
 
         def finish(traced: Traced) -> Traced:
+            refuse_unanswerable(traced)
             add_shapes(traced, leaves, in_dims, out_dims)
             traced.guards = lifted(traced)
             if check:

@@ -31,8 +31,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.check import take
+from fxpipe.tracing.expectations import same_answer
 from fxpipe.tracing.fitting import Formula, Number, gives, polynomial, simplest
-from fxpipe.tracing.guards import same_answer
 from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.shapes import RELATIONS, asked_dims
 from fxpipe.tracing.snapshot import same_values

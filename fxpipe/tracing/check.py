@@ -5,6 +5,7 @@ What a recording can miss (a loop over the batch, a branch on a size, a value th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.draws import Drawing, Draws
 from fxpipe.tracing.effects import Effects, Run, watch
+from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.hooks import run_model
 from fxpipe.tracing.record import copy_of_input
 from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
@@ -58,11 +60,11 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     for size in (batch, *sorted(smaller, reverse=True), batch + 1, 2 * batch):
         if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
             continue
-        sample = _sample(traced, leaves, size, batch)
+        sample = _sample(traced, leaves, size, batch, seed)
         if sample is None and size == batch:
             raise TraceError(
                 "a value that forward reads is another one when it is asked again: "
-                + "; ".join(map(str, traced.guards.questions if traced.guards else ()))
+                + "; ".join([*map(str, traced.guards.questions if traced.guards else ()), *expectations(traced)])
             )
         if sample is None:
             continue
@@ -89,12 +91,15 @@ def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
     return _watch_seeded(traced, [leaves], 0)[0]
 
 
-def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int) -> list[Any] | None:
+def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
     """So many samples, from where values that forward reads are those of the graph; None where there are none."""
     for start in (0, batch - size) if size < batch else (0,):
         sample = take(traced, leaves, start, start + size)
         if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
-            return sample
+            with contextlib.suppress(DecisionError):
+                if expectations(traced):
+                    _watch_seeded(traced, [sample], seed)
+                return sample
     return None
 
 
@@ -112,6 +117,8 @@ def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -
     try:
         with undone(traced.model):  # a hook, or a module kept whole, may write to what is not its own
             return watch(traced, samples, seeded)
+    except DecisionError:
+        raise
     except Exception as error:
         raise TraceError(
             f"the traced graph raises, and the model does not, when both are compared at several batch sizes: {error}; "

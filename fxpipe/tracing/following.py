@@ -2,6 +2,7 @@
 
 - calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
   module, which has to run in every step;
+- `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
 - `autograd.Function.apply`, which becomes one node that keeps its backward. Reentrant `torch.utils.checkpoint` is
   called through (non-reentrant checkpoint needs nothing): recompute is the pipeline's own business;
 - attributes of modules that forward reads (`dropout.p`): with others it is another graph.
@@ -10,19 +11,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import apis
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
 from fxpipe.tracing.recorder import Recorder, Running
 from fxpipe.tracing.snapshot import OWN_NAMES
-from fxpipe.tracing.whole import active, call_hook, call_whole
+from fxpipe.tracing.whole import active, call_hook, call_transform, call_whole
 
+_apis: Any = apis
 PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
 
 
@@ -70,6 +74,15 @@ def followed(recorder: Recorder) -> Iterator[None]:
                 recorder.note_attribute(own, name)
         return value
 
+    map_batch: Any = _apis.vmap_impl
+
+    def vmap(function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
+        settings, args = settings_and_args[:4], settings_and_args[4:]  # in_dims, out_dims, randomness, chunk_size
+        if is_elsewhere() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return map_batch(function, *settings, *args, **kwargs)
+        return call_transform(recorder, "vmap", functools.partial(map_batch, function, *settings), args, kwargs)
+
+    _apis.vmap_impl = vmap
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
@@ -79,6 +92,7 @@ def followed(recorder: Recorder) -> Iterator[None]:
         del nn.Module.__getattribute__
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+        _apis.vmap_impl = map_batch
         active.recorder = outer
         PATCHING.release()
 

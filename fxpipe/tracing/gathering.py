@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, DecisionError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.check import agree, is_same_graph, take
 from fxpipe.tracing.effects import Effects, running_statistics
@@ -37,7 +37,10 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
     bounds = [(0, batch), (0, cut), (cut, batch)]
     if batch < 2 or not all(is_same_graph(traced, stop - start) for start, stop in bounds) or not _can_be_calm(traced):
         return
-    runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
+    try:
+        runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
+    except DecisionError:  # a half is of another graph
+        return
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
         if dim is None or not shapes or not shapes[0].dtype.is_floating_point:

@@ -24,6 +24,7 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.draws import Draws
 from fxpipe.tracing.effects import NORMS, running_statistics
+from fxpipe.tracing.expectations import expected_in_stages, same_answer
 from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
@@ -83,29 +84,29 @@ def _value(node: fx.Node, values: dict[fx.Node, Any], draws: Draws) -> Any:
     return draws.take(run) if node.meta.get("draw") else run()
 
 
-def same_answer(have: Any, want: Any) -> bool:
-    """Equal, and nan equal to itself; arrays are compared as lists."""
-    if isinstance(have, list) and isinstance(want, list):
-        return len(have) == len(want) and all(map(same_answer, have, want))
-    return bool(type(have) is type(want) and (have == want or (have != have and want != want)))
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 40 else text[:36] + " ..."
 
 
-def refuse_unanswerable(traced: Traced) -> None:
+def refuse_unanswerable(traced: Traced, in_stages: bool = False) -> None:
     """Raises where a question cannot be answered before a step.
+
+    Args:
+        in_stages: those that the model itself asks, and not a module of it, shall be asked in the stages.
 
     Raises:
         CannotRecord: names the first, and the modules that would have to be kept whole.
     """
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_needed, reads))
-    errors = [error for read in reads if (error := _unanswerable(traced, read, known)) is not None]
-    if errors:
-        raise CannotRecord(str(errors[0]), frozenset[str]().union(*(e.modules for e in errors)))
+    found = {read: error for read in reads if (error := _unanswerable(traced, read, known)) is not None}
+    errors = [error for error in found.values() if error.modules or not (in_stages and error.in_stages)]
+    if not errors:
+        expected_in_stages(list(found))
+    else:
+        modules = frozenset[str]().union(*(e.modules for e in errors))
+        raise CannotRecord(str(errors[0]), modules, in_stages=any(e.in_stages for e in errors))
 
 
 def lifted(traced: Traced) -> Guards:
@@ -223,6 +224,7 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
         f"the model{f' in module {path!r}' if path else ''} reads the value of a tensor ({read.meta['text']}) that "
         f"hangs on {what} at {read.meta['source']}; {remedy}",
         frozenset({path}) if path else frozenset(),
+        in_stages=what != "random numbers",  # each stage would draw another one
     )
 
 

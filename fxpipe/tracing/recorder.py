@@ -124,6 +124,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[Running] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
+        self.outside: list[torch.Tensor] = []  # tensors of the model, or recorded, used while nothing is recorded
         self.draws = Draws(seed)
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
@@ -305,7 +306,9 @@ class Recorder(TorchFunctionMode):
         return self.add("call_function", function, tuple(map(self.argument, operands)))
 
     def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
-        self.size_reads.append(SizeRead(function, tuple(map(self.argument, operands)), result, self.source))
+        self.size_reads.append(
+            SizeRead(function, tuple(map(self.argument, operands)), result, self.source, self.module)
+        )
 
     # -- torch functions ---------------------------------------------------------------------------------------------
 
@@ -365,8 +368,13 @@ class Recorder(TorchFunctionMode):
             return result, not _same_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a function inside of what is one node; notes its draws, which are not of the stream."""
-        if any(True for _ in tensors_in((args, kwargs))):
+        """Runs a function inside of what is one node; notes its draws, which are not of the stream.
+
+        And what it uses of the model's, or of what forward has made: the node would not be given it.
+        """
+        given = list(tensors_in((args, kwargs)))
+        if given:
+            self.outside += [t for t in given if id(t) in self._known or id(t) in self._attributes]
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)

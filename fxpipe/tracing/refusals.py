@@ -20,11 +20,14 @@ class CannotRecord(TraceError):
     """Recording has failed.
 
     `modules` are the paths of those that would have to be kept whole. `final`: no other way would make it right.
+    `in_stages`: a value was read that only the stages know.
     """
 
-    def __init__(self, message: str, modules: frozenset[str] = frozenset(), final: bool = False):
+    def __init__(
+        self, message: str, modules: frozenset[str] = frozenset(), final: bool = False, in_stages: bool = False
+    ):
         super().__init__(message)
-        self.modules, self.final = modules, final
+        self.modules, self.final, self.in_stages = modules, final, in_stages
 
 
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.refusals import CannotRecord
 from fxpipe.tracing.sizes import SizeRead
 from fxpipe.tracing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
@@ -170,9 +171,10 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
     if not free:
         return None
     if free != {traced.batch}:
-        raise TraceError(
+        raise CannotRecord(
             f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for "
-            "these values only: use functions with fixed sizes (torch.where, masks), or take it outside forward"
+            "these values only: use functions with fixed sizes (torch.where, masks), or take it outside forward",
+            frozenset({read.module}) if read.module else frozenset(),
         )
     if read.function in RELATIONS or read.function is bool:
         holds = RELATIONS[read.function](*operands) if read.function in RELATIONS else sympy.Ne(operands[0], 0)

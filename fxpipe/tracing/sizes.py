@@ -33,6 +33,7 @@ class SizeRead:
     operands: tuple[fx.Node | int, ...]
     result: Any
     where: str  # the user's source line
+    module: str = ""  # the path of the one that did so
 
 
 class Size(int):

@@ -4,6 +4,7 @@
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way.
 4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins.
+5. Recording, with values that only the stages know compared there (`expectations`).
 
 Each graph is finished by the same passes (shapes, guards, the comparison with the model): one that is not the model's
 is an error of its way, and the next one is tried. What no graph could carry, and what the model itself raises, ends
@@ -20,6 +21,7 @@ from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing.batch_numbers import with_batch_numbers
+from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.exporting import export
 from fxpipe.tracing.general import general_paths
 from fxpipe.tracing.guards import refuse_unanswerable
@@ -58,12 +60,21 @@ def find_graph(
         return finish(export(model, args, kwargs, in_dims))
     if tracer == "fx":
         return finish(symbolic(model, args, kwargs))
+
+    def record_it(in_stages: bool = False) -> Traced:
+        return _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_stages)
+
     try:
-        recorded = _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks)
+        recorded = record_it()
     except TraceError as error:
-        if tracer == "record" or (isinstance(error, CannotRecord) and error.final):
+        if isinstance(error, CannotRecord) and error.final:
             raise
-        return _exported(model, args, kwargs, in_dims, finish, error)
+        ways: dict[str, Callable[[], Traced]] = {}
+        if tracer == "auto":
+            ways["torch.export"] = lambda: finish(export(model, args, kwargs, in_dims))
+        if isinstance(error, CannotRecord) and error.in_stages:
+            ways["comparing such values in the stages"] = lambda: record_it(in_stages=True)
+        return _by_another(model, ways, error)
     if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
             exported = finish(export(model, args, kwargs, in_dims))
@@ -73,25 +84,25 @@ def find_graph(
     return recorded
 
 
-def _exported(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    in_dims: Any,
-    finish: Callable[[Traced], Traced],
-    recording: TraceError,
-) -> Traced:
-    try:
-        traced = finish(export(model, args, kwargs, in_dims))
-    except Exception as error:
-        raise TraceError(
-            f"{type(model).__name__} cannot be traced:\n- recording: {recording}\n"
-            f"- torch.export: {_first_line(error)}\n"
-            "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), make a "
-            "function of it (@fxpipe.leaf), or give a tracer of your own (tracer=)"
-        ) from recording
-    traced.why = (f"not recorded: {recording}",)
-    return traced
+def _by_another(model: nn.Module, ways: dict[str, Callable[[], Traced]], recording: TraceError) -> Traced:
+    """The graph by the first of other ways that leads to one."""
+    failures = {"recording": str(recording)}
+    for name, way in ways.items():
+        try:
+            traced = way()
+        except Exception as error:
+            failures[name] = _first_line(error)
+            continue
+        traced.why = (f"not simply recorded: {recording}", *traced.why)
+        return traced
+    if len(failures) == 1:
+        raise recording
+    listed = "\n".join(f"- {name}: {failure}" for name, failure in failures.items())
+    raise TraceError(
+        f"{type(model).__name__} cannot be traced:\n{listed}\n"
+        "Change what stands in the way; or keep the module around it whole (leaf_modules=[name or class]), make a "
+        "function of it (@fxpipe.leaf), or give a tracer of your own (tracer=)"
+    ) from recording
 
 
 def _recorded(
@@ -103,11 +114,12 @@ def _recorded(
     finish: Callable[[Traced], Traced],
     in_dims: Any,
     chunks: int,
+    in_stages: bool,
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         with general_paths() if general else contextlib.nullcontext():
             traced = record(model, args, kwargs, whole=whole, seed=seed)
-        refuse_unanswerable(traced)
+        refuse_unanswerable(traced, in_stages)
         return traced
 
     whole = dict(asked)
@@ -133,7 +145,10 @@ def _recorded(
             general = False  # no help
         modules = found.modules - whole.keys() if isinstance(found, CannotRecord) else frozenset[str]()
         if not modules:
-            raise first if str(found) == str(first) else TraceError(f"{first}; and further on: {found}")
+            if str(found) == str(first):
+                raise first
+            in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, found))
+            raise CannotRecord(f"{first}; and further on: {found}", in_stages=in_stages_too)
         whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(found))
     reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
     if general:
@@ -141,6 +156,7 @@ def _recorded(
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
         reasons.append(f"plain numbers that hang on the batch size are computed in the graph (holds for {sizes})")
+    reasons += [f"compared in the stages: {text}" for text in expectations(traced)]
     traced.why = tuple(reasons)
     return traced
 
@@ -183,8 +199,8 @@ def check_tracer(tracer: Any) -> Tracer:
     """Raises where `tracer` is none."""
     if isinstance(tracer, str) and tracer not in TRACERS:
         raise ArgumentError(
-            f"tracer={tracer!r}; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a function from "
-            "a module to a torch.fx.GraphModule"
+            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a function "
+            "from a module to a torch.fx.GraphModule"
         )
     if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
         raise ArgumentTypeError(

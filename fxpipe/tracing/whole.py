@@ -80,6 +80,15 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], g
     return result
 
 
+def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls what `torch.func` has made of a function as one node."""
+
+    def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+        return function(*a, **k)
+
+    return _call(recorder, run, name, [], args, kwargs, in_module=True)[0]
+
+
 def leaf(function: F) -> F:
     """Marks a function that a graph shall call as it is, as one node, instead of what it does.
 
@@ -177,10 +186,12 @@ def _call(
         others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
     recorder.note_dice()
     before = dice()
+    recorder.outside.clear()
     try:
         made, random = recorder.run(whole, (own, plain), {})
     except _Kept as error:
         raise refuse(str(error), "keep what forward changes in a buffer (register_buffer)") from error
+    outside = list(recorder.outside)
     rolled = not same_dice(before, dice())
     recorder.skip_dice()
     with recorder.pause():
@@ -195,9 +206,14 @@ def _call(
         written = [key for key, tensor, version in others if tensor._version != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = [t.untyped_storage()._cdata for t in own] != storages
+    if outside:
+        raise refuse(
+            f"uses {_names(recorder, outside)} from outside (a closure, a patched method)",
+            "use tensors of the module itself (self.weight), or give them as arguments",
+        )
     if strangers:
         raise refuse(
-            f"uses {_names(recorder.model, strangers)} from outside (a closure, a patched method)",
+            f"uses {_names(recorder, strangers)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
@@ -293,9 +309,14 @@ def _strangers(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch
     return [x for x in used if id(x) not in known]
 
 
-def _names(model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
-    known = {id(p): name for name, p in model.named_parameters()}
-    return ", ".join(sorted({repr(known[id(t)]) if id(t) in known else "a tensor of its own" for t in tensors}))
+def _names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
+    def name(tensor: torch.Tensor) -> str:
+        if recorder.knows(tensor):
+            return "a tensor that forward has made"
+        found = recorder.name_of(tensor)
+        return repr(found) if found is not None else "a tensor of its own"
+
+    return ", ".join(sorted(set(map(name, tensors))))
 
 
 class _Kept(Exception):
@@ -320,6 +341,7 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
         replica = module
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
+    torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
     lock = threading.Lock()  # a module that is called in two stages runs in one of them at a time
 
     def run(given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -340,7 +362,7 @@ def _replicated(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) ->
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
                 keys = [(path, key) for path, inner, found in before for key in _restored(inner, found)]
-                changed = [key for path, key in keys if (path, key) not in anew]
+                changed = [key for path, key in keys if (path, key) not in anew and path not in torchs]
             if changed:
                 raise _Kept(f"sets its attribute {changed[0]!r}")
             return result

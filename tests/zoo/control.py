@@ -112,22 +112,19 @@ class RescaledWhenLarge(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = x + layer(x)
-            if x.abs().max() > 4:
+            if x.abs().max() > 1:
                 x = x / 2
         return x
 
 
-@own(CONTROL, lambda: call(tokens(6)))
-class Experts(nn.Module):
-    """A mixture of experts: each runs on the tokens that were routed to it, however many they are."""
+class Mixture(nn.Module):
+    """Each expert runs on the tokens that were routed to it, however many they are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.route = nn.Embedding(50, 8), nn.Linear(8, 3)
-        self.experts, self.head = linears(3), nn.Linear(8, 5)
+        self.route, self.experts = nn.Linear(8, 3), linears(3)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+    def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, 8)
         weights, chosen = self.route(rows).softmax(-1).topk(2, -1)
         out = torch.zeros_like(rows)
@@ -135,7 +132,23 @@ class Experts(nn.Module):
             row, place = torch.where(chosen == number)
             if row.numel():
                 out.index_add_(0, row, expert(rows[row]) * weights[row, place, None])
-        return self.head(x + out.view_as(x))
+        return x + out.view_as(x)
+
+
+@own(CONTROL, lambda: call(tokens(6)))
+class Experts(nn.Module):
+    """Blocks with mixtures of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(50, 8), nn.ModuleList([Mixture() for _ in range(3)])
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 @own(CONTROL, lambda: call(vectors()))
@@ -456,13 +469,12 @@ class ForwardHooks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = linears()
-        self.seen: list[torch.Size] = []
+        seen: list[torch.Size] = []
         self.layers[0].register_forward_hook(lambda module, args, output: output * 2)
         self.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        self.layers[2].register_forward_hook(lambda module, args, output: self.seen.append(output.shape))
+        self.layers[2].register_forward_hook(lambda module, args, output: seen.append(output.shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.clear()
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x

@@ -210,18 +210,29 @@ class ThingsAcrossStages(nn.Module):
 # -- recurrent models ------------------------------------------------------------------------------------------------
 
 
-@own(STRUCTURE, lambda: call(vectors(5, 8), torch.tensor([5, 4, 5, 3])))
-class PackedSequence(nn.Module):
-    """Sequences of several lengths, packed for the LSTM; micro-batches have the same longest length."""
+class PackedEncoder(nn.Module):
+    """Sequences of several lengths, packed for the LSTM."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.lstm, self.out = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = pack_padded_sequence(self.into(x), lengths, batch_first=True, enforce_sorted=False)
-        padded, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True)
-        return self.out(padded)
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+@own(STRUCTURE, lambda: call(vectors(5, 8), torch.tensor([5, 4, 5, 3])))
+class PackedSequence(nn.Module):
+    """Packed sequences inside, of one length outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.first, self.second = nn.Linear(8, 8), PackedEncoder(), PackedEncoder()
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return self.out(self.second(self.first(self.into(x), lengths), lengths))
 
 
 @own(STRUCTURE, lambda: call(tokens()), out_dims=(0, (1, 1)))
