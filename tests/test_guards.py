@@ -286,7 +286,7 @@ def test_what_is_read_after_a_write_is_what_was_written():
 
 
 def test_a_value_that_only_the_stages_know_is_compared_there():
-    """Where the model itself reads it there is nothing to keep whole. Other decisions are errors, and leave no trace."""
+    """Where the model itself reads it nothing can be kept whole. Other decisions are errors that leave no trace."""
     model = Reading(lambda m, h, x: h.relu() if torch.isfinite(h).all() else h.nan_to_num())
     plain = copy.deepcopy(model)
     with pipe_of(model, example_args=(positive(),)) as pipe:

@@ -19,13 +19,7 @@ LIBRARY = (
     "bert", "bert_padded", "bert_hidden_states", "albert", "gpt2", "llama", "llama_cache", "bart", "wav2vec2", "vit",
     "segformer", "convnext",
 )  # fmt: skip
-REFUSED = (
-    "mask_of_all", "mask_of_some", "mask_of_one_half", "longest_length", "item_of_scalar", "overflow_guard",
-    "rescaled_when_large", "experts", "steps_by_value", "layer_drop", "frozen_batch_norm", "length_and_int",
-    "cached_positions", "vmap_inside", "forward_hooks", "scripted_function", "dataclass_out", "packed_sequence",
-    "padded_encoder", "global_constants", "bert_padded", "bert_hidden_states", "llama_cache", "wav2vec2", "segformer",
-)  # fmt: skip
-NAMES = tuple(name for name in (*(entry.name for entry in OWN), *LIBRARY) if name not in REFUSED)
+NAMES = (*(entry.name for entry in OWN), *LIBRARY)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
 

@@ -199,8 +199,8 @@ def check_tracer(tracer: Any) -> Tracer:
     """Raises where `tracer` is none."""
     if isinstance(tracer, str) and tracer not in TRACERS:
         raise ArgumentError(
-            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a function "
-            "from a module to a torch.fx.GraphModule"
+            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a "
+            "function from a module to a torch.fx.GraphModule"
         )
     if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
         raise ArgumentTypeError(
