@@ -22,9 +22,10 @@ from torch._functorch import apis
 from torch.utils.checkpoint import CheckpointFunction
 
 from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
+from fxpipe.tracing.one_node import active, call_hook, call_transform
 from fxpipe.tracing.recorder import Recorder, Running
 from fxpipe.tracing.snapshot import OWN_NAMES
-from fxpipe.tracing.whole import active, call_hook, call_transform, call_whole
+from fxpipe.tracing.whole import call_whole
 
 _apis: Any = apis
 PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out

@@ -1,0 +1,300 @@
+"""Python that runs in every step: each call of it is one node of the graph.
+
+Functions that the user marks as leaves, hooks, what `torch.func` makes of a function, modules kept whole (`whole`).
+Such a node is a function of the tensors among its arguments, in whatever structure they come. That it uses nothing else
+is verified: the autograd graph of its first run must end in what it was given, it may touch no other tensor that
+forward or the model has, and nothing else of the model may have changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.autograd import leaves_under
+from fxpipe.errors import StateError
+from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.recorder import Recorder, storage_of
+from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.sizes import Size
+from fxpipe.tracing.snapshot import dice, same_dice, slots_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+# What runs: (tensors that its node is given beside the arguments, arguments, keyword arguments) -> its result.
+Run = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+active = _Active()  # which recorder records in this thread
+
+
+class KeptError(Exception):
+    """What runs as one node has kept something for its next run."""
+
+
+def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Calls a hook of a module as one node. One that uses tensors of the module needs the module whole."""
+
+    def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hook(module, *args)
+
+    name = getattr(hook, "__name__", type(hook).__name__)
+    hooks = [store for key, store in module.__dict__.items() if key.endswith("_hooks")]
+    before = [dict(store) for store in hooks]
+    try:
+        label = f"hook_{name}" if name.isidentifier() else "hook"
+        result, node = call_as_one_node(recorder, run, label, [], given, {}, in_module=True)
+    finally:
+        for store, items in zip(hooks, before, strict=True):  # it may have taken itself off: that is for a step to do
+            store.clear()
+            store.update(items)
+    node.meta["hook"] = True
+    return result
+
+
+def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls what `torch.func` has made of a function as one node."""
+
+    def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+        return function(*a, **k)
+
+    return call_as_one_node(recorder, run, name, [], args, kwargs, in_module=True)[0]
+
+
+def leaf(function: F) -> F:
+    """Marks a function that a graph shall call as it is, as one node, instead of what it does.
+
+        @fxpipe.leaf
+        def route(tokens, scores): ...      # reads values, calls a library: anything
+
+    It is given tensors (in tuples, lists and dicts, too) and gives such back, of the same structure every time. It runs
+    for each micro-batch, on the stage's device and with gradients.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = active.recorder
+        if recorder is None or recorder.paused:
+            return function(*args, **kwargs)
+
+        def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+            return function(*a, **k)
+
+        return call_as_one_node(recorder, run, getattr(function, "__name__", "leaf"), [], args, kwargs)[0]
+
+    return call  # type: ignore[return-value]
+
+
+def call_as_one_node(
+    recorder: Recorder,
+    run: Run,
+    name: str,
+    tensors: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_module: bool = False,
+    final: bool = True,
+) -> tuple[Any, fx.Node]:
+    """Runs something and leaves a node `name(tensors, leaves of the arguments)`, which makes the result's leaves.
+
+    Args:
+        in_module: what it uses from outside it may be given where the module that calls it is kept whole.
+        final: it is one node because the user wants it so, and what is refused ends the search.
+    """
+
+    def refuse(what: str, remedy: str) -> CannotRecord:
+        error = recorder.refuse(f"runs {name}, kept whole, which {what}", remedy, whole=in_module)
+        error.final = final and not in_module
+        return error
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    nodes: list[Any] = []
+    fixed: dict[int, Any] = {}  # arguments that are no matter of a graph
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, (torch.Tensor, Size)):
+            nodes.append(recorder.argument(leaf))
+            continue
+        if type(leaf) in (int, float):  # may hang on the batch size
+            nodes.append(leaf)
+            continue
+        if any(recorder.knows(t) for t in hidden_tensors(leaf)):
+            raise refuse(
+                f"is given a {type(leaf).__module__}.{type(leaf).__qualname__} that holds tensors",
+                "give it tensors in tuples, lists or dicts",
+            )
+        nodes.append(None)
+        fixed[place] = leaf
+    node_args = (tuple(map(recorder.node_of, tensors)), tuple(nodes))
+    first: list[Any] = []
+
+    def whole(given: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        filled = [fixed.get(place, value) for place, value in enumerate(values)]
+        a, k = pytree.tree_unflatten(filled, spec)
+        try:
+            made, made_spec = pytree.tree_flatten(run(given, a, k))
+        except KeptError as error:
+            if not first:
+                raise
+            raise StateError(
+                f"{name}, kept whole, {error}, which it did not when it was traced; keep it in a buffer "
+                "(register_buffer)"
+            ) from None
+        if not first:
+            first.extend((made_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in made]))
+        elif made_spec != first[0] or not all(map(_is_as_before, made, first[1])):
+            raise StateError(
+                f"{name} gives another kind of output than when it was traced; let it give tensors of the same "
+                "structure every time"
+            )
+        return tuple(made)
+
+    whole.__name__ = whole.__qualname__ = name
+    whole.__module__ = __name__
+    # On values cut from what was before them, so that the graph of what runs ends in what it was given.
+    with recorder.pause():
+        own = list(map(_own, tensors))
+        plain, ends = _cut(leaves)
+        storages = [t.untyped_storage()._cdata for t in own]
+        others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
+    recorder.note_dice()
+    before = dice()
+    recorder.outside.clear()
+    try:
+        made, random = recorder.run(whole, (own, plain), {})
+    except KeptError as error:
+        raise refuse(str(error), "keep what forward changes in a buffer (register_buffer)") from error
+    outside = list(recorder.outside)
+    rolled = not same_dice(before, dice())
+    recorder.skip_dice()
+    with recorder.pause():
+        strangers = _strangers(made, [*own, *ends])
+        if strangers and not any(recorder.name_of(t) for t in strangers):  # made inside, or kept somewhere?
+            drawn = len(recorder.lots)
+            again = recorder.run(whole, (list(map(_own, tensors)), _cut(list(map(_clone, leaves)))[0]), {})[0]
+            strangers = [t for t in strangers if id(t) in {id(other) for other in _strangers(again, [])}]
+            del recorder.lots[drawn:]
+            recorder.skip_dice()
+        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and mine._version]
+        written = [key for key, tensor, version in others if tensor._version != version]
+        has_run_backward = any(t.grad is not None for t in (*own, *ends))
+        moved = [t.untyped_storage()._cdata for t in own] != storages
+    if outside:
+        raise refuse(
+            f"uses {_names(recorder, outside)} from outside (a closure, a patched method)",
+            "use tensors of the module itself (self.weight), or give them as arguments",
+        )
+    if strangers:
+        raise refuse(
+            f"uses {_names(recorder, strangers)} from outside (a closure, a patched method)",
+            "use tensors of the module itself (self.weight), or give them as arguments",
+        )
+    if changed:
+        raise refuse(
+            f"writes to the parameter {recorder.name_of(changed[0])!r}",
+            "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
+        )
+    if written:
+        raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
+    if has_run_backward:
+        raise refuse("runs backward", "do so outside forward")
+    if moved:
+        raise refuse("sets the data of a tensor", "write to it (copy_)")
+    if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):
+        raise refuse(
+            "returns an object that holds tensors and is unknown to torch",
+            "return tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)",
+        )
+    node = recorder.add("call_function", whole, node_args)
+    node.meta.update(random=random or rolled, dice=rolled, opaque=True)
+    recorder.keep(made, node)
+    return pytree.tree_unflatten(made, first[0]), node
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The end of a graph with the value of a parameter or a buffer. A parameter must not be written to: a copy is."""
+    value = tensor.detach()
+    return (value.clone() if isinstance(tensor, nn.Parameter) else value).requires_grad_(tensor.requires_grad)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class _Cut(torch.autograd.Function):
+    """Makes a tensor the child of `end`, a leaf, in place: it may be written to, as what a module makes may."""
+
+    @staticmethod
+    def forward(ctx: Any, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
+
+
+def _cut(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """The same values in the same memory, without what made them; and where their graphs end."""
+    values: list[Any] = []
+    ends: list[torch.Tensor] = []
+    for value in leaves:
+        if isinstance(value, Size):
+            values.append(int.__int__(value))
+        elif not isinstance(value, torch.Tensor):
+            values.append(value)
+        elif value.grad_fn is None:
+            values.append(value.detach().requires_grad_(value.requires_grad))
+            ends.append(values[-1])
+        else:
+            ends.append(torch.empty(0, requires_grad=True))
+            with torch.enable_grad():
+                values.append(_Cut.apply(ends[-1], value.detach()))
+    return values, ends
+
+
+def _is_as_before(now: Any, before: Any) -> bool:
+    """Is this leaf of the output the one of the recording? Objects that cannot be compared are new every time.
+
+    `before` is `torch.Tensor` for any tensor.
+    """
+    if isinstance(now, torch.Tensor):
+        return before is torch.Tensor
+    if type(now) is not type(before):
+        return False
+    if getattr(type(now), "__eq__", None) is object.__eq__:
+        return True
+    same: Any = now == before
+    return bool(same.all()) if hasattr(same, "all") else bool(same) or now is before or (now != now) is True
+
+
+def _others(model: nn.Module, given: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+    """The tensors of a model that are not given, by name, and their versions."""
+    own = {storage_of(t) for t in given}
+    found = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
+    return [(name, tensor, tensor._version) for name, tensor in found if storage_of(tensor) not in own]
+
+
+def _strangers(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What requires grad and was used to make something, but was not given."""
+    known = {id(t) for t in given}
+    used = [x for t in tensors_in(tuple(made)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_under(t))]
+    return [x for x in used if id(x) not in known]
+
+
+def _names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
+    def name(tensor: torch.Tensor) -> str:
+        if recorder.knows(tensor):
+            return "a tensor that forward has made"
+        found = recorder.name_of(tensor)
+        return repr(found) if found is not None else "a tensor of its own"
+
+    return ", ".join(sorted(set(map(name, tensors))))
