@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.profiling import profile
     from fxpipe.tracing import trace
-    from fxpipe.tracing.one_node import leaf
+    from fxpipe.tracing.recording.one_node import leaf
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
-    "leaf": "fxpipe.tracing.one_node",
+    "leaf": "fxpipe.tracing.recording.one_node",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",

@@ -20,9 +20,9 @@ from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import has_values
-from fxpipe.tracing.fake import without_values
-from fxpipe.tracing.hooks import hooks_of, with_all_hooks
-from fxpipe.tracing.record import flags, input_leaves
+from fxpipe.tracing.recording.fake import without_values
+from fxpipe.tracing.recording.hooks import hooks_of, with_all_hooks
+from fxpipe.tracing.recording.record import flags, input_leaves
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer
 from fxpipe.trees import flatten

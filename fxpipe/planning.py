@@ -193,7 +193,7 @@ def _prepared(
     traced: Traced, profiled: Profile | None, starts: Sequence[int], micro: int, settings: Settings
 ) -> Prepared:
     from fxpipe.rewriting import split
-    from fxpipe.tracing.shapes import bytes_for, bytes_of
+    from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
     program = split(traced, starts, settings.devices)
     nodes = traced.nodes

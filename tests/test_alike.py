@@ -11,8 +11,8 @@ from test_shapes import shapes, traced
 from torch import fx, nn
 
 from fxpipe import trace
-from fxpipe.tracing import symbolic_run
-from fxpipe.tracing.alike import Alike
+from fxpipe.tracing.sizing import symbolic_run
+from fxpipe.tracing.sizing.alike import Alike
 from fxpipe.tracing.traced import Traced
 
 

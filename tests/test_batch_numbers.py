@@ -15,8 +15,8 @@ from torch import nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.fitting import Formula, gives, polynomial, simplest, value_of
-from fxpipe.tracing.one_node import leaf
+from fxpipe.tracing.recording.fitting import Formula, gives, polynomial, simplest, value_of
+from fxpipe.tracing.recording.one_node import leaf
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 

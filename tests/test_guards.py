@@ -19,8 +19,8 @@ import fxpipe
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing import trace
 from fxpipe.tracing.guards import refuse_unanswerable
-from fxpipe.tracing.record import record
-from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.recording.record import record
+from fxpipe.tracing.recording.refusals import CannotRecord
 
 
 class Reading(nn.Module):

@@ -13,9 +13,10 @@ from torch._subclasses import FakeTensor
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing import Traced, symbolic_run
-from fxpipe.tracing.record import input_leaves, record
-from fxpipe.tracing.shapes import add_shapes
+from fxpipe.tracing import Traced
+from fxpipe.tracing.recording.record import input_leaves, record
+from fxpipe.tracing.sizing import symbolic_run
+from fxpipe.tracing.sizing.shapes import add_shapes
 
 
 class ReadsValues(torch.autograd.Function):

@@ -18,11 +18,11 @@ from torch import fx, nn
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.check import check_against_model
-from fxpipe.tracing.exporting import export
-from fxpipe.tracing.record import input_leaves
-from fxpipe.tracing.shapes import add_shapes
-from fxpipe.tracing.symbolic_tracing import by_function, by_tracer, symbolic, symbolic_graph
+from fxpipe.tracing.checking.check import check_against_model
+from fxpipe.tracing.other_ways.exporting import export
+from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic, symbolic_graph
+from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.sizing.shapes import add_shapes
 
 Way = Callable[..., Traced]
 WAYS = {"export": export, "fx": symbolic}

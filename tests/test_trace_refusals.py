@@ -22,8 +22,8 @@ from torch import nn
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, FxpipeError, TraceError
 from fxpipe.tracing.guards import refuse_unanswerable
-from fxpipe.tracing.record import record
-from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.recording.record import record
+from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.traced import Traced
 
 

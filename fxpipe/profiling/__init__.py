@@ -22,8 +22,8 @@ from fxpipe.profiling.costs import NodeCost, Profile
 from fxpipe.profiling.estimate import A100, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.measure import measure
-from fxpipe.tracing.check import take
-from fxpipe.tracing.fake import faked, is_faked
+from fxpipe.tracing.checking.check import take
+from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
 

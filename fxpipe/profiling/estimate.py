@@ -20,8 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpipe.profiling.measure import Clock, Measured, Rounds
 from fxpipe.progress import progress
-from fxpipe.tracing.effects import Effects
-from fxpipe.tracing.fake import running
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.traced import Traced
 
 # These read no more of their first argument than they return.

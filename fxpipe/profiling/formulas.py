@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import sympy
 from torch import fx
 
-from fxpipe.tracing.effects import Effects
-from fxpipe.tracing.shapes import bytes_of
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.sizing.shapes import bytes_of
 from fxpipe.tracing.traced import Traced
 
 

@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
-from fxpipe.tracing.alike import same_function
+from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.effects import Effects
-from fxpipe.tracing.fake import usable
+from fxpipe.tracing.recording.fake import usable
+from fxpipe.tracing.sizing.alike import same_function
 from fxpipe.tracing.traced import Traced, call, lookup
 
 Value = Any  # of a node: a tensor, a number, or a nest of them

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpipe.tracing.effects import Effects
+from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.functions import opname
 
 # What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a

@@ -20,7 +20,7 @@ from itertools import pairwise
 from torch import fx
 
 from fxpipe.rewriting.aliases import Aliases
-from fxpipe.tracing.effects import Effects
+from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.traced import Traced
 
 Span = tuple[int, int, str]  # first place, last place, why no cut may stand between them

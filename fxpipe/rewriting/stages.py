@@ -26,8 +26,8 @@ from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.devices import on_device
-from fxpipe.tracing.effects import Effects
 from fxpipe.tracing.traced import Traced
 
 

@@ -21,14 +21,14 @@ from torch import nn
 
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.check import check_against_model, watched
-from fxpipe.tracing.fake import faked, is_faked
-from fxpipe.tracing.gathering import check_gathering
+from fxpipe.tracing.checking.check import check_against_model, watched
+from fxpipe.tracing.checking.gathering import check_gathering
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
-from fxpipe.tracing.record import input_leaves
-from fxpipe.tracing.shapes import add_shapes
+from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
+from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
-from fxpipe.tracing.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
 

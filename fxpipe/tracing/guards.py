@@ -21,11 +21,11 @@ import torch
 from torch import fx
 
 from fxpipe.thread_state import applied
+from fxpipe.tracing.checking.effects import NORMS, running_statistics
 from fxpipe.tracing.devices import on_device
-from fxpipe.tracing.draws import Draws
-from fxpipe.tracing.effects import NORMS, running_statistics
 from fxpipe.tracing.expectations import expected_in_stages, same_answer
-from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.recording.draws import Draws
+from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from fxpipe.tracing.containers import has_values
-from fxpipe.tracing.hooks import SET_BY_COMPUTATION, is_computation
-from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.recording.hooks import SET_BY_COMPUTATION, is_computation
+from fxpipe.tracing.recording.refusals import CannotRecord
 
 OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 _PLAIN = (bool, int, float, complex, str, type(None))

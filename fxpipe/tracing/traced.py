@@ -27,13 +27,13 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.sizes import SizeRead
+from fxpipe.tracing.recording.sizes import SizeRead
 
 if TYPE_CHECKING:
     from fxpipe.tracing.attributes import Attribute
-    from fxpipe.tracing.effects import Effects
+    from fxpipe.tracing.checking.effects import Effects
     from fxpipe.tracing.guards import Guards
-    from fxpipe.tracing.kept import Kept
+    from fxpipe.tracing.recording.kept import Kept
 
 WORKING = ("call_function", "call_method")
 

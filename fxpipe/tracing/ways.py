@@ -20,16 +20,16 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
-from fxpipe.tracing.batch_numbers import with_batch_numbers
 from fxpipe.tracing.expectations import expectations
-from fxpipe.tracing.exporting import export
-from fxpipe.tracing.general import general_paths
 from fxpipe.tracing.guards import refuse_unanswerable
-from fxpipe.tracing.record import record
-from fxpipe.tracing.refusals import CannotRecord
-from fxpipe.tracing.symbolic_tracing import by_function, by_tracer, symbolic
+from fxpipe.tracing.other_ways.exporting import export
+from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic
+from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
+from fxpipe.tracing.recording.general import general_paths
+from fxpipe.tracing.recording.record import record
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.whole import ASKED
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.whole import ASKED
 
 Tracer = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
 TRACERS = ("auto", "record", "export", "fx")

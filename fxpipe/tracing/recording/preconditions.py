@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fxpipe.tracing.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord
 
 _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 

@@ -17,8 +17,8 @@ from torch import fx
 
 from fxpipe.errors import ArgumentError, DecisionError
 from fxpipe.thread_state import applied
-from fxpipe.tracing.check import agree, is_same_graph, take
-from fxpipe.tracing.effects import Effects, running_statistics
+from fxpipe.tracing.checking.check import agree, is_same_graph, take
+from fxpipe.tracing.checking.effects import Effects, running_statistics
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fxpipe.tracing.containers import has_values
-from fxpipe.tracing.preconditions import refuse_model
+from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.snapshot import OWN_NAMES, held_in_containers, slots_of
 from fxpipe.trees import flatten, mapped
 

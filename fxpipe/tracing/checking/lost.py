@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import applied
-from fxpipe.tracing.check import agree
-from fxpipe.tracing.hooks import run_model
+from fxpipe.tracing.checking.check import agree
+from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 

@@ -14,11 +14,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import DecisionError, TraceError
-from fxpipe.tracing.draws import Drawing, Draws
-from fxpipe.tracing.effects import Effects, Run, watch
+from fxpipe.tracing.checking.effects import Effects, Run, watch
 from fxpipe.tracing.expectations import expectations
-from fxpipe.tracing.hooks import run_model
-from fxpipe.tracing.record import copy_of_input
+from fxpipe.tracing.recording.draws import Drawing, Draws
+from fxpipe.tracing.recording.hooks import run_model
+from fxpipe.tracing.recording.record import copy_of_input
 from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import DiffersError, leaves_like

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from fxpipe.autograd import leaves_under
 from fxpipe.errors import StateError
 from fxpipe.tracing.containers import hidden_tensors, tensors_in
-from fxpipe.tracing.recorder import Recorder, storage_of
-from fxpipe.tracing.refusals import CannotRecord
-from fxpipe.tracing.sizes import Size
+from fxpipe.tracing.recording.recorder import Recorder, storage_of
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import dice, same_dice, slots_of
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,11 +21,11 @@ from torch import nn
 from torch._functorch import apis
 from torch.utils.checkpoint import CheckpointFunction
 
-from fxpipe.tracing.hooks import is_computation, run_model, with_hooks
-from fxpipe.tracing.one_node import active, call_hook, call_transform
-from fxpipe.tracing.recorder import Recorder, Running
+from fxpipe.tracing.recording.hooks import is_computation, run_model, with_hooks
+from fxpipe.tracing.recording.one_node import active, call_hook, call_transform
+from fxpipe.tracing.recording.recorder import Recorder, Running
+from fxpipe.tracing.recording.whole import call_whole
 from fxpipe.tracing.snapshot import OWN_NAMES
-from fxpipe.tracing.whole import call_whole
 
 _apis: Any = apis
 PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out

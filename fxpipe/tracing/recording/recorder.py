@@ -27,12 +27,12 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.draws import Draws, is_draw
-from fxpipe.tracing.fake import NeedsValues, drawn, is_faked
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.kept import Kept
-from fxpipe.tracing.refusals import CannotRecord, refused, written_parameter
-from fxpipe.tracing.sizes import Shape, Size, SizeRead
+from fxpipe.tracing.recording.draws import Draws, is_draw
+from fxpipe.tracing.recording.fake import NeedsValues, drawn, is_faked
+from fxpipe.tracing.recording.kept import Kept
+from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_parameter
+from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
 from fxpipe.tracing.source import user_line
 
@@ -90,7 +90,7 @@ class Running(NamedTuple):
 
 
 class Recorder(TorchFunctionMode):
-    """Records what runs while it is active. `fxpipe.tracing.record` is the way to use it."""
+    """Records what runs while it is active. `fxpipe.tracing.recording.record` is the way to use it."""
 
     def __init__(
         self,

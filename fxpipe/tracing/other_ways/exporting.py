@@ -20,13 +20,13 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.tracing.following import PATCHING
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.graph_modules import Values, named_in, refuse_hooks, run_graph, run_plainly, traced_from
-from fxpipe.tracing.preconditions import refuse_model
-from fxpipe.tracing.record import input_leaves
-from fxpipe.tracing.recorder import Recorder
-from fxpipe.tracing.shapes import asked_dims
+from fxpipe.tracing.other_ways.graph_modules import Values, named_in, refuse_hooks, run_graph, run_plainly, traced_from
+from fxpipe.tracing.recording.following import PATCHING
+from fxpipe.tracing.recording.preconditions import refuse_model
+from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.recording.recorder import Recorder
+from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.snapshot import Slot, undone
 from fxpipe.tracing.source import line_of_error
 from fxpipe.tracing.traced import Traced

@@ -30,11 +30,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.check import take
+from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.expectations import same_answer
-from fxpipe.tracing.fitting import Formula, Number, gives, polynomial, simplest
-from fxpipe.tracing.refusals import CannotRecord
-from fxpipe.tracing.shapes import RELATIONS, asked_dims
+from fxpipe.tracing.recording.fitting import Formula, Number, gives, polynomial, simplest
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.sizing.shapes import RELATIONS, asked_dims
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced
 from fxpipe.trees import flatten

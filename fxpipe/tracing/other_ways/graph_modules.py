@@ -24,11 +24,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState, applied
+from fxpipe.tracing.checking.lost import check_nothing_lost
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.hooks import hooks_of
-from fxpipe.tracing.lost import check_nothing_lost
-from fxpipe.tracing.record import copy_of_input, input_leaves, record
-from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.recording.hooks import hooks_of
+from fxpipe.tracing.recording.record import copy_of_input, input_leaves, record
+from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
 from fxpipe.tracing.traced import Traced

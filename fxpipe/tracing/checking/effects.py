@@ -22,8 +22,8 @@ from torch import fx
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.draws import Draws
-from fxpipe.tracing.fake import running
+from fxpipe.tracing.recording.draws import Draws
+from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 

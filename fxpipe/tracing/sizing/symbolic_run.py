@@ -24,8 +24,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fxpipe.errors import TraceError
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
-from fxpipe.tracing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
-from fxpipe.tracing.observing import Observation, observe
+from fxpipe.tracing.sizing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
+from fxpipe.tracing.sizing.observing import Observation, observe
 from fxpipe.tracing.snapshot import forked_random
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 

@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from fxpipe.tracing.recorder import Recorder
+    from fxpipe.tracing.recording.recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.refusals import CannotRecord
-from fxpipe.tracing.sizes import SizeRead
-from fxpipe.tracing.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.sizes import SizeRead
+from fxpipe.tracing.sizing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
 from fxpipe.trees import DiffersError, broadcast
 

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of
-from fxpipe.tracing.fake import running
-from fxpipe.tracing.following import followed
-from fxpipe.tracing.preconditions import refuse_model
-from fxpipe.tracing.recorder import Recorder
-from fxpipe.tracing.refusals import CannotRecord
-from fxpipe.tracing.sizes import Size
+from fxpipe.tracing.recording.fake import running
+from fxpipe.tracing.recording.following import followed
+from fxpipe.tracing.recording.preconditions import refuse_model
+from fxpipe.tracing.recording.recorder import Recorder
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
 from fxpipe.trees import flatten_output, flatten_with_paths, holds, refuse_hidden, untouched

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.tracing.one_node import KeptError, Run, call_as_one_node
-from fxpipe.tracing.recorder import PLAIN, Recorder, Running
+from fxpipe.tracing.recording.one_node import KeptError, Run, call_as_one_node
+from fxpipe.tracing.recording.recorder import PLAIN, Recorder, Running
 from fxpipe.tracing.snapshot import OWN_NAMES, Slot, held_in_containers, slots_of
 
 ASKED = "asked for by leaf_modules"  # the reason for which the user keeps a module whole

@@ -20,11 +20,19 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.following import PATCHING
-from fxpipe.tracing.graph_modules import Values, named_in, origin_of, refuse_hooks, run_graph, run_plainly, traced_from
-from fxpipe.tracing.preconditions import refuse_model
-from fxpipe.tracing.record import flags
-from fxpipe.tracing.recorder import Recorder
+from fxpipe.tracing.other_ways.graph_modules import (
+    Values,
+    named_in,
+    origin_of,
+    refuse_hooks,
+    run_graph,
+    run_plainly,
+    traced_from,
+)
+from fxpipe.tracing.recording.following import PATCHING
+from fxpipe.tracing.recording.preconditions import refuse_model
+from fxpipe.tracing.recording.record import flags
+from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import slots_of, undone
 from fxpipe.tracing.source import line_of_error, user_line
 from fxpipe.tracing.traced import Leaf, Traced

@@ -1,0 +1,1 @@
+"""Is a graph the model? What do its nodes share and change?"""

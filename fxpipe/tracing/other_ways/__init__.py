@@ -1,0 +1,1 @@
+"""Graphs that others make of a model: `torch.export`, `torch.fx`, the user."""

@@ -1,0 +1,1 @@
+"""Recording: a model runs once and becomes a graph."""

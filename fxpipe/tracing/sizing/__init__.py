@@ -1,0 +1,1 @@
+"""Sizes of all values, as formulas in the batch size."""
