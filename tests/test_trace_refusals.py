@@ -217,7 +217,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "autograd.grad": (
         lambda m, x: torch.autograd.grad(m.lin(x).sum(), m.lin.weight)[0], "runs autograd", "outside forward",
     ),
-    "vmap": (lambda m, x: torch.vmap(m.lin)(x), "transform of torch.func", "write the batched function out"),
+    "vmap": (lambda m, x: torch.vmap(m.lin)(x), "runs vmap, kept whole, which uses 'inner.lin.bias'", "as arguments"),
     "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
     "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "not by numpy"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
@@ -473,15 +473,15 @@ def test_hooks_that_forward_puts_on_are_taken_off_again():
 
 
 class Hopeless(nn.Module):
-    """Reads, in the model itself, what only the stages know: there is nothing to keep whole."""
+    """Reads a random number, and computes with it: a stage would draw another one."""
 
     def __init__(self):
         super().__init__()
         self.lin = nn.Linear(6, 6)
 
     def forward(self, x):
-        h = self.lin(x)
-        return h if h.abs().max() < 1e9 else x
+        keep = torch.rand(())
+        return self.lin(x) / keep if keep > 0.5 else self.lin(x) * keep
 
 
 def test_the_error_of_all_ways_says_for_each_why_and_what_can_be_done():
@@ -489,7 +489,7 @@ def test_the_error_of_all_ways_says_for_each_why_and_what_can_be_done():
         trace(Hopeless(), (x(),))
     title, recording, export, remedies = str(caught.value).split("\n")
     assert title == "Hopeless cannot be traced:"
-    assert recording.startswith("- recording: the model reads the value of a tensor (bool) that hangs on the inputs")
+    assert recording.startswith("- recording: the model reads the value of a tensor (bool) that hangs on random")
     assert _names_line_of(Hopeless.forward, recording)
     assert export.startswith("- torch.export: ")
     assert _names_line_of(Hopeless.forward, export), export
@@ -509,7 +509,7 @@ def test_the_error_of_all_ways_names_the_module(monkeypatch):
     with pytest.raises(TraceError) as caught:
         trace(Outer(Inner(forward)), (x(),))
     _, recording, export, _ = str(caught.value).split("\n")
-    assert "the model in module 'inner.lin' uses a transform of torch.func" in recording
+    assert "the model in module 'inner' runs vmap, kept whole, which uses 'inner.lin.bias'" in recording
     assert "further on: the model in module 'inner' runs Inner, kept whole, which uses a tensor of its own" in recording
     assert _names_line_of(forward, recording)
     assert export == "- torch.export: export cannot"
