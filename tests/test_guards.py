@@ -522,3 +522,14 @@ def test_other_threads_run_modules_and_draw_while_a_model_is_recorded():
         thread.join()
     assert not wrong
     assert not torch.compiler.is_compiling()
+
+
+def test_what_is_printed_shows_module_path_source_line_and_guards():
+    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
+    found = trace(model, (positive(),))
+    lines = str(found.graph).splitlines()
+    assert any(
+        re.search(r"^first +F\.linear\(.*\) +float32\[b, 6\] +first +test_guards\.py:\d+$", line) for line in lines
+    )
+    assert not any("holds where" in line for line in lines)
+    assert re.search(r"\n- holds where bool of all_1 was True at test_guards\.py:\d+\n", str(found))

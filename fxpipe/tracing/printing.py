@@ -131,7 +131,7 @@ def expression(node: fx.Node) -> str:
     return f"{prefix}{name}({', '.join([*args, *keywords])})"
 
 
-def graph_table(traced: Traced) -> str:
+def node_table(graph: fx.Graph) -> str:
     """Every node with its shape in the batch size `b`, module path and source line."""
     rows = [
         (
@@ -141,10 +141,16 @@ def graph_table(traced: Traced) -> str:
             n.meta.get("module", ""),
             source_of(n),
         )
-        for n in traced.graph.nodes
+        for n in graph.nodes
         if n.op in (*WORKING, "placeholder", "call_module")
     ]
-    head = f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"
-    return (
-        head + "\n" + tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
-    )
+    return tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
+
+
+def graph_table(traced: Traced) -> str:
+    """The nodes, and above them how they came to be and what they hold for."""
+    guards = traced.guards.questions if traced.guards else ()
+    head = [f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"]
+    head += [f"- {why}" for why in traced.why]
+    head += [f"- holds where {guard}" for guard in guards]
+    return "\n".join([*head, node_table(traced.graph)])

@@ -62,6 +62,15 @@ class BatchRead:
         return bool(self.condition.subs({s: batch for s in self.condition.free_symbols}))
 
 
+class Graph(fx.Graph):
+    """A graph that prints as a table: what each node computes, its shape, module path and source line."""
+
+    def __str__(self) -> str:
+        from fxpipe.tracing.printing import node_table
+
+        return node_table(self)
+
+
 @dataclass(slots=True)
 class Traced:
     """A model's graph. Made by `fxpipe.trace`; `print` shows it with shapes, module paths and source lines."""

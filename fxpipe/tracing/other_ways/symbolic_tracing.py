@@ -35,7 +35,7 @@ from fxpipe.tracing.recording.record import flags
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import slots_of, undone
 from fxpipe.tracing.source import line_of_error, user_line
-from fxpipe.tracing.traced import Leaf, Traced
+from fxpipe.tracing.traced import Graph, Leaf, Traced
 
 
 class _DeepTracer(fx.Tracer):
@@ -126,7 +126,7 @@ def symbolic_graph(model: nn.Module) -> Traced:
         TraceError: forward does what a proxy cannot do; the message names the user's line.
     """
     found, _ = _symbolic(model, _DeepTracer())
-    graph = fx.Graph()
+    graph = Graph()
     copies: dict[fx.Node, fx.Node] = {}
     leaves: list[Leaf] = []
     paths = {path for path, _ in model.named_modules()}

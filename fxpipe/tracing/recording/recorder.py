@@ -35,6 +35,7 @@ from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_par
 from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
 from fxpipe.tracing.source import user_line
+from fxpipe.tracing.traced import Graph
 
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
 _FREE = frozenset(
@@ -108,7 +109,7 @@ class Recorder(TorchFunctionMode):
         """
         super().__init__()
         self.model = model
-        self.graph = fx.Graph()
+        self.graph = Graph()
         self.recording = True
         self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
