@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentTypeError, TraceError
 from fxpipe.thread_state import applied
@@ -739,3 +740,29 @@ def test_a_graph_prints_readably():
         "zeros torch.zeros(2, device='cpu') float32[2] t",
         "add_1 head + zeros float32[b, 2] t",
     ]
+
+
+class HandingOn(nn.Module):
+    """Puts a tensor into a list for a later module to take, as deep supervision does."""
+
+    def __init__(self, takes_before: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.heads, self.takes_before = [torch.rand(1)] * 2, takes_before
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.takes_before:
+            y = y + self.heads[1].mean()
+        self.heads[1] = y
+        return self.second(y).relu() + self.heads[1]
+
+
+def test_a_list_that_forward_fills_and_then_reads():
+    model, x = HandingOn(False), torch.randn(4, 6)
+    kept = model.heads[1]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        assert model.heads[1] is kept
+        torch.testing.assert_close(pipe(x), model(x))
+    with pytest.raises(TraceError, match=r"takes tensors out of 'heads' and puts others in"):
+        fxpipe.trace(HandingOn(True), (x,))

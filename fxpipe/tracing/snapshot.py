@@ -146,6 +146,15 @@ def _same_items(left: Any, right: Any) -> bool:
     return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
 
 
+def _differ_in_tensors(left: Any, right: Any) -> bool:
+    """Do two lists or dicts differ in nothing but which tensors they hold?"""
+    if isinstance(left, dict):
+        return list(left) == list(right) and _differ_in_tensors([*left.values()], [*right.values()])
+    if not isinstance(left, list) or len(left) != len(right):
+        return False
+    return all(a is b or isinstance(a, torch.Tensor) for a, b in zip(left, right, strict=True))
+
+
 def _holds_only_computation(name: str, container: Any) -> bool:
     """Hooks that the model puts on when it first needs them, and that it will put on again."""
     return name.endswith("_forward_hooks") and all(map(is_computation, container.values()))
@@ -174,6 +183,7 @@ class Snapshot:
     slots: dict[Slot, torch.Tensor]
     written_parameters: list[str] = field(default_factory=list)
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
+    filled: list[str] = field(default_factory=list)  # lists and dicts some of whose items are other tensors now
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
     _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
         default_factory=list
@@ -210,7 +220,9 @@ class Snapshot:
             store.update(before)
         for name, container, before in self._containers:
             if not _same_items(container, before):
-                if not _holds_only_computation(name, container):
+                if _differ_in_tensors(container, before):
+                    self.filled.append(name)
+                elif not _holds_only_computation(name, container):
                     self.written_attributes.append(name)
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)

@@ -131,7 +131,8 @@ _add("phi", "PhiConfig", "PhiForCausalLM", _text, _CAUSAL)
 _add("mixtral", "MixtralConfig", "MixtralForCausalLM", _text, _MIXTRAL)
 _add("mixtral_bmm", "MixtralConfig", "MixtralForCausalLM", _text, _MIXTRAL, made_with={"experts_implementation": "batched_mm"})  # fmt: skip  # noqa: E501
 _add("mamba", "MambaConfig", "MambaModel", _text, _MAMBA)
-_add("rwkv", "RwkvConfig", "RwkvModel", _text, _MAMBA | {"attention_hidden_size": 16})
+# With rescale_every it divides its weights in place when it is first called in evaluation, which is refused.
+_add("rwkv", "RwkvConfig", "RwkvModel", _text, _MAMBA | {"attention_hidden_size": 16, "rescale_every": 0})
 
 # -- encoder and decoder ---------------------------------------------------------------------------------------------
 

@@ -144,6 +144,7 @@ def _record(
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
         snapshot.refuse_changes()
+        _refuse_handing_on(snapshot, recorder)
         if recorder.rollers:
             raise CannotRecord(
                 "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
@@ -179,6 +180,17 @@ def _record(
     )
     _erase_unused_sizes(traced)
     return traced, recorder.foreign
+
+
+def _refuse_handing_on(snapshot: Snapshot, recorder: Recorder) -> None:
+    """What forward puts into a list, for later modules to take, is of this forward. The next must not find it."""
+    for name in snapshot.filled:
+        if any(constant.startswith(f"{name}.") for constant in recorder.constants):
+            raise CannotRecord(
+                f"forward takes tensors out of {name!r} and puts others in: a graph cannot carry them from step to "
+                "step; keep them in buffers (register_buffer)",
+                final=True,
+            )
 
 
 def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.TreeSpec]:

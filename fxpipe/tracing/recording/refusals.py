@@ -94,7 +94,8 @@ def written_parameter(
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in parameters:
             return (
                 f"writes to the parameter {parameters[tensor.untyped_storage()._cdata]!r}",
-                "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
+                "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward (by "
+                "calling the model once in this mode, where only the first call does)",
                 False,
             )
     return None
