@@ -19,16 +19,25 @@ class Seeded(TorchFunctionMode):
 
     def __init__(self, seed: int):
         super().__init__()
-        self.seed, self.ordinal = seed, 0
+        self.seed, self.ordinal, self.is_inside = seed, 0, False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if self.is_inside:
+            return func(*args, **(kwargs or {}))
+        with self.one():
+            return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A block that is one random node: a function, or a module that is kept whole."""
         generator = torch.default_generator
         before = generator.get_state()
         generator.manual_seed(mixed(self.seed, self.ordinal))
-        seeded = generator.get_state()
+        seeded, self.is_inside = generator.get_state(), True
         try:
-            return func(*args, **(kwargs or {}))
+            yield
         finally:
+            self.is_inside = False
             self.ordinal += not torch.equal(seeded, generator.get_state())
             generator.set_state(before)
 

@@ -9,6 +9,7 @@ beside the others of its kind (a gradient that is zero but for rounding), by 1e-
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,8 +61,11 @@ class Comparison:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
-    """The reference for a pipeline: the plain model over micro-batches, or on the mini-batch where that is right."""
+def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_whole: Sequence[str] = ()) -> Step:
+    """The reference for a pipeline: the plain model over micro-batches, or on the mini-batch where that is right.
+
+    `kept_whole`: paths of modules each call of which is one random node.
+    """
     count = 1 if entry.is_whole else CHUNKS
     whole = _whole_output(entry, training, gradients)
     model, inputs = entry.build()
@@ -71,12 +75,32 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True) -> Step:
     parts = []
     with torch.set_grad_enabled(gradients):
         for i, (args, kwargs) in enumerate(micro_batches(entry, inputs, count)):
-            with Seeded(mixed(seed, i)):
+            with Seeded(mixed(seed, i)) as mode, _as_one_node(model, kept_whole, mode):
                 parts.append(flat(model(*args, **kwargs)))
         outputs = _together(whole, parts)
         if gradients:
             back(outputs)
     return step_of(model, outputs)
+
+
+@contextlib.contextmanager
+def _as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
+    modules = [model.get_submodule(path) for path in paths]
+
+    def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with mode.one():
+                return forward(*args, **kwargs)
+
+        return call
+
+    for module in modules:
+        module.forward = wrapped(module.forward)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
 
 
 def direct_step(model: nn.Module, run: Callable[..., Any], inputs: Call) -> Step:

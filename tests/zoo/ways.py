@@ -54,6 +54,9 @@ def _fxpipe(entry: Entry, training: bool, stages: int) -> dict[str, Any]:
             model, ["cpu"] * stages, CHUNKS, example_args=args, example_kwargs=kwargs, **entry.options
         )
         found = _about(pipe) | {"plan_seconds": time.perf_counter() - start}
+        first = pipe._fxpipe.first
+        if first is not None and first.traced.whole:
+            want = plain_step(entry, training=training, kept_whole=tuple(first.traced.whole))
         comparison = compare(direct_step(pipe, pipe, entry.build()[1]), want)
         verdict, message = comparison.verdict, comparison.message
         if quiet is not None and verdict == "right":

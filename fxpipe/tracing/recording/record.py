@@ -109,13 +109,22 @@ def record(
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
-    traced, foreign = _record(model, args, kwargs, run, held, whole, seed)
+    hashable = False
+    try:
+        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable)
+    except _HashedError:
+        hashable = True
+        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable)
     if foreign:
-        again = _record(model, args, kwargs, run, held, whole, seed)[1]
+        again = _record(model, args, kwargs, run, held, whole, seed, hashable)[1]
         for (tensor, error), (other, _) in zip(foreign, again, strict=True):
             if tensor is not other:
                 raise error
     return traced
+
+
+class _HashedError(Exception):
+    """The model takes a size as a key, and cannot do without."""
 
 
 def _record(
@@ -126,11 +135,12 @@ def _record(
     held: Mapping[str, torch.Tensor] | None,
     whole: Mapping[str, str] | None,
     seed: int,
+    hashable: bool,
 ) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    recorder = Recorder(model, held, whole, seed)
+    recorder = Recorder(model, held, whole, seed, hashable)
     copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
@@ -158,6 +168,8 @@ def _record(
     except Exception as error:
         if recorder.refusal is not None:
             raise recorder.refusal from error
+        if recorder.was_hashed:
+            raise _HashedError from error
         where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
         error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
         raise

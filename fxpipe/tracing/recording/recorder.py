@@ -99,6 +99,7 @@ class Recorder(TorchFunctionMode):
         held: Mapping[str, torch.Tensor] | None = None,
         whole: Mapping[str, str] | None = None,
         seed: int = 0,
+        hashable: bool = False,
     ):
         """
         Args:
@@ -106,11 +107,13 @@ class Recorder(TorchFunctionMode):
             held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
             whole: paths of modules to keep whole, and why.
             seed: of the numbers that forward draws and reads.
+            hashable: sizes can be keys.
         """
         super().__init__()
         self.model = model
         self.graph = Graph()
         self.recording = True
+        self.hashable, self.was_hashed = hashable, False
         self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
         self.attributes_read: dict[tuple[int, str], Kept] = {}  # forward went by them: others, another graph

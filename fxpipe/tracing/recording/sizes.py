@@ -45,7 +45,12 @@ class Size(int):
         size.node, size.recorder = node, recorder
         return size
 
-    def __hash__(self) -> int:  # some library keeps a cache by sizes; what it hands out wrongly, the check finds
+    def __hash__(self) -> int:
+        # As for torch.SymInt: a cache keyed by sizes goes by their values, and many libraries then do without. What a
+        # cache hands out wrongly where one cannot, the check finds.
+        if self.recorder.recording and not self.recorder.hashable:
+            self.recorder.was_hashed = True
+            raise TypeError("unhashable type: a recorded size")
         return int.__hash__(self)
 
     def __neg__(self) -> int:
