@@ -167,6 +167,7 @@ def _worker_threads(devices: Sequence[torch.device]) -> int:
 
 def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
     """For each node and stage: bytes of parameters that would be elsewhere; least of all, a node with a known name."""
+    from fxpipe.tracing.containers import bytes_in
     from fxpipe.tracing.traced import lookup
 
     homes: dict[str, int] = {}
@@ -181,7 +182,7 @@ def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
         for source in node.all_input_nodes:
             home = homes.get(str(source.target)) if source.op == "get_attr" else None
             if home is not None:
-                size = 1.0 + lookup(traced, source).nbytes
+                size = 1.0 + bytes_in(lookup(traced, source))
                 row = [cost + (size if j != home else 0.0) for j, cost in enumerate(row)]
         if node.name in known:
             row = [cost + (0.5 * abs(j - known[node.name])) for j, cost in enumerate(row)]
@@ -235,7 +236,8 @@ def _prepared(
 
 
 def _attribute_bytes(traced: Traced, names: Iterable[str]) -> int:
+    from fxpipe.tracing.containers import bytes_in
     from fxpipe.tracing.traced import lookup
 
     wanted = set(names)
-    return sum(lookup(traced, n).nbytes for n in traced.graph.nodes if n.op == "get_attr" and n.target in wanted)
+    return sum(bytes_in(lookup(traced, n)) for n in traced.graph.nodes if n.op == "get_attr" and n.target in wanted)

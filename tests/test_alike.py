@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -102,3 +103,15 @@ def test_sizes_that_hang_on_values_differ_from_call_to_call():
 
     result = traced(forward, out_dims=("stack", "stack", 0))
     assert shapes(result) == ["int64[u0, 2]", "int64[u1, 2]", "float32[b, 6]"]
+
+
+def test_calls_are_not_kept_for_the_process():
+    """Torch's own cache of fake calls would keep each of them, and its symbols, for ever."""
+
+    def objects() -> int:
+        trace(Blocks(4), (torch.randn(4, 6),))
+        gc.collect()
+        return len(gc.get_objects())
+
+    objects()  # makes what there is once in a process
+    assert objects() - objects() > -200

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, TraceError
 
 SIZES = (4, 1, 2, 3, 5, 32)
 
@@ -178,6 +178,49 @@ def test_single_row_beside_a_single_sample_is_another_graph_for_more_samples():
         for samples in SIZES:
             x = torch.randn(samples, 4, 4)
             torch.testing.assert_close(pipe(x, mask, positions), model(x, mask, positions))
+
+
+class Squeezes(nn.Module):
+    def __init__(self, squeeze, out=4):
+        super().__init__()
+        self.a, self.b, self.squeeze = nn.Linear(4, 4), nn.Linear(4, out), squeeze
+
+    def forward(self, x):
+        return self.squeeze(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("tracer", ["record", "export", "fx"])
+@pytest.mark.parametrize("example", [4, 1, 2])
+@pytest.mark.parametrize(
+    ("shape", "out", "squeeze"),
+    [
+        ((1, 4), 4, lambda y: y.squeeze()),
+        ((4,), 1, lambda y: y.squeeze()),
+        ((4,), 4, lambda y: y.squeeze(0)),
+        ((1, 4), 4, lambda y: torch.squeeze(y, dim=(0, 1)).sigmoid()),
+    ],
+    ids=["all", "head", "first", "both"],
+)
+def test_squeeze_leaves_micro_batches_of_one_sample_their_batch(shape, out, squeeze, example, tracer):
+    model = Squeezes(squeeze, out)
+    plain = copy.deepcopy(model)
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(torch.randn(example, *shape),), tracer=tracer)
+    ) as pipe:
+        for samples in SIZES:
+            x = torch.randn(samples, *shape)
+            ours, want = pipe(x), plain(x)
+            torch.testing.assert_close(ours, want)
+            ours.square().sum().backward()
+            want.square().sum().backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_squeeze_in_place_that_would_take_the_batch_is_refused():
+    model = Squeezes(lambda y: y.squeeze_().sigmoid())
+    with pytest.raises(TraceError, match=r"has 1 dimensions with 1 samples .*name the dimensions"):
+        fxpipe.trace(model, (torch.randn(4, 1, 4),), chunks=4)
 
 
 def test_model_that_takes_its_batch_from_elsewhere_says_so():

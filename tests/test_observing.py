@@ -102,6 +102,25 @@ def test_sizes_with_factor_and_offset_of_each_output():
     assert [str(shape) for shape in node.meta["shapes"]] == ["float32[3*b + 2, 4]", "float64[6, b]", "float32[]"]
 
 
+class Transposed(torch.autograd.Function):
+    """Strides that do not grow evenly with the samples, and Python that reads values."""
+
+    @staticmethod
+    def forward(ctx, x):
+        assert bool((x * x).sum() >= 0)
+        rows = x.new_empty(2, len(x), 6, 2 * len(x)).permute(1, 0, 2, 3)[..., 0]
+        return rows.copy_(x[:, None])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sum(1)
+
+
+def test_strides_that_are_no_formula():
+    result = traced(lambda lin, x: Transposed.apply(lin(x)).sum(1))
+    assert shapes(result) == ["float32[b, 6]"]
+
+
 @pytest.mark.parametrize("samples", [4, 3])
 def test_mask_of_two_lengths_has_no_batch_where_only_real_runs_tell(samples):
     """Also where the length happens to equal the number of samples."""

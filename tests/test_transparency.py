@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import BY_NAME, CASES
 from oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -394,3 +395,26 @@ def test_a_program_prints_the_code_of_its_stages():
     with pipe:
         program = pipe._fxpipe.first.program
         assert str(program) == "\n\n".join(stage.code for stage in pipe.plan.stages)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_buffers(layout):
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("graph", getattr(torch.eye(4).roll(1, 0), layout)())
+
+        def forward(self, x):
+            return self.b((self.graph @ self.a(x).t()).t())
+
+    model, x = Mixes(), torch.randn(6, 4)
+    want = model(x)
+    wanted = torch.autograd.grad(want.square().sum(), list(model.parameters()))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,)) as pipe:
+        output = pipe(x)
+        output.square().sum().backward()
+    torch.testing.assert_close(output, want)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

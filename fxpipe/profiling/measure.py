@@ -59,7 +59,7 @@ class _Like:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    stride: tuple[int | str, ...]  # or the layout of a sparse one
     device: torch.device
     requires_grad: bool
 
@@ -258,7 +258,8 @@ def _kind_of(node: fx.Node, values: dict[fx.Node, Value]) -> Hashable:
 
 
 def _like(tensor: torch.Tensor) -> _Like:
-    return _Like(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad)
+    stride = tensor.stride() if tensor.layout == torch.strided else (str(tensor.layout),)
+    return _Like(tensor.dtype, tuple(tensor.shape), stride, tensor.device, tensor.requires_grad)
 
 
 def _mapped(function: Callable[[torch.Tensor], Any], value: Value) -> Value:
@@ -270,4 +271,4 @@ def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)

@@ -60,7 +60,7 @@ def gather(parts: Sequence[Any], how: int | str | None, weights: Sequence[float]
     if how == "stack":
         return torch.stack(list(parts))
     assert isinstance(how, int)
-    return torch.cat(list(parts), how)
+    return torch.cat(list(parts), how) if len(parts) > 1 else parts[0]  # one sample may come without its dimension
 
 
 def scatter_gradient(
@@ -76,4 +76,6 @@ def scatter_gradient(
     if how == "stack":
         return list(gradient.unbind())
     assert isinstance(how, int)
+    if len(shapes) == 1:
+        return [gradient]
     return list(gradient.split([shape[how] for shape in shapes], how))

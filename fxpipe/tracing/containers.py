@@ -30,6 +30,19 @@ def has_values(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 
+def bytes_in(tensor: torch.Tensor) -> int:
+    """What a tensor takes; a sparse one is its values and their indices."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.values().nbytes + tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
 def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
     """Tensors in the attributes of an object of any kind."""
     yield from tensors_in(value)

@@ -92,6 +92,7 @@ class Traced:
         int | str | None, ...
     ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
     batch_reads: tuple[BatchRead, ...] = ()
+    mini_batch_reads: tuple[BatchRead, ...] = ()  # of those, what need not hold for micro-batches
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     seed: int = 0  # of the numbers that forward drew and read
@@ -169,7 +170,7 @@ class Traced:
                 return False
             if dim is not None:
                 sizes.add(value.shape[dim])
-        if len(sizes) != 1 or not all(read.holds(*sizes) for read in self.batch_reads):
+        if len(sizes) != 1 or not all(read.holds(*sizes) for read in (*self.batch_reads, *self.mini_batch_reads)):
             return False
         if self.recorded_batches and not sizes <= {*self.recorded_batches}:
             return False

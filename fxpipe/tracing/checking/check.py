@@ -55,7 +55,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     parts = min(chunks, batch)
     smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
     samples: list[tuple[int, list[Any]]] = []
-    runs: list[Run] = []
+    runs: list[Run | None] = []
     seed = torch.default_generator.initial_seed() % 2**31
     for size in (batch, *sorted(smaller, reverse=True), batch + 1, 2 * batch):
         if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
@@ -69,7 +69,8 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         if sample is None:
             continue
         try:
-            runs.append(_run_model(traced, sample, seed))
+            is_model = all(read.holds(size) for read in traced.mini_batch_reads)
+            runs.append(_run_model(traced, sample, seed) if is_model else None)
         except DiffersError as error:
             raise TraceError(
                 f"the model's output has another structure{_with(size, batch)} than when it was recorded: {error}; "
@@ -82,7 +83,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         samples.append((size, sample))
     effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
     for (size, _), want, have in zip(samples, runs, ours, strict=True):
-        _compare(traced, want, have, size, batch)
+        if size < batch or not traced.mini_batch_reads:
+            _refuse_other_dimensions(traced, have, size, batch)
+        if want is not None:
+            _compare(traced, want, have, size, batch)
     return effects
 
 
@@ -162,6 +166,17 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
     for name, value in have.buffers.items():
         if name in want.buffers and not agree(want.buffers[name], value):
             raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
+
+
+def _refuse_other_dimensions(traced: Traced, have: Run, size: int, batch: int) -> None:
+    """A micro-batch of one sample may lose the dimension of the batch, and the model as well."""
+    for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
+        if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(node.meta["shapes"][0].shape):
+            raise TraceError(
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has {value.dim()} dimensions"
+                f"{_with(size, batch)}, so the outputs of micro-batches cannot be put together; name the dimensions "
+                "that forward takes out (x.squeeze(1))"
+            )
 
 
 def agree(want: Any, have: Any, tolerance: float | None = None) -> bool:

@@ -52,6 +52,8 @@ class SeenTensor:
     def fake(self, n: Any) -> torch.Tensor:
         """A tensor like this for n samples. To be called under a fake mode, where n is a symbol."""
         shape, stride = ([size.of(n) for size in sizes] for sizes in (self.shape, self.stride))
+        if len(stride) < len(shape):  # not known, or it has none
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
         return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
 
 

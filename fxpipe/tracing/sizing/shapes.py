@@ -25,6 +25,7 @@ from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import SizeRead
+from fxpipe.tracing.sizing.squeezing import tell_squeezes
 from fxpipe.tracing.sizing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
 from fxpipe.trees import DiffersError, broadcast
@@ -107,6 +108,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
     if traced.recorded_sizes:
         traced.batch_reads += (_recorded_sizes(traced),)
+    traced.mini_batch_reads = tell_squeezes(traced, traced.batch_of(values))
     traced.out_dims = _out_dims(traced, made, batch, env, out_dims)
     _fold_fixed_sizes(traced)
 

@@ -157,6 +157,7 @@ class _Attempt:
         self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
         self.env = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # torch never empties it of symbols, and `alike` does the same
         self.made: dict[fx.Node, Any] = {}
         self.inputs: dict[int, Any] = {}  # place -> the symbolic size of its batch dimension
         self.symbols: dict[int, sympy.Symbol] = {}
