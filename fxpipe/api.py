@@ -13,7 +13,7 @@ from torch import nn
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
-from fxpipe.runtime import Assembly, Driver, Engine, StepRecord, Workers, wire
+from fxpipe.runtime import Assembly, Driver, Engine, StepRecord, Workers, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
@@ -216,6 +216,7 @@ class Pipeline(nn.Module):
             raise ArgumentError(
                 "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
             )
+        prepared.traced.check_parts(batch, microbatches.sizes(batch, min(inside.settings.chunks, batch)))
         return assembly, leaves, batch
 
     # -- what it tells -----------------------------------------------------------------------------------------------

@@ -237,3 +237,22 @@ def test_model_that_takes_its_batch_from_elsewhere_says_so():
 
     with pytest.raises(ArgumentError, match=r"cannot vary: x \(size 4, fixed by add at .*test_batch.py"):
         fxpipe.trace(Kept(), (torch.randn(4, 4),))
+
+
+def test_outputs_whose_rows_do_not_add_up_are_refused():
+    class EveryOther(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.second(y[0::2])
+
+    model = EveryOther()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 6),))) as pipe:
+        x = torch.randn(8, 6)
+        torch.testing.assert_close(pipe(x), model(x))
+        for batch in (6, 2):
+            with pytest.raises(ArgumentError, match=r"rows for \d samples .*choose the batch size and chunks"):
+                pipe(torch.randn(batch, 6))

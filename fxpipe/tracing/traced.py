@@ -101,6 +101,7 @@ class Traced:
     # whose micro-batches are of such sizes.
     recorded_sizes: tuple[int, ...] = ()
     recorded_batches: tuple[int, ...] = ()
+    uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
 
@@ -175,6 +176,21 @@ class Traced:
         if self.recorded_batches and not sizes <= {*self.recorded_batches}:
             return False
         return self.guards is None or self.guards.hold(self, leaves, seed)
+
+    def check_parts(self, batch: int, parts: Sequence[int]) -> None:
+        """Asks whether micro-batches of these sizes make as many rows as the mini-batch.
+
+        Raises:
+            ArgumentError: they do not, as where forward takes every other sample and one of them is odd.
+        """
+        for name, rows in self.uneven:
+            whole, found = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
+            if sum(found) != whole:
+                raise ArgumentError(
+                    f"the output {name} has {whole} rows for {batch} samples ({rows}), but micro-batches of "
+                    f"{', '.join(map(str, parts))} samples make {', '.join(map(str, found))}; choose the batch size "
+                    "and chunks so that they add up, or say with out_dims how the outputs go together"
+                )
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
         """Number of samples in the flattened inputs.

@@ -110,6 +110,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         traced.batch_reads += (_recorded_sizes(traced),)
     traced.mini_batch_reads = tell_squeezes(traced, traced.batch_of(values))
     traced.out_dims = _out_dims(traced, made, batch, env, out_dims)
+    traced.uneven = _uneven(traced) if out_dims is None else ()
     _fold_fixed_sizes(traced)
 
 
@@ -260,6 +261,17 @@ def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | N
         f"out_dims gives {dim!r} for the output {output.name} of shape {list(shape)}; accepted are a dimension, None, "
         f"{', '.join(map(repr, REDUCTIONS))}"
     )
+
+
+def _uneven(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
+    """Outputs of which so many samples more are not as many rows more each time."""
+    found = []
+    for output, dim in zip(traced.outputs, traced.out_dims, strict=True):
+        if isinstance(output, fx.Node) and isinstance(dim, int):
+            rows = output.meta["shapes"][0].shape[dim]
+            if sympy.cancel(rows / traced.batch).free_symbols:
+                found.append((output.name, rows))
+    return tuple(found)
 
 
 def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]) -> int | str:
