@@ -1,11 +1,12 @@
 """What modules keep besides tensors and forward reads: numbers, texts, functions, lists and dicts of these.
 
-A graph holds where they are the same again. Lists, tuples and dicts are looked into; of any other object it only counts
-that it is the same one: what is changed inside of a configuration or an array is not seen.
+A graph holds where they are the same again. Lists, tuples, dicts and sets are looked into; of any other object it only
+counts that it is the same one: what is changed inside of a configuration or an array is not seen.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,21 +33,31 @@ class Kept:
         return _is_same(self.owner.get(self.name), self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """What was in a container."""
+
+    kind: Any
+    items: Any
+
+
 def _copied(value: Any, depth: int) -> Any:
-    if not depth or type(value) not in (list, tuple, dict) or len(value) > _MOST_ITEMS:
+    if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)) or len(value) > _MOST_ITEMS:
         return value
-    if type(value) is dict:
-        return {key: _copied(item, depth - 1) for key, item in value.items()}
-    return type(value)(_copied(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return _Items(type(value), {key: _copied(item, depth - 1) for key, item in value.items()})
+    if isinstance(value, (set, frozenset)):
+        return _Items(type(value), frozenset(value))
+    return _Items(type(value), tuple(_copied(item, depth - 1) for item in value))
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    if type(now) is not type(before):
+    if not isinstance(before, _Items):
+        return same_constant(now, before) if type(now) in _PLAIN else now is before
+    if type(now) is not before.kind or len(now) != len(before.items):
         return False
-    if type(now) in _PLAIN:
-        return same_constant(now, before)
-    if type(now) is dict:
-        return now is before or (now.keys() == before.keys() and all(_is_same(now[k], before[k]) for k in before))
-    if type(now) in (list, tuple):
-        return now is before or (len(now) == len(before) and all(map(_is_same, now, before)))
-    return now is before
+    if isinstance(now, dict):
+        return list(now) == list(before.items) and all(_is_same(now[key], item) for key, item in before.items.items())
+    if isinstance(now, (set, frozenset)):
+        return bool(now == before.items)
+    return all(_is_same(item, old) for item, old in zip(now, before.items, strict=True))
