@@ -7,6 +7,7 @@ import copy
 import functools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,7 @@ class Changing(nn.Module):
         self.plain = [nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]
         self.names = {"a"}
         self.ordered = collections.OrderedDict(a=[1.0])
+        self.array = np.ones(2)
         self.queue = collections.deque([1.0])
         self.register_buffer("mask", None)
 
@@ -35,6 +37,7 @@ class Changing(nn.Module):
         x = self.norms[1](self.norms[0](self.first(x))) * self.factor * self.ordered["a"][0] * self.queue[0]
         x = self.plain[1](self.plain[0](x))
         x = x if self.mask is None else x * self.mask
+        x = x * float(self.array[1])
         x = x * getattr(self, "gain", 1.0) * (3 if "b" in self.names else 1)
         x = x * (2 if x.requires_grad else 1) * (0.5 if self.second.weight.requires_grad else 1)
         return self.second(x)
@@ -54,6 +57,10 @@ def _set_in_ordered(m: Changing) -> None:
 
 def _set_in_queue(m: Changing) -> None:
     m.queue[0] = 0.3
+
+
+def _set_in_array(m: Changing) -> None:
+    m.array[1] = 0.3
 
 
 def _set_slope(m: Changing) -> None:
@@ -98,6 +105,7 @@ CHANGES = [
     _add_name,
     _set_in_ordered,
     _set_in_queue,
+    _set_in_array,
     _set_slope,
     _train_plain,
     _give_bias,
@@ -143,3 +151,30 @@ def test_what_forward_does_not_ask_needs_no_other_graph():
         model[0].requires_grad_(False)
         _assert_step(pipe, copy.deepcopy(model))
         assert len(pipe._fxpipe.graphs) == 1
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, names: set[str], factors: np.ndarray) -> torch.Tensor:
+        x = self.first(x) * float(factors.sum())
+        return self.second(x * 2 if "b" in names else x)
+
+
+def test_inputs_that_are_no_tensors_may_change_inside():
+    model = Told()
+    x, names, factors = torch.randn(8, 6), {"a"}, np.ones(1)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2)) as pipe:
+        for step in range(4):
+            if step == 1:
+                names.add("b")
+            if step == 2:
+                factors[0] = 3.0
+            if step == 3:
+                factors = np.full(2, 3.0)
+            torch.testing.assert_close(pipe(x, names, factors), model(x, names, factors))
+        assert len(pipe._fxpipe.graphs) == 4
+        pipe(x, {"a", "b"}, np.full(2, 3.0))
+        assert len(pipe._fxpipe.graphs) == 4

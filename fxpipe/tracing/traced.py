@@ -211,7 +211,9 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
 def same_constant(left: Any, right: Any) -> bool:
     if left is right or ((left != left) is True and (right != right) is True):  # NaN
         return True
-    same: Any = type(left) is type(right) and left == right
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    same: Any = left == right
     return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 

@@ -1,7 +1,7 @@
 """What modules keep besides tensors and forward reads: numbers, texts, functions, lists and dicts of these.
 
-A graph holds where they are the same again. Lists, tuples, dicts and sets are looked into; of any other object it only
-counts that it is the same one: what is changed inside of a configuration or an array is not seen.
+A graph holds where they are the same again. Lists, tuples, dicts, sets and arrays are looked into; of any other object
+it only counts that it is the same one: what is changed inside of a configuration is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fxpipe.tracing.traced import same_constant
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _MOST_ITEMS = 10_000  # of a list that is looked into
-_DEEPEST = 3
+_DEEPEST = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,17 @@ class _Items:
     items: Any
 
 
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS
+
+
+def _bits(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array.tobytes()
+
+
 def _copied(value: Any, depth: int) -> Any:
+    if _is_array(value):
+        return _Items(type(value), _bits(value))
     if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)) or len(value) > _MOST_ITEMS:
         return value
     if isinstance(value, dict):
@@ -54,7 +64,11 @@ def _copied(value: Any, depth: int) -> Any:
 def _is_same(now: Any, before: Any) -> bool:
     if not isinstance(before, _Items):
         return same_constant(now, before) if type(now) in _PLAIN else now is before
-    if type(now) is not before.kind or len(now) != len(before.items):
+    if type(now) is not before.kind:
+        return False
+    if _is_array(now):
+        return bool(_bits(now) == before.items)
+    if len(now) != len(before.items):
         return False
     if isinstance(now, dict):
         return list(now) == list(before.items) and all(_is_same(now[key], item) for key, item in before.items.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def input_leaves(
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             refuse_hidden(f"input {text}", value)
-            leaves.append(Leaf(False, head, text, value))
+            is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
+            leaves.append(Leaf(False, head, text, shallow_copy(value) if is_changeable else value))
     return tuple(leaves), spec, [value for _, value in paths]
 
 
