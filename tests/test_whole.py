@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import threading
+import time
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -489,6 +490,83 @@ def test_attributes_set_after_planning_are_followed(is_whole):
         for step in range(10):
             change(step)
             assert_step(pipe, plain, x())
+
+
+class Seldom(nn.Module):
+    """Changes its buffers for some inputs only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("sum", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() < 50:
+            return x * self.count
+        self.count += 1
+        self.sum = self.sum * 2
+        return self.norm(x) * self.count / self.sum
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_buffers_that_did_not_change_when_it_was_traced_may_change_later(mode):
+    model = Model(Seldom())
+    plain = copy.deepcopy(model)
+    with pipe_of(model, chunks=1, checkpoint=mode) as pipe:
+        for given in (x(), x() * 1000, x() * 1000, x()):
+            assert_step(pipe, plain, given)
+            assert_same_state(pipe, plain, exact=False)
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+class Unique(nn.Module):
+    """Cannot be copied, so that it runs itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.parts = [self.lin, torch.Generator()]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is but one")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.lin(x)
+        time.sleep(0.001)
+        return self.lin(inside).tanh()
+
+
+class Calls(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.inner(x) * 2
+        return x
+
+
+def test_what_cannot_be_copied_runs_in_one_stage_at_a_time():
+    model, plain = Calls(Unique()), Calls(Unique())
+    plain.load_state_dict(model.state_dict())
+    with pipe_of(model, chunks=6, balance=[6, 6]) as pipe:
+        for one_pass in (False, True, False, True):
+            assert_step(pipe, plain, x(12), one_pass)
+
+
+def test_a_guard_on_what_a_module_kept_whole_changes_is_no_guard():
+    """It would be asked before the module runs."""
+
+    class Reads(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(self.first(x))
+            return self.last(x * 2 if self.inner.running_mean.abs().sum() > 5 else x)
+
+    traced = trace(Reads(nn.BatchNorm1d(6)), (x(),), leaf_modules=["inner"])
+    assert not traced.guards.questions
+    assert "compared in the stages" in traced.why[-1]
 
 
 def test_a_parameter_replaced_or_frozen_after_planning_is_followed():

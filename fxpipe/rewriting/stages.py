@@ -28,7 +28,7 @@ from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Receive
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.devices import on_device
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, lookup
 
 
 def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]) -> Program:
@@ -62,7 +62,7 @@ def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]
                 tuple(Received(n.name, source) for n, source in table[stage].items()),
                 tuple(n.name for n in sends),
                 tuple(draft.assigns),
-                tuple(str(n.target) for n in attributes if cut.effects.alias[n] in cut.writes[stage]),
+                tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
                 {n.name: Location(n.meta["module"], n.meta["source"]) for n in draft.nodes},
                 stage_code(builder.graph, stage),
             )
@@ -152,6 +152,17 @@ class _Cut:
     def assigns_of(self, stage: int) -> dict[str, fx.Node]:
         """Buffers that this stage sets, and their new values."""
         return {name: value for name, value in self.traced.assigned.items() if self._setter(name, value) == stage}
+
+    def may_change(self, attribute: fx.Node, stage: int) -> bool:
+        """Was the stage seen to write to this parameter or buffer, or may modules kept whole do so in another step?"""
+        if self.effects.alias[attribute] in self.writes[stage]:
+            return True
+        here = set(self.nodes_of(stage))
+        if not all("whole" in user.meta and user in here for user in attribute.users):
+            return False
+        tensor = lookup(self.traced, attribute)
+        is_writable = not isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        return is_writable and tensor.layout == torch.strided and 0 not in tensor.stride()
 
     def _setter(self, name: str, value: fx.Node) -> int:
         """Where the new value of a buffer has come to be. Another attribute: where this one, or that one, is read."""

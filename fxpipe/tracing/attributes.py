@@ -6,7 +6,7 @@ where one tensor stood under two names, the graph reads it by one of them: these
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,17 @@ class Attribute:
             and now.dtype == self.dtype
             and all(store.get(key) is now for store, key in self.others)
         )
+
+
+def are_as_before(attributes: Sequence[Attribute]) -> bool:
+    """Are they, and still different tensors? Ties made later are other ones."""
+    apart = len({id(a.store.get(a.key)) for a in attributes}) == len(attributes)
+    return apart and all(attribute.is_as_before() for attribute in attributes)
+
+
+def requires_grad(model: nn.Module) -> tuple[bool, ...]:
+    """Which of its parameters do: another graph for a forward that asks, no matter for any other."""
+    return tuple(p.requires_grad for p in model.parameters())
 
 
 def attributes_of(model: nn.Module, names: Iterable[str]) -> tuple[Attribute, ...]:

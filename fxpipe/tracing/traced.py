@@ -27,10 +27,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
 from fxpipe.tracing.recording.sizes import SizeRead
 
 if TYPE_CHECKING:
-    from fxpipe.tracing.attributes import Attribute
     from fxpipe.tracing.checking.effects import Effects
     from fxpipe.tracing.guards import Guards
     from fxpipe.tracing.recording.kept import Kept
@@ -86,6 +86,7 @@ class Traced:
     size_reads: tuple[SizeRead, ...]
     attributes_read: tuple[Kept, ...]  # attributes of modules that are no tensors, as forward saw them
     attributes: tuple[Attribute, ...] = ()  # the model's tensors as they were
+    requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
@@ -104,6 +105,10 @@ class Traced:
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
+    _modules: tuple[nn.Module, ...] = field(init=False)  # held: their ids in `flags` must not come again
+
+    def __post_init__(self) -> None:
+        self._modules = tuple(self.model.modules())
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -155,7 +160,9 @@ class Traced:
             return False
         if not all(kept.is_as_before() for kept in self.attributes_read):
             return False
-        if not all(attribute.is_as_before() for attribute in self.attributes):
+        if not are_as_before(self.attributes):
+            return False
+        if self.requires_grad not in (None, requires_grad(self.model)):
             return False
         sizes = set()
         for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
@@ -230,7 +237,9 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
 def same_constant(left: Any, right: Any) -> bool:
     if left is right or ((left != left) is True and (right != right) is True):  # NaN
         return True
-    same: Any = type(left) is type(right) and left == right
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    same: Any = left == right
     return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 

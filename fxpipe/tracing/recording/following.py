@@ -69,9 +69,10 @@ def followed(recorder: Recorder) -> Iterator[None]:
 
     def getattribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        if name not in OWN_NAMES and not is_elsewhere():
-            own = object.__getattribute__(module, "__dict__")  # not what its class has
-            if name in own and id(module) in recorder.paths:
+        # Of modules in plain lists `training` as well: `flags` does not know them.
+        if (name not in OWN_NAMES or (name == "training" and id(module) not in recorder.paths)) and not is_elsewhere():
+            own = object.__getattribute__(module, "__dict__")  # not what its class has: see `flags`
+            if name in own:
                 recorder.note_attribute(own, name)
         return value
 

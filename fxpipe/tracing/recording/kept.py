@@ -1,11 +1,12 @@
 """What modules keep besides tensors and forward reads: numbers, texts, functions, lists and dicts of these.
 
-A graph holds where they are the same again. Lists, tuples and dicts are looked into; of any other object it only counts
-that it is the same one: what is changed inside of a configuration or an array is not seen.
+A graph holds where they are the same again. Lists, tuples, dicts, sets and arrays are looked into; of any other object
+it only counts that it is the same one: what is changed inside of a configuration is not seen.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from fxpipe.tracing.traced import same_constant
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _MOST_ITEMS = 10_000  # of a list that is looked into
-_DEEPEST = 3
+_DEEPEST = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +33,45 @@ class Kept:
         return _is_same(self.owner.get(self.name), self.value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Items:
+    """What was in a container."""
+
+    kind: Any
+    items: Any
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.size <= _MOST_ITEMS
+
+
+def _bits(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, array.tobytes()
+
+
 def _copied(value: Any, depth: int) -> Any:
-    if not depth or type(value) not in (list, tuple, dict) or len(value) > _MOST_ITEMS:
+    if _is_array(value):
+        return _Items(type(value), _bits(value))
+    if not depth or not isinstance(value, (list, tuple, deque, dict, set, frozenset)) or len(value) > _MOST_ITEMS:
         return value
-    if type(value) is dict:
-        return {key: _copied(item, depth - 1) for key, item in value.items()}
-    return type(value)(_copied(item, depth - 1) for item in value)
+    if isinstance(value, dict):
+        return _Items(type(value), {key: _copied(item, depth - 1) for key, item in value.items()})
+    if isinstance(value, (set, frozenset)):
+        return _Items(type(value), frozenset(value))
+    return _Items(type(value), tuple(_copied(item, depth - 1) for item in value))
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    if type(now) is not type(before):
+    if not isinstance(before, _Items):
+        return same_constant(now, before) if type(now) in _PLAIN else now is before
+    if type(now) is not before.kind:
         return False
-    if type(now) in _PLAIN:
-        return same_constant(now, before)
-    if type(now) is dict:
-        return now is before or (now.keys() == before.keys() and all(_is_same(now[k], before[k]) for k in before))
-    if type(now) in (list, tuple):
-        return now is before or (len(now) == len(before) and all(map(_is_same, now, before)))
-    return now is before
+    if _is_array(now):
+        return bool(_bits(now) == before.items)
+    if len(now) != len(before.items):
+        return False
+    if isinstance(now, dict):
+        return list(now) == list(before.items) and all(_is_same(now[key], item) for key, item in before.items.items())
+    if isinstance(now, (set, frozenset)):
+        return bool(now == before.items)
+    return all(_is_same(item, old) for item, old in zip(now, before.items, strict=True))

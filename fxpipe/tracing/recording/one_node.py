@@ -23,7 +23,7 @@ from fxpipe.tracing.containers import hidden_tensors, tensors_in
 from fxpipe.tracing.recording.recorder import Recorder, storage_of
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
-from fxpipe.tracing.snapshot import dice, same_dice, slots_of
+from fxpipe.tracing.snapshot import dice, same_dice, same_values, slots_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What runs: (tensors that its node is given beside the arguments, arguments, keyword arguments) -> its result.
@@ -165,6 +165,7 @@ def call_as_one_node(
         plain, ends = _cut(leaves)
         storages = [t.untyped_storage()._cdata for t in own]
         others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
+        buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     recorder.note_dice()
     before = dice()
     recorder.outside.clear()
@@ -184,6 +185,7 @@ def call_as_one_node(
             del recorder.lots[drawn:]
             recorder.skip_dice()
         changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and mine._version]
+        changed_buffers = [t for t, old in buffers if not same_values(t, old)]
         written = [key for key, tensor, version in others if tensor._version != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = [t.untyped_storage()._cdata for t in own] != storages
@@ -215,6 +217,7 @@ def call_as_one_node(
         )
     node = recorder.add("call_function", whole, node_args)
     node.meta.update(random=random or rolled, dice=rolled, opaque=True)
+    node.meta["changes"] |= {storage_of(t) for t in changed_buffers}
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
 

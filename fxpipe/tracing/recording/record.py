@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.attributes import attributes_of
+from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.preconditions import refuse_model
@@ -37,11 +38,21 @@ _OF_SIZES = (
 
 
 def flags(model: nn.Module) -> tuple[Any, ...]:
-    """What decides which Python a model runs: its modules, their `training` flags, their hooks (by torch's numbers)."""
+    """What decides which Python a model runs: its modules, their `training` flags, their hooks (by torch's numbers).
+
+    And which attributes, parameters and buffers each has: forward may ask, and one set later hides that of the class.
+    """
     return tuple(
-        (id(m), m.training, *m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
+        (
+            *(id(m), m.training, hash((type(m), *m.__dict__)), hash((*_given(m._parameters), 0, *_given(m._buffers)))),
+            *(*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks),
+        )
         for m in model.modules()
     )
+
+
+def _given(store: dict[str, Any]) -> list[str]:
+    return [name for name, tensor in store.items() if tensor is not None]
 
 
 def input_leaves(
@@ -66,7 +77,8 @@ def input_leaves(
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             refuse_hidden(f"input {text}", value)
-            leaves.append(Leaf(False, head, text, value))
+            is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
+            leaves.append(Leaf(False, head, text, shallow_copy(value) if is_changeable else value))
     return tuple(leaves), spec, [value for _, value in paths]
 
 
@@ -185,8 +197,10 @@ def _record(
         ThreadState.now(),
         recorder.constants,
         tuple(recorder.size_reads),
-        tuple(recorder.attributes_read.values()),
+        # Without those of modules that forward makes, and sets up after it has read them.
+        tuple(kept for kept in recorder.attributes_read.values() if kept.is_as_before()),
         attributes_of(model, recorder.read_names()),
+        requires_grad=requires_grad(model) if recorder.asks_for_gradients else None,
         seed=seed,
         lots=tuple(recorder.lots),
     )

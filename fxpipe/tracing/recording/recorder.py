@@ -51,6 +51,7 @@ _READS = frozenset(
 )
 _STATES = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
 _TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
+_OF_GRADIENTS = frozenset("requires_grad is_leaf grad_fn".split())
 PLAIN = (bool, int, float, complex, str)
 _CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -117,6 +118,7 @@ class Recorder(TorchFunctionMode):
         self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
         self.attributes_read: dict[tuple[int, str], Kept] = {}  # forward went by them: others, another graph
+        self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
         self.foreign: list[tuple[torch.Tensor, CannotRecord]] = []  # those of unknown origin, should they be refused
         self.refusal: CannotRecord | None = None
@@ -445,6 +447,7 @@ class Recorder(TorchFunctionMode):
         if attribute == "shape":
             return self._sizes(args[0], "size")
         value = func(*args)
+        self.asks_for_gradients |= attribute in _OF_GRADIENTS
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
         if attribute in _TENSOR_ATTRIBUTES and value is not None:

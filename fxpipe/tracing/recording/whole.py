@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -23,6 +24,9 @@ from fxpipe.tracing.recording.one_node import KeptError, Run, call_as_one_node
 from fxpipe.tracing.recording.recorder import PLAIN, Recorder, Running
 from fxpipe.tracing.snapshot import OWN_NAMES, Slot, held_in_containers, slots_of
 
+_making_locks = threading.Lock()
+# A module that is called in two stages runs in one of them at a time: it may have no replica, and share what it keeps.
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
 ASKED = "asked for by leaf_modules"  # the reason for which the user keeps a module whole
 
 
@@ -66,7 +70,8 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
-    lock = threading.Lock()  # a module that is called in two stages runs in one of them at a time
+    with _making_locks:
+        lock = _locks.setdefault(module, threading.Lock())
 
     def run(given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with lock:
