@@ -505,6 +505,30 @@ def test_attributes_set_after_planning_are_followed(is_whole):
             assert_step(pipe, plain, x())
 
 
+def test_modules_in_plain_lists_are_followed():
+    def forward(m, x):
+        for part in m.parts:
+            x = part(m.lin(x))
+        return x
+
+    model = Model(Inner(forward, parts=[nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[0].negative_slope = 0.7
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1].train()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1] = nn.Tanh()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts.reverse()
+        assert_step(pipe, plain, x())
+
+
 class Seldom(nn.Module):
     """Changes its buffers for some inputs only."""
 
