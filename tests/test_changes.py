@@ -178,3 +178,27 @@ def test_inputs_that_are_no_tensors_may_change_inside():
         assert len(pipe._fxpipe.graphs) == 4
         pipe(x, {"a", "b"}, np.full(2, 3.0))
         assert len(pipe._fxpipe.graphs) == 4
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6)
+        self.scales = [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(x)) * self.scales[0])
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx", torch.fx.Tracer, torch.fx.symbolic_trace])
+def test_graphs_made_in_other_ways_hold_for_the_attributes_they_were_made_with(tracer):
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, tracer=tracer)) as pipe:
+        _assert_step(pipe, plain)
+        for m in (model, plain):
+            m.scales[0] = 5.0
+        _assert_step(pipe, plain)
+        for m in (model, plain):
+            m.act.negative_slope = 0.9
+        _assert_step(pipe, plain)

@@ -425,6 +425,19 @@ def test_random_numbers_are_those_of_the_micro_batch(forward, mode):
         torch.testing.assert_close(found[0][name], p.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_random_numbers_drawn_for_some_inputs_only_cannot_be_recomputed():
+    model = Model(Inner(lambda m, x: F.dropout(x) if x.abs().max() > 50 else m.lin(x)))
+    with pipe_of(copy.deepcopy(model)) as pipe:
+        pipe(x())
+        pipe(x() * 1000).sum().backward()
+        assert len(pipe._fxpipe.graphs) == 1
+    with pipe_of(model, checkpoint="always") as pipe:
+        assert_step(pipe, copy.deepcopy(model), x())
+        with pytest.raises(StateError, match="Inner, kept whole, draws random numbers"):
+            pipe(x() * 1000)
+        assert_step(pipe, copy.deepcopy(model), x())
+
+
 def test_pythons_random_numbers_are_left_alone():
     random.seed(1)
     np.random.seed(1)
@@ -490,6 +503,30 @@ def test_attributes_set_after_planning_are_followed(is_whole):
         for step in range(10):
             change(step)
             assert_step(pipe, plain, x())
+
+
+def test_modules_in_plain_lists_are_followed():
+    def forward(m, x):
+        for part in m.parts:
+            x = part(m.lin(x))
+        return x
+
+    model = Model(Inner(forward, parts=[nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[0].negative_slope = 0.7
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1].train()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1] = nn.Tanh()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts.reverse()
+        assert_step(pipe, plain, x())
 
 
 class Seldom(nn.Module):

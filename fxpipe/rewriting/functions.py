@@ -8,6 +8,7 @@ saved state.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import threading
@@ -16,6 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import StateError
+from fxpipe.tracing.recording.recorder import generator_states, same_states
 
 T = TypeVar("T")
 
@@ -24,6 +29,7 @@ class _Running(threading.local):
     """What the stage that runs in this thread is run for; set by the runtime."""
 
     seed = 0  # of the step and micro-batch
+    recomputes = False  # does the step run something twice, which must come to the same then?
 
 
 running = _Running()
@@ -140,3 +146,38 @@ def seeded(
     chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
     chosen.__module__ = __name__
     return chosen
+
+
+class _Undrawn(TorchDispatchMode):
+    """Raises where something draws random numbers."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        with _generator_lock:
+            before = generator_states()
+            result = func(*args, **(kwargs or {}))
+            if same_states(before, generator_states()):
+                return result
+        raise StateError(
+            f"{self.name}, kept whole, draws random numbers, which it did not when it was traced; recomputed, it would "
+            "draw other ones: use checkpoint='never'"
+        )
+
+
+def undrawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Python that runs as it is, and drew no random numbers while it was traced.
+
+    Its numbers come from torch's generator and not from the seed of the micro-batch, so it may not be run again.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with _Undrawn(function.__name__) if running.recomputes else contextlib.nullcontext():
+            return function(*args)
+
+    return call

@@ -23,7 +23,7 @@ from torch import fx
 
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
-from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash
+from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.effects import Effects
@@ -235,9 +235,10 @@ class _Builder:
     def copy(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
             self.made[node] = self._copied(node)
-            ordinal = self.ordinals.get(node)
+            ordinal, copy = self.ordinals.get(node), self.made[node]
+            if ordinal is None and node.meta.get("opaque"):
+                copy.target = undrawn(node.target)  # type: ignore[arg-type]
             if ordinal is not None:
-                copy = self.made[node]
                 copy.op, copy.target = (
                     "call_function",
                     seeded(ordinal, node.target, self.device, bool(node.meta.get("dice"))),

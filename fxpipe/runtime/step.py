@@ -217,7 +217,7 @@ class Step:
         copies = {name: tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views[j], self.constants[j]
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
-        running.seed = mixed(self.seed, i)
+        running.seed, running.recomputes = mixed(self.seed, i), bool(self.recomputed)
         with applied(self.assembly.state), torch.set_grad_enabled(grad):
             uses = [
                 self._enter(link, value, pending) if isinstance(value.value, torch.Tensor) else value.value

@@ -26,6 +26,7 @@ from fxpipe.tracing.other_ways.exporting import export
 from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic
 from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
 from fxpipe.tracing.recording.general import general_paths
+from fxpipe.tracing.recording.kept import all_kept
 from fxpipe.tracing.recording.record import record
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import ASKED
@@ -53,13 +54,13 @@ def find_graph(
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
     if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-        return finish(by_tracer(model, tracer, args, kwargs))
+        return _holding(finish(by_tracer(model, tracer, args, kwargs)))
     if not isinstance(tracer, str):
-        return finish(by_function(model, tracer, args, kwargs))
+        return _holding(finish(by_function(model, tracer, args, kwargs)))
     if tracer == "export":
-        return finish(export(model, args, kwargs, in_dims))
+        return _holding(finish(export(model, args, kwargs, in_dims)))
     if tracer == "fx":
-        return finish(symbolic(model, args, kwargs))
+        return _holding(finish(symbolic(model, args, kwargs)))
 
     def record_it(in_stages: bool = False) -> Traced:
         return _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_stages)
@@ -71,17 +72,23 @@ def find_graph(
             raise
         ways: dict[str, Callable[[], Traced]] = {}
         if tracer == "auto":
-            ways["torch.export"] = lambda: finish(export(model, args, kwargs, in_dims))
+            ways["torch.export"] = lambda: _holding(finish(export(model, args, kwargs, in_dims)))
         if isinstance(error, CannotRecord) and error.in_stages:
             ways["comparing such values in the stages"] = lambda: record_it(in_stages=True)
         return _by_another(model, ways, error)
     if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
-            exported = finish(export(model, args, kwargs, in_dims))
+            exported = _holding(finish(export(model, args, kwargs, in_dims)))
             if exported.largest_whole < recorded.largest_whole:
                 exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
                 return exported
     return recorded
+
+
+def _holding(traced: Traced) -> Traced:
+    """A graph made in another way holds for the attributes that the modules have: nobody saw which ones it hangs on."""
+    traced.attributes_read = all_kept(traced.model)
+    return traced
 
 
 def _by_another(model: nn.Module, ways: dict[str, Callable[[], Traced]], recording: TraceError) -> Traced:

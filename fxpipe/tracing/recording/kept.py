@@ -10,6 +10,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
+
+from fxpipe.tracing.snapshot import OWN_NAMES
 from fxpipe.tracing.traced import same_constant
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -31,6 +35,16 @@ class Kept:
 
     def is_as_before(self) -> bool:
         return _is_same(self.owner.get(self.name), self.value)
+
+
+def all_kept(model: nn.Module) -> tuple[Kept, ...]:
+    """All attributes of its modules that are no tensors."""
+    return tuple(
+        Kept.now(module.__dict__, name)
+        for module in model.modules()
+        for name, value in module.__dict__.items()
+        if name not in OWN_NAMES and not isinstance(value, torch.Tensor)
+    )
 
 
 @dataclass(frozen=True, slots=True)

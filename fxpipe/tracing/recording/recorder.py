@@ -66,7 +66,7 @@ def generator_states() -> list[Any]:
     return states
 
 
-def _same_states(left: list[Any], right: list[Any]) -> bool:
+def same_states(left: list[Any], right: list[Any]) -> bool:
     return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
@@ -371,7 +371,7 @@ class Recorder(TorchFunctionMode):
             versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             result = self._plainly(func, args, kwargs)
             self._changed = frozenset(storage_of(t) for t, version in versions if t._version != version)
-            return result, not _same_states(before, generator_states())
+            return result, not same_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function inside of what is one node; notes its draws, which are not of the stream.
@@ -384,7 +384,7 @@ class Recorder(TorchFunctionMode):
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
-        if is_draw(args, kwargs, result) and not _same_states(before, generator_states()):
+        if is_draw(args, kwargs, result) and not same_states(before, generator_states()):
             self.lots.append(False)
         return result
 

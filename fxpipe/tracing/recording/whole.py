@@ -37,9 +37,7 @@ def call_whole(recorder: Recorder, module: nn.Module, path: str, args: tuple[Any
     recorder.stack.append(Running.now(path, module))
     try:
         for inner in module.modules():
-            for key, value in inner.__dict__.items():
-                if key not in OWN_NAMES and (value is None or type(value) in PLAIN):
-                    recorder.note_attribute(inner.__dict__, key)
+            _note_attributes(recorder, inner)
         with recorder.pause():
             run = _replica(recorder.model, module, tuple(slots))
         result, node = call_as_one_node(
@@ -51,6 +49,21 @@ def call_whole(recorder: Recorder, module: nn.Module, path: str, args: tuple[Any
     return result
 
 
+def _note_attributes(recorder: Recorder, module: nn.Module) -> None:
+    """The replica shares what holds no module, but for numbers; of the rest it has copies."""
+    for key, value in module.__dict__.items():
+        if key in OWN_NAMES:
+            continue
+        found = list(_modules_in(value))
+        if value is None or type(value) in PLAIN or found:
+            recorder.note_attribute(module.__dict__, key)
+        hidden = {id(m): m for outer in found for m in outer.modules() if id(m) not in recorder.paths}
+        for inner in hidden.values():
+            for name, kept in inner.__dict__.items():
+                if name == "training" or (name not in OWN_NAMES and (kept is None or type(kept) in PLAIN)):
+                    recorder.note_attribute(inner.__dict__, name)
+
+
 def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Run:
     """Runs a replica of `module` on tensors given for its slots."""
     tensors = [*slots_of(model).values(), *held_in_containers(model).values()]
@@ -60,7 +73,11 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
         for key, value in inner.__dict__.items():
             if key.endswith("_hooks"):  # the user's hooks are called, not copies of them
                 memo[id(value)] = value
-            elif key not in OWN_NAMES and not isinstance(value, torch.Tensor) and not _holds_modules(value):
+            elif (
+                key not in OWN_NAMES
+                and not isinstance(value, torch.Tensor)
+                and not any(True for _ in _modules_in(value))
+            ):
                 memo[id(value)] = value
                 shared.append((path, key))
     try:
@@ -129,12 +146,13 @@ def _restored(module: nn.Module, before: dict[str, Any]) -> Iterator[str]:
     now.update(before)
 
 
-def _holds_modules(value: Any, depth: int = 4) -> bool:
-    """Is there a module in an object of any kind? A function's closure is not asked: copies of it share that."""
+def _modules_in(value: Any, depth: int = 4) -> Iterator[nn.Module]:
+    """The modules in an object of any kind. A function's closure is not asked: copies of it share that."""
     if isinstance(value, nn.Module):
-        return True
+        yield value
+        return
     if not depth or isinstance(value, (type, torch.Tensor, *PLAIN)):
-        return False
+        return
     inside: list[Any] = [*getattr(value, "__dict__", {}).values()]
     if isinstance(value, Mapping):
         inside += value.values()
@@ -144,4 +162,5 @@ def _holds_modules(value: Any, depth: int = 4) -> bool:
         inside.append(value.__self__)
     elif isinstance(value, functools.partial):
         inside += [value.func, *value.args, *value.keywords.values()]
-    return any(_holds_modules(item, depth - 1) for item in inside)
+    for item in inside:
+        yield from _modules_in(item, depth - 1)
