@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import GPT, UNet
-from torch import nn
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import fxpipe
@@ -98,7 +98,7 @@ def _facts(traced):
     effects = traced.effects
     nodes = list(traced.graph.nodes)
     return {
-        "graph": str(traced.graph),
+        "graph": fx.Graph.__str__(traced.graph),
         "fingerprint": traced.fingerprint(),
         "shapes": [str(n.meta.get("shapes")) for n in nodes],
         "random": [n.meta.get("random") for n in nodes],
