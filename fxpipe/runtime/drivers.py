@@ -209,7 +209,7 @@ def _stop(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
 
 
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     """A daemon thread that is inside torch when the interpreter ends aborts the process."""
     for workers in list(_all_workers):
         workers.close()

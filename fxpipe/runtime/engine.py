@@ -6,8 +6,10 @@ Both end the same way. When all rows have ended well, buffers are written into t
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +22,7 @@ from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import Commit, Gradients
-from fxpipe.runtime.drivers import Driver
+from fxpipe.runtime.drivers import Driver, close_all
 from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
@@ -28,6 +30,9 @@ from fxpipe.runtime.step import Step
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Schedule
 from fxpipe.trees import flatten, mapped, refuse_hidden
+
+LAST_STEP = 1.0  # seconds that the interpreter waits for a step that has lost its workers
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -38,6 +43,8 @@ class Engine:
         self.last_step: StepRecord | None = None
         self._verified: set[Any] = set()  # what losses are made by, and how they add up
         self._busy = threading.Lock()
+        self._runner: int | None = None  # the thread that runs a step
+        _engines.add(self)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -50,10 +57,17 @@ class Engine:
                     "the pipe is already running a step, in another thread or around this call (a hook, loss_fn); "
                     "call it when that has ended"
                 )
+            self._runner = threading.get_ident()
             yield
         finally:
             if acquired:
+                self._runner = None
                 self._busy.release()
+
+    def _end(self) -> None:
+        """No step begins any more, and one that another thread runs has come to its end, as far as that is soon."""
+        if self._runner != threading.get_ident():
+            self._busy.acquire(timeout=LAST_STEP)
 
     def _step(self, assembly: Assembly, leaves: Sequence[Any], batch: int, schedule: Schedule, **more: Any) -> Step:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
@@ -202,3 +216,11 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
     asynchronous = device.type == "cuda"
     moved = [x.to(device, non_blocking=asynchronous) if isinstance(x, torch.Tensor) else x for x in leaves]
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
+
+
+@atexit.register
+def _end_all() -> None:
+    """Another thread that steps, and is inside torch when the interpreter ends, would abort the process."""
+    close_all()
+    for engine in list(_engines):
+        engine._end()
