@@ -290,11 +290,11 @@ def test_seconds_are_those_of_the_roofline():
     product = 2 * 4096 * 1024 * 4096 / A100.flops_per_second
     pointwise = 2 * 4 * 4096 * 4096 / A100.bytes_per_second
     first, relu, last = costs.nodes
-    assert first.forward_seconds == pytest.approx(product)
-    assert first.backward_seconds == pytest.approx(product)  # of the weight; the input needs no gradient
-    assert relu.forward_seconds == pytest.approx(pointwise)
-    assert relu.backward_seconds == pytest.approx(1.5 * pointwise)
-    assert last.backward_seconds == pytest.approx(2 * product)
+    assert first.forward.at(costs.micro_batch) == pytest.approx(product)
+    assert first.backward.at(costs.micro_batch) == pytest.approx(product)  # of the weight; the input needs no gradient
+    assert relu.forward.at(costs.micro_batch) == pytest.approx(pointwise)
+    assert relu.backward.at(costs.micro_batch) == pytest.approx(1.5 * pointwise)
+    assert last.backward.at(costs.micro_batch) == pytest.approx(2 * product)
 
 
 def test_plans_of_such_models_say_that_seconds_are_estimates():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling import NodeCost, Profile, profile
+from fxpipe.profiling import NodeCost, Profile, Seconds, profile
 from fxpipe.tracing import trace
 
 
@@ -153,9 +153,9 @@ def test_size_that_hangs_on_values_is_taken_in_proportion() -> None:
 def test_matmul_costs_more_than_a_view() -> None:
     costs = profiled(nn.Sequential(nn.Linear(512, 512), nn.Flatten()), torch.randn(512, 512))
     linear, flatten = costs.nodes
-    assert linear.forward_seconds > flatten.forward_seconds > 0
-    assert linear.backward_seconds > flatten.backward_seconds
-    assert costs.seconds == tuple(n.forward_seconds + n.backward_seconds for n in costs.nodes)
+    assert linear.forward.at(1) > flatten.forward.at(1) > 0
+    assert linear.backward.at(1) > flatten.backward.at(1)
+    assert costs.seconds == tuple((n.forward + n.backward).at(costs.micro_batch) for n in costs.nodes)
     assert costs.forward_seconds + costs.backward_seconds == pytest.approx(sum(costs.seconds))
 
 
@@ -186,7 +186,7 @@ def test_uses_of_one_autograd_function_have_equal_seconds() -> None:
     for node in traced.nodes[1:]:
         node.op, node.target = "call_function", closure(apply)
     _, first, second = profile(traced, (torch.randn(2, 4),)).nodes
-    assert (first.forward_seconds, first.backward_seconds) == (second.forward_seconds, second.backward_seconds)
+    assert (first.forward, first.backward) == (second.forward, second.backward)
 
 
 def test_nothing_goes_back_where_nothing_requires_grad() -> None:
@@ -196,9 +196,9 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
         return torch.sigmoid(x) * scale * module.weight
 
     costs = by_name(profiled(Function(half_frozen), torch.randn(64, 4)))
-    went_back = {name for name, n in costs.items() if n.backward_seconds > 0}
+    went_back = {name for name, n in costs.items() if n.backward.at(1) > 0}
     assert went_back <= {"mul_2"}
-    assert costs["exp"].forward_seconds > 0
+    assert costs["exp"].forward.at(1) > 0
 
 
 def test_what_is_written_requires_grad_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_model_inputs_and_random_state_stay_as_they_were(name: str, inputs_requi
     assert torch.equal(x, given)
     assert x.grad is None
     assert [n.name for n in costs.nodes] == [n.name for n in traced.nodes]
-    assert all(n.forward_seconds >= 0 and n.backward_seconds >= 0 for n in costs.nodes)
+    assert all(n.forward.at(1) >= 0 and n.backward.at(1) >= 0 for n in costs.nodes)
 
 
 def test_in_place_nodes_leave_later_nodes_the_values_of_the_model() -> None:
@@ -343,7 +343,7 @@ def test_inference_mode_of_the_caller_does_not_matter() -> None:
     traced = trace(nn.Linear(64, 64), (torch.randn(64, 64),))
     with torch.inference_mode():
         costs = profile(traced, (torch.randn(64, 64),))
-    assert costs.nodes[0].backward_seconds > 0
+    assert costs.nodes[0].backward.at(1) > 0
 
 
 def test_autocast_of_the_caller_stays_on() -> None:
@@ -372,11 +372,20 @@ def test_keywords_and_constants_are_inputs_too() -> None:
 
 def test_profile_prints_formulas() -> None:
     b = sympy.Symbol("b", integer=True, positive=True)
-    node = NodeCost("conv", 0.0012, 0.0025, sympy.Integer(896), 100352 * b)
+    node = NodeCost(
+        "conv",
+        Seconds(0.0004, 0.0002),
+        Seconds(0.0005, 0.0005),
+        sympy.Integer(896),
+        100352 * b,
+        flops=2 * b,
+        backward_flops=4 * b,
+        saved_bytes=b + 3,
+    )
     lines = str(Profile((node,), 4, b, "cpu")).splitlines()
     assert lines[0] == "1 nodes on cpu, micro-batch of 4"
-    assert lines[3].split() == ["conv", "1.200", "2.500", "896", "100352*b"]
-    assert lines[4].split() == ["total", "1.200", "2.500", "896", "100352*b"]
+    assert lines[3].split() == ["conv", "1.200", "2.500", "6*b", "896", "100352*b", "b", "+", "3"]
+    assert lines[4].split() == ["total", "1.200", "2.500", "6*b", "896", "100352*b", "b", "+", "3"]
 
 
 def test_more_samples_than_given_are_refused() -> None:

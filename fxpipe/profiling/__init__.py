@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling.costs import NodeCost, Profile
+from fxpipe.profiling.costs import NodeCost, Profile, Seconds
 from fxpipe.profiling.estimate import A100, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.measure import measure
@@ -27,7 +27,7 @@ from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
 
-__all__ = ["NodeCost", "Profile", "profile"]
+__all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
 
 def profile(
@@ -72,7 +72,14 @@ def profile(
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in measured.items()}, micro_batch)
     costs = (
-        NodeCost(n.name, m.forward_seconds, m.backward_seconds, parameters[n], outputs[n]) for n, m in measured.items()
+        NodeCost(
+            n.name,
+            Seconds(0.0, m.forward_seconds / micro_batch),
+            Seconds(0.0, m.backward_seconds / micro_batch),
+            parameters[n],
+            outputs[n],
+        )
+        for n, m in measured.items()
     )
     return Profile(tuple(costs), micro_batch, traced.batch, str(device), hardware)
 
