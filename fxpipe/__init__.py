@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.profiling import profile
     from fxpipe.tracing import trace
+    from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "cut": "fxpipe.tracing.recording.marks",
     "leaf": "fxpipe.tracing.recording.one_node",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
@@ -33,7 +35,7 @@ _HOMES = {
     "trace": "fxpipe.tracing",
 }
 
-__all__ = ["Pipeline", "Plan", "leaf", "partition", "pipeline", "plan", "profile", "trace"]
+__all__ = ["Pipeline", "Plan", "cut", "leaf", "partition", "pipeline", "plan", "profile", "trace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,13 @@
-"""Cuts that the user makes: by numbers of nodes, or by the names at which the later stages begin."""
+"""Cuts that the user makes: by numbers of nodes, or by the names of nodes and modules behind which a stage ends.
+
+places    0     1          2          3          4          5
+nodes     x     stem_conv  stem_relu  body_conv  body_relu  head
+modules   -     stem.conv  stem.relu  body.conv  body.relu  head
+
+[3, 3]             stages 0-2 and 3-5
+["stem"]           the same: a cut stands behind the last node of the module
+["stem"], 3 stages the same cut, and one more where costs say: what is left free is for the solver
+"""
 
 from __future__ import annotations
 
@@ -11,18 +20,15 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
 from fxpipe.partitioning.nodes import Nodes
 
 
-def starts_by_hand(balance: Sequence[int] | Sequence[str], stages: int, nodes: Nodes) -> tuple[str, tuple[int, ...]]:
-    """Tells numbers of nodes from names; returns "counts" or "names", and the place at which each stage begins."""
+def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
+    """Tells names from numbers of nodes. An empty list has no wishes: it is names, of which one stage needs none."""
     try:
         entries: list[int | str] = [*balance]
     except TypeError:
         raise ArgumentTypeError(
             f"balance={balance!r} is of type {type(balance).__name__}; expected a str, or a list of ints or of strings"
         ) from None
-    names = [entry for entry in entries if isinstance(entry, str)]
-    if len(names) == len(entries) and (entries or stages == 1):
-        return "names", _starts_by_names(names, stages, nodes)
-    return "counts", _starts_by_counts([_count(entry, entries) for entry in entries], stages, nodes)
+    return all(isinstance(entry, str) for entry in entries) and (bool(entries) or stages == 1)
 
 
 def _count(entry: int | str, entries: Sequence[int | str]) -> int:
@@ -37,8 +43,9 @@ def _count(entry: int | str, entries: Sequence[int | str]) -> int:
         ) from None
 
 
-def _starts_by_counts(counts: Sequence[int], stages: int, nodes: Nodes) -> tuple[int, ...]:
-    n = len(nodes.costs)
+def starts_by_counts(entries: Sequence[int], stages: int, nodes: Nodes) -> tuple[int, ...]:
+    """The place at which each stage begins, from a number of nodes for each."""
+    counts, n = [_count(entry, entries) for entry in entries], len(nodes.costs)
     if len(counts) != stages:
         raise ArgumentError(
             f"balance={counts} has {len(counts)} entries for {stages} stages: "
@@ -53,32 +60,35 @@ def _starts_by_counts(counts: Sequence[int], stages: int, nodes: Nodes) -> tuple
     return starts
 
 
-def _starts_by_names(names: Sequence[str], stages: int, nodes: Nodes) -> tuple[int, ...]:
-    if len(names) != stages - 1:
+def cuts_by_names(names: Sequence[str], stages: int, nodes: Nodes) -> tuple[int, ...]:
+    """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
+    if len(names) > stages - 1:
         raise ArgumentError(
-            f"balance={names} has {len(names)} names for {stages} stages: give {stages - 1}, since the first stage "
-            f"needs none; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
+            f"balance={[*names]} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
+            f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
         )
-    found = [(name, _find(name, nodes)) for name in names]
-    _refuse(_unknown(name, nodes) for name, place in found if place is None)
-    begins = [("", 0)] + [(name, place) for name, place in found if place is not None]
-    _refuse(_out_of_order(*one, *two, nodes) for one, two in pairwise(begins) if two[1] <= one[1])
-    _refuse(f"{name!r}: {nodes.why_no_cut(place)}" for name, place in begins if place in nodes.forbidden)
-    return tuple(place for _, place in begins)
+    found = [(name, find(name, nodes)) for name in names]
+    _refuse(unknown(name, nodes) for name, places in found if not places)
+    ends = [(name, places[-1] + 1) for name, places in found]
+    _refuse(_nothing_behind(name) for name, place in ends if place == len(nodes.costs))
+    _refuse(_out_of_order(*one, *two, nodes) for one, two in pairwise(ends) if two[1] <= one[1])
+    _refuse(f"{name!r}: {nodes.why_no_cut(place)}" for name, place in ends if place in nodes.forbidden)
+    return tuple(place for _, place in ends)
 
 
-def _find(name: str, nodes: Nodes) -> int | None:
-    """The first place of this node or of a node in this module."""
-    by_name = (place for place, node in enumerate(nodes.names) if node == name)
-    by_module = (place for place, path in enumerate(nodes.modules) if path == name or path.startswith(name + "."))
-    return min((place for place in (next(by_name, None), next(by_module, None)) if place is not None), default=None)
+def find(name: str, nodes: Nodes) -> list[int]:
+    """The places of the node of this name or, where there is none, of the nodes in this module."""
+    by_name = [place for place, node in enumerate(nodes.names) if node == name]
+    within = [place for place, path in enumerate(nodes.modules) if path == name or path.startswith(name + ".")]
+    return within or by_name
 
 
-def _unknown(name: str, nodes: Nodes) -> str:
+def unknown(name: str, nodes: Nodes) -> str:
+    """What is wrong with a name that `find` does not find, and which are close to it."""
     paths = {path[: len(path) - cut] for path in set(nodes.modules) for cut in _ends(path)}
     known = list(dict.fromkeys([*sorted(paths - {""}), *nodes.names]))
     if not known:
-        return f"balance names {name!r}, but the nodes have no names here: cut by numbers of nodes"
+        return f"{name!r} is given, but the nodes have no names here: cut by numbers of nodes"
     close = difflib.get_close_matches(name, known)
     listing = ", ".join(map(repr, close or known[:5])) + ("" if close or len(known) <= 5 else ", ...")
     return f"no node or module is named {name!r}; {'close to it' if close else 'there'} are {listing}"
@@ -90,12 +100,14 @@ def _ends(path: str) -> Iterable[int]:
     yield from (len(path) - at for at, letter in enumerate(path) if letter == ".")
 
 
-def _out_of_order(before: str, start: int, name: str, place: int, nodes: Nodes) -> str:
-    if place == 0:
-        return f"{name!r} begins at the first node, where stage 0 begins without being named: leave it out"
+def _nothing_behind(name: str) -> str:
+    return f"{name!r} ends with the last node, where the last stage ends without being named: leave it out"
+
+
+def _out_of_order(before: str, end: int, name: str, place: int, nodes: Nodes) -> str:
     return (
-        f"{name!r} begins at {nodes.label(place)}, which is not behind {nodes.label(start)}, where {before!r} begins: "
-        "name each beginning once, in the order in which they run"
+        f"{name!r} ends with {nodes.label(place - 1)}, which is not behind {nodes.label(end - 1)}, where {before!r} "
+        "ends: name each end once, in the order in which they run"
     )
 
 

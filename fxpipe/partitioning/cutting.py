@@ -23,7 +23,7 @@ from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning.block import check_count, exact_integers, partition_integers
-from fxpipe.partitioning.by_hand import starts_by_hand
+from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.nodes import Nodes
 
 
@@ -76,7 +76,7 @@ def partition(
     |-------------------|----------------------------------------------------------------------------------------------|
     | `"block"`         | with the least bottleneck, any two apart by at most the largest item; if in doubt, use this  |
     | `[2, 2]`          | of these numbers of nodes                                                                    |
-    | `["decoder.up1"]` | the later ones begin at the first node that has this name, or is in the module of this path  |
+    | `["encoder"]`     | one ends behind the last node of this module (or this node); costs cut the rest               |
 
     Args:
         costs: of each node, finite and >= 0, in any one unit (seconds, bytes).
@@ -94,12 +94,14 @@ def partition(
     nodes = Nodes(tuple(costs), tuple(names), tuple(modules), forbidden or {})
     if stages > len(nodes.items()):
         raise PartitionError(nodes.why_not_so_many(stages))
-    if not isinstance(balance, str):
-        kind, starts = starts_by_hand(balance, stages, nodes)
-    elif balance == "block":
+    if isinstance(balance, str):
+        if balance != "block":
+            raise ArgumentError(_unknown_balance(balance, nodes))
         kind, starts = "block", _starts_by_block(stages, nodes)
+    elif is_by_names(balance, stages):
+        kind, starts = "names", (0, *cuts_by_names(balance, stages, nodes))
     else:
-        raise ArgumentError(_unknown_balance(balance, nodes))
+        kind, starts = "counts", starts_by_counts(balance, stages, nodes)
     sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
     return Partition(starts, tuple(sums), kind)
 
@@ -112,8 +114,8 @@ def _starts_by_block(stages: int, nodes: Nodes) -> tuple[int, ...]:
 
 def _unknown_balance(balance: str, nodes: Nodes) -> str:
     if balance in nodes.names or balance in nodes.modules:
-        return f"balance={balance!r} names a node or a module: to begin a stage there, write balance=[{balance!r}]"
+        return f"balance={balance!r} names a node or a module: to end a stage behind it, write balance=[{balance!r}]"
     return (
         f'balance={balance!r} is unknown; there is "block". To cut by hand, give a list: the number of nodes of each '
-        "stage, or the names of the nodes or modules at which the later stages begin"
+        "stage, or the names of the nodes or modules behind which a stage ends"
     )

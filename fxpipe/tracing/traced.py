@@ -16,6 +16,7 @@ number).
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,7 @@ class Traced:
     recorded_sizes: tuple[int, ...] = ()
     recorded_batches: tuple[int, ...] = ()
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
+    marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
     _modules: tuple[nn.Module, ...] = field(init=False)  # held: their ids in `flags` must not come again
@@ -135,6 +137,12 @@ class Traced:
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
         inside = [sum(n for name, n in numbers.items() if name.startswith(f"{path}.")) for path in self.whole]
         return max(inside, default=0) / max(sum(numbers.values()), 1)
+
+    @property
+    def marked(self) -> tuple[int, ...]:
+        """Places among `nodes` before which a mark (`fxpipe.cut`) stands; len(nodes): behind all of them."""
+        before = [n.meta.get("marks", 0) for n in self.nodes]
+        return tuple(bisect_left(before, number) for number in range(1, len(self.marks) + 1))
 
     @property
     def outputs(self) -> list[Any]:

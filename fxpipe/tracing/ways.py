@@ -27,6 +27,7 @@ from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, s
 from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
 from fxpipe.tracing.recording.general import general_paths
 from fxpipe.tracing.recording.kept import all_kept
+from fxpipe.tracing.recording.marks import refusing_missed
 from fxpipe.tracing.recording.record import record
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import ASKED
@@ -54,13 +55,13 @@ def find_graph(
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
     if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-        return _holding(finish(by_tracer(model, tracer, args, kwargs)))
+        return _holding(finish(_unmarked(by_tracer, model, tracer, args, kwargs)))
     if not isinstance(tracer, str):
-        return _holding(finish(by_function(model, tracer, args, kwargs)))
+        return _holding(finish(_unmarked(by_function, model, tracer, args, kwargs)))
     if tracer == "export":
-        return _holding(finish(export(model, args, kwargs, in_dims)))
+        return _holding(finish(_unmarked(export, model, args, kwargs, in_dims)))
     if tracer == "fx":
-        return _holding(finish(symbolic(model, args, kwargs)))
+        return _holding(finish(_unmarked(symbolic, model, args, kwargs)))
 
     def record_it(in_stages: bool = False) -> Traced:
         return _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_stages)
@@ -72,17 +73,23 @@ def find_graph(
             raise
         ways: dict[str, Callable[[], Traced]] = {}
         if tracer == "auto":
-            ways["torch.export"] = lambda: _holding(finish(export(model, args, kwargs, in_dims)))
+            ways["torch.export"] = lambda: _holding(finish(_unmarked(export, model, args, kwargs, in_dims)))
         if isinstance(error, CannotRecord) and error.in_stages:
             ways["comparing such values in the stages"] = lambda: record_it(in_stages=True)
         return _by_another(model, ways, error)
     if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
-            exported = _holding(finish(export(model, args, kwargs, in_dims)))
+            exported = _holding(finish(_unmarked(export, model, args, kwargs, in_dims)))
             if exported.largest_whole < recorded.largest_whole:
                 exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
                 return exported
     return recorded
+
+
+def _unmarked(way: Callable[..., Traced], *args: Any) -> Traced:
+    """A graph made without recording."""
+    with refusing_missed():
+        return way(*args)
 
 
 def _holding(traced: Traced) -> Traced:

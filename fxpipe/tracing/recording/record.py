@@ -203,6 +203,7 @@ def _record(
         requires_grad=requires_grad(model) if recorder.asks_for_gradients else None,
         seed=seed,
         lots=tuple(recorder.lots),
+        marks=tuple(recorder.marks),
     )
     _erase_unused_sizes(traced)
     return traced, recorder.foreign

@@ -131,6 +131,7 @@ class Recorder(TorchFunctionMode):
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
         self.outside: list[torch.Tensor] = []  # tensors of the model, or recorded, used while nothing is recorded
+        self.marks: list[str] = []  # source lines of `fxpipe.cut()`
         self.draws = Draws(seed)
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
@@ -276,6 +277,7 @@ class Recorder(TorchFunctionMode):
             label = f"_{label}"
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
+        node.meta["marks"] = len(self.marks)
         node.meta["changes"], self._changed = self._changed, frozenset()
         return node
 
