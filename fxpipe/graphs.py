@@ -1,0 +1,163 @@
+"""The graphs of one model: found for the inputs of a step, or recorded, cut and kept.
+
+A pipe has one for each kind of inputs, mode of the modules, state of the caller and answer of the guards. The first
+decides the stages and where parameters live; those beside it are cut to keep nodes where their parameters are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArgumentError, FxpipeError, StateError
+from fxpipe.planning import Prepared, prepare, prepare_beside
+from fxpipe.plans import Plan
+from fxpipe.runtime import Assembly, Driver, Engine, microbatches, wire
+from fxpipe.runtime.assembly import Tensors
+from fxpipe.settings import Settings
+from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.containers import has_values
+from fxpipe.tracing.recording.fake import without_values
+from fxpipe.tracing.recording.record import flags, input_leaves
+from fxpipe.tracing.traced import Traced
+from fxpipe.trees import flatten
+
+RESTLESS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
+MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
+
+
+class Inside:
+    """What a pipe has of its own, out of the way of the model's names: its plan, its graphs and its engine."""
+
+    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None, driver: Driver):
+        self.model, self.settings, self.given = model, settings, given
+        self.engine = Engine(model, driver)
+        self.plan: Plan | None = None
+        self.first: Prepared | None = None
+        self.graphs: list[tuple[Prepared, Assembly]] = []
+        self.closed = False
+        self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
+        self._warned = False
+
+    def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
+        with torch.inference_mode(False), torch.enable_grad():
+            self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
+
+    def assembly_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Assembly, list[Any], int]:
+        """The graph for these inputs, mode and state; recorded where there is none yet."""
+        if self.closed:
+            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
+        leaves, spec = flatten((args, kwargs))
+        if not all(map(has_values, leaves)):
+            raise ArgumentError(
+                "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
+            )
+        now, seed = flags(self.model), _next_random()
+        known = (graph for graph in self.graphs if graph[0].traced.matches(leaves, spec, now, seed))
+        prepared, assembly = next(known, None) or self._prepare(args, kwargs, seed)
+        batch = prepared.traced.batch_of(leaves)
+        if batch == 0:
+            raise ArgumentError(
+                "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
+            )
+        prepared.traced.check_parts(batch, microbatches.sizes(batch, min(self.settings.chunks, batch)))
+        return assembly, leaves, batch
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
+        """Records and cuts a graph; the first one decides where parameters live."""
+        if missing := without_values(self.model):
+            raise StateError(
+                f"the model has no values to run with: {missing[0]!r} is a meta or fake tensor; give it some first "
+                "(model.to_empty(device='cpu'), then model.load_state_dict(...); or load_state_dict(..., assign=True))"
+            )
+        try:
+            if self.first is None:
+                # Planned as it will be trained, also where the first call only evaluates.
+                with torch.inference_mode(False), torch.enable_grad():
+                    self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
+                self.plan = self.first.plan
+                _move(self.model, self.first, self.settings.devices)
+                kept = self._keep(self.first)
+                if self.first.traced.state == ThreadState.now():
+                    return kept
+            return self._keep(prepare_beside(self.first, args, kwargs, self.settings, seed))
+        except Exception as error:
+            _note_sizes(error, self.model, args, kwargs)
+            raise
+
+    def _keep(self, prepared: Prepared) -> tuple[Prepared, Assembly]:
+        traced = prepared.traced
+        assembly = Assembly(
+            prepared.program,
+            wire(prepared.program),
+            self.settings.devices,
+            traced.in_dims,
+            traced.out_dims,
+            traced.out_spec,
+            traced.state,
+            traced.constants,
+        )
+        self.graphs.append((prepared, assembly))
+        del self.graphs[:-MOST_GRAPHS]
+        self._warn_of_values(traced)
+        return prepared, assembly
+
+    def _warn_of_values(self, traced: Traced) -> None:
+        """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""
+        if not traced.guards or not traced.guards.questions or self._warned:
+            return
+        shapes = tuple((leaf.path, leaf.dtype, leaf.shape[1:], leaf.constant) for leaf in traced.leaves)
+        key = repr((traced.flags, traced.state, shapes))
+        seen = self._answers.setdefault(key, [])
+        seen.append({f"{guard.text} at {guard.where}": repr(guard.expected) for guard in traced.guards.questions})
+        if len(seen) > RESTLESS:
+            self._warned = True
+            reads = [read for read in seen[-1] if len({answers.get(read) for answers in seen}) > 1]
+            warnings.warn(
+                f"{len(seen)} graphs of {type(self.model).__name__} differ only in values that forward has read "
+                f"({'; '.join(reads)}), and each other value takes the time to record another; keep them in tensors "
+                "(torch.where, masks), take the reading outside forward, or keep the module that reads whole "
+                "(leaf_modules=)",
+                stacklevel=2,
+            )
+
+
+def _next_random() -> int:
+    """What torch's generator would draw next; it stays where it is, since the step draws from it."""
+    generator = torch.Generator()
+    generator.set_state(torch.default_generator.get_state())
+    return int(torch.randint(2**62, (), generator=generator, device="cpu").item())
+
+
+def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device]) -> None:
+    """Each parameter and buffer to the device of the first stage that uses it; the objects stay the same."""
+    moved = set()
+    for stage, device in zip(prepared.program.stages, devices, strict=True):
+        for name in stage.attributes:
+            if name not in moved and name not in prepared.traced.constants:
+                tensor = Tensors(model, {}).get(name)
+                if tensor.device != device:
+                    tensor.data = tensor.data.to(device)
+                    if tensor.grad is not None:
+                        tensor.grad.data = tensor.grad.data.to(device)
+                moved.add(name)
+
+
+def _note_sizes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Inputs that disagree on the batch size make a model fail in words of its own: add what one would look for."""
+    if isinstance(error, FxpipeError):
+        return
+    found = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
+    if len({size for _, size in found}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in found)
+        error.add_note(
+            f"fxpipe: inputs differ in dimension 0 ({sizes}); if it holds the batch, give all the same number of "
+            "samples"
+        )
