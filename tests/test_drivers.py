@@ -58,7 +58,7 @@ def pipe():
     """Planned once; tests change its settings and its driver."""
     torch.manual_seed(4)
     ids, _ = _data()
-    pipe = fxpipe.pipeline(Model(), ["cpu"] * STAGES, CHUNKS, balance=["inner.0", "inner.4"], example_args=(ids,))
+    pipe = fxpipe.pipeline(Model(), ["cpu"] * STAGES, CHUNKS, balance=["flatten", "inner.3"], example_args=(ids,))
     assert pipe.plan.portals
     pipe._fxpipe.engine.driver = Interleaved(0)  # no threads that outlive a test
     return pipe

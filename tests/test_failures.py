@@ -322,7 +322,7 @@ def test_an_error_of_a_builtin_names_its_node(capfd):
             return self.linear(self.table.weight)[0, 0] + torch.take(self.table.weight, k)
 
     k = torch.zeros(4, dtype=torch.int64)
-    with fxpipe.pipeline(Builtin(), ["cpu", "cpu"], 2, balance=["take"], example_args=(k,)) as pipe:
+    with fxpipe.pipeline(Builtin(), ["cpu", "cpu"], 2, balance=["getitem"], example_args=(k,)) as pipe:
         k[1] = 99
         with pytest.raises(IndexError, match="out of range") as caught:
             pipe(k)

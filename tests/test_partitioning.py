@@ -231,16 +231,32 @@ def test_forbidden_places_are_honoured(costs: list[float], data: st.DataObject) 
     [
         ([1, 3, 2], "counts", (0, 1, 4)),
         ((2, 2, 2), "counts", (0, 2, 4)),
-        (["stem_relu", "head"], "names", (0, 2, 5)),
-        (["stem", "body"], "names", (0, 1, 3)),  # modules that hold modules
-        (["body.0.conv", "body.0.relu"], "names", (0, 3, 4)),
-        (["stem", "body_relu"], "names", (0, 1, 4)),  # one of each
+        (["stem_conv", "body"], "names", (0, 2, 5)),
+        (["stem", "body"], "names", (0, 3, 5)),  # modules that hold modules
+        (["stem.relu", "body.0.conv"], "names", (0, 3, 4)),
+        (["x", "body_conv"], "names", (0, 1, 4)),  # nodes
+        (["body_conv"], "names", (0, 3, 4)),  # and one more where costs say
+        (["x"], "names", (0, 1, 3)),
     ],
 )
 def test_cuts_by_hand(balance: Any, kind: str, expected: tuple[int, ...]) -> None:
     cut = partition(COSTS, 3, balance=balance, names=NAMES, modules=MODULES)
     assert (cut.balance, cut.starts) == (kind, expected)
     assert math.fsum(cut.costs) == 10.0
+
+
+@given(rows, st.data())
+def test_cuts_between_required_ones_are_the_best(costs: list[float], data: st.DataObject) -> None:
+    n = len(costs)
+    required = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=3))) if n > 1 else []
+    stages = data.draw(st.integers(len(required) + 1, n))
+    names = [f"n{place}" for place in range(n)]
+    cut = partition(costs, stages, balance=[names[place - 1] for place in required] or "block", names=names)
+    assert len(cut.starts) == stages
+    assert set(required) <= set(cut.starts)
+    ways = (sorted(cuts) for cuts in combinations(range(1, n), stages - 1) if set(required) <= set(cuts))
+    best = min(max(block_sums(costs, [b - a for a, b in pairwise((0, *way, n))])) for way in ways)
+    assert max(block_sums(costs, [b - a for a, b in pairwise((*cut.starts, n))])) == best
 
 
 def test_a_module_is_not_found_by_half_its_name() -> None:
@@ -320,7 +336,7 @@ def test_forbidden_places_out_of_range_refused(place: int) -> None:
     ("balance", "error", "says"),
     [
         ("blocks", ArgumentError, "balance='blocks' is unknown; there is \"block\". To cut by hand, give a list"),
-        ("head", ArgumentError, "names a node or a module: to begin a stage there, write balance=['head']"),
+        ("head", ArgumentError, "names a node or a module: to end a stage behind it, write balance=['head']"),
         (3, ArgumentTypeError, "expected a str, or a list of ints or of strings"),
         ([1, 2, 3], ArgumentError, "has 3 entries for 2 stages: give 2 numbers of nodes that sum to 6"),
         ([], ArgumentError, "has 0 entries for 2 stages: give 2 numbers of nodes that sum to 6"),
@@ -333,11 +349,11 @@ def test_forbidden_places_out_of_range_refused(place: int) -> None:
         (
             ["stem", "head"],
             ArgumentError,
-            "has 2 names for 2 stages: give 1, since the first stage needs none; or give 2",
+            "has 2 names for 2 stages: give 1 or fewer, a stage ends behind each; or give 2",
         ),
         (["bodi.0"], PartitionError, "no node or module is named 'bodi.0'; close to it are 'body.0'"),
         (["zzzz"], PartitionError, "no node or module is named 'zzzz'; there are 'body', 'body.0',"),
-        (["x"], PartitionError, "'x' begins at the first node, where stage 0 begins without being named: leave it out"),
+        (["head"], PartitionError, "'head' ends with the last node, where the last stage ends without being named"),
     ],
 )
 def test_balance_refused(balance: Any, error: type[Exception], says: str) -> None:
@@ -346,21 +362,21 @@ def test_balance_refused(balance: Any, error: type[Exception], says: str) -> Non
 
 def test_names_out_of_order_refused() -> None:
     assert refusal(PartitionError, stages=3, balance=["body", "stem"]) == (
-        "'stem' begins at node 'stem_conv' (place 1), which is not behind node 'body_conv' (place 3), where 'body' "
-        "begins: name each beginning once, in the order in which they run"
+        "'stem' ends with node 'stem_relu' (place 2), which is not behind node 'body_relu' (place 4), where 'body' "
+        "ends: name each end once, in the order in which they run"
     )
 
 
 def test_a_place_named_twice_refused() -> None:
-    assert "'body_conv' begins at" in refusal(PartitionError, stages=3, balance=["body", "body_conv"])
+    assert "'body_relu' ends with" in refusal(PartitionError, stages=3, balance=["body", "body_relu"])
 
 
 def test_names_without_names_refused() -> None:
     said = refusal(PartitionError, balance=["head"], names=(), modules=())
-    assert said == "balance names 'head', but the nodes have no names here: cut by numbers of nodes"
+    assert said == "'head' is given, but the nodes have no names here: cut by numbers of nodes"
 
 
-@pytest.mark.parametrize("balance", [[2, 4], ["stem_relu"]])
+@pytest.mark.parametrize("balance", [[2, 4], ["stem_conv"]])
 def test_a_cut_by_hand_at_a_forbidden_place_refused(balance: Any) -> None:
     said = refusal(PartitionError, balance=balance, forbidden={2: "relu_ writes to its input", 3: "one buffer"})
     assert (

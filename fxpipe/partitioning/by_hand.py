@@ -31,7 +31,7 @@ def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
     return all(isinstance(entry, str) for entry in entries) and (bool(entries) or stages == 1)
 
 
-def _count(entry: int | str, entries: Sequence[int | str]) -> int:
+def _count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int:
     try:
         if isinstance(entry, bool | str):
             raise TypeError
@@ -43,7 +43,7 @@ def _count(entry: int | str, entries: Sequence[int | str]) -> int:
         ) from None
 
 
-def starts_by_counts(entries: Sequence[int], stages: int, nodes: Nodes) -> tuple[int, ...]:
+def starts_by_counts(entries: Sequence[int] | Sequence[str], stages: int, nodes: Nodes) -> tuple[int, ...]:
     """The place at which each stage begins, from a number of nodes for each."""
     counts, n = [_count(entry, entries) for entry in entries], len(nodes.costs)
     if len(counts) != stages:
@@ -60,11 +60,12 @@ def starts_by_counts(entries: Sequence[int], stages: int, nodes: Nodes) -> tuple
     return starts
 
 
-def cuts_by_names(names: Sequence[str], stages: int, nodes: Nodes) -> tuple[int, ...]:
+def cuts_by_names(given: Sequence[int] | Sequence[str], stages: int, nodes: Nodes) -> tuple[int, ...]:
     """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
+    names = [str(name) for name in given]
     if len(names) > stages - 1:
         raise ArgumentError(
-            f"balance={[*names]} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
+            f"balance={names} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
             f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
         )
     found = [(name, find(name, nodes)) for name in names]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, PartitionError
@@ -76,7 +76,7 @@ def partition(
     |-------------------|----------------------------------------------------------------------------------------------|
     | `"block"`         | with the least bottleneck, any two apart by at most the largest item; if in doubt, use this  |
     | `[2, 2]`          | of these numbers of nodes                                                                    |
-    | `["encoder"]`     | one ends behind the last node of this module (or this node); costs cut the rest               |
+    | `["encoder"]`     | one ends behind the last node of this module (or this node); costs cut the rest              |
 
     Args:
         costs: of each node, finite and >= 0, in any one unit (seconds, bytes).
@@ -99,7 +99,7 @@ def partition(
             raise ArgumentError(_unknown_balance(balance, nodes))
         kind, starts = "block", _starts_by_block(stages, nodes)
     elif is_by_names(balance, stages):
-        kind, starts = "names", (0, *cuts_by_names(balance, stages, nodes))
+        kind, starts = "names", _starts_between(cuts_by_names(balance, stages, nodes), stages, nodes)
     else:
         kind, starts = "counts", starts_by_counts(balance, stages, nodes)
     sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
@@ -107,9 +107,54 @@ def partition(
 
 
 def _starts_by_block(stages: int, nodes: Nodes) -> tuple[int, ...]:
-    costs, items = exact_integers(nodes.costs), nodes.items()
-    lengths = partition_integers([sum(costs[start:stop]) for start, stop in pairwise([*items, len(costs)])], stages)
-    return tuple(items[first] for first in accumulate(lengths[:-1], initial=0))
+    return _starts_between((), stages, nodes)
+
+
+def _starts_between(required: Sequence[int], stages: int, nodes: Nodes) -> tuple[int, ...]:
+    """Cuts at the required places, and the others where the largest cost of a stage is least.
+
+    Between required cuts each part is cut by itself. A stage more makes no part's largest one larger, so to give one at
+    a time to the part that has the largest leads to the least bottleneck.
+    """
+    costs = exact_integers(nodes.costs)
+    parts = [_Part.of(start, stop, costs, nodes) for start, stop in pairwise([0, *required, len(costs)])]
+    if len(parts) == 1:
+        return parts[0].in_stages(stages).starts
+    for _ in range(stages - len(parts)):
+        at = max((p for p, part in enumerate(parts) if part.can_be_cut), key=lambda p: parts[p].bottleneck)
+        parts[at] = parts[at].in_stages(len(parts[at].lengths) + 1)
+    return tuple(start for part in parts for start in part.starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The items between two required cuts, in so many stages."""
+
+    items: tuple[int, ...]  # the places at which they begin
+    costs: tuple[int, ...]
+    lengths: tuple[int, ...]  # of the stages, in items
+
+    @classmethod
+    def of(cls, start: int, stop: int, costs: Sequence[int], nodes: Nodes) -> _Part:
+        items = tuple(place for place in nodes.items() if start <= place < stop)
+        sums = tuple(sum(costs[one:two]) for one, two in pairwise([*items, stop]))
+        return cls(items, sums, (len(items),))
+
+    def in_stages(self, number: int) -> _Part:
+        return replace(self, lengths=partition_integers(self.costs, number))
+
+    @property
+    def can_be_cut(self) -> bool:
+        return len(self.lengths) < len(self.items)
+
+    @property
+    def bottleneck(self) -> int:
+        ends = accumulate(self.lengths, initial=0)
+        return max(sum(self.costs[start:stop]) for start, stop in pairwise(ends))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return tuple(self.items[first] for first in accumulate(self.lengths[:-1], initial=0))
 
 
 def _unknown_balance(balance: str, nodes: Nodes) -> str:
