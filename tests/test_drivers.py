@@ -166,7 +166,7 @@ def test_autocast_under_every_driver():
     """Autocast's cache belongs to the process: what one worker clears must not move the bits of another."""
     x = torch.randn(32, 16)
     pipe = fxpipe.pipeline(
-        nn.Sequential(*(Thrice() for _ in CPUS)), ["cpu"] * STAGES, 8, balance=["1", "2"], example_args=(x,)
+        nn.Sequential(*(Thrice() for _ in CPUS)), ["cpu"] * STAGES, 8, balance=["0", "1"], example_args=(x,)
     )
 
     def run(driver):

@@ -350,7 +350,7 @@ def test_recomputing_comes_to_the_same_bits_where_no_grad_takes_other_kernels():
             return self.head(self.lstm(x)[0].mean(1))
 
     plain, x, target = Recurrent(), torch.randn(BATCH, 5, 6), torch.randn(BATCH, 4)
-    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,), balance=["head"]) as pipe:
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,), balance=["lstm"]) as pipe:
         train_step(plain, (x,), {}, target, F.mse_loss, chunks=3, order="1f1b", seed=0, batch=BATCH)
         for checkpoint in CHECKPOINTS:
             _set(pipe, checkpoint=checkpoint)
