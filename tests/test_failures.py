@@ -104,7 +104,7 @@ def _data():
 
 def _make(model, **options):
     x, samples, _ = _data()
-    options = {"balance": ["blocks.1", "blocks.2"], "example_args": (x, samples)} | options
+    options = {"balance": ["blocks.0", "blocks.1"], "example_args": (x, samples)} | options
     pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, **options)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
