@@ -24,6 +24,8 @@ from fxpipe.errors import PartitionError
 from fxpipe.partitioning.by_hand import find, unknown
 from fxpipe.partitioning.nodes import Nodes
 
+MOST_WAYS = 16  # to be compared
+
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
@@ -34,13 +36,14 @@ class Pinned:
     high: tuple[int, ...]  # by place: the last one
 
 
-def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> Pinned:
-    """The bounds that `pins` (name of a node, or path of a module -> device) set; `placement` grows where it must.
+def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> tuple[Pinned, ...]:
+    """The ways to satisfy `pins` (name of a node, or path of a module -> device), those with the fewest stages first.
 
-    A module's pin holds for the modules in it, unless they have one of their own.
+    There are several where a pinned node can go into a stage that is there or into one more. A module's pin holds for
+    the modules in it, unless they have one of their own.
 
     Raises:
-        PartitionError: a name that no node or module has.
+        PartitionError: a name that no node or module has; or no way, since each stage needs a node.
     """
     device_of: dict[int, int] = {}
     for name in sorted(pins, key=len):  # longer paths are further inside, and come later
@@ -48,14 +51,50 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> P
         if not places:
             raise PartitionError(unknown(name, nodes))
         device_of |= dict.fromkeys(places, pins[name])
-    grown, stage_of, stage = [*placement], {}, 0
+    first = device_of.get(0, placement[0])  # the first node is in the first stage
+    ways = [_Way((first, *(d for d in placement if d != first)) if first != placement[0] else tuple(placement), ())]
     for place, device in sorted(device_of.items()):
-        later = (j for j in range(stage, len(grown)) if grown[j] == device)
-        stage = next(later, len(grown))
-        if stage == len(grown):
-            grown.append(device)
-        stage_of[place] = stage
-    n = len(nodes.costs)
+        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MOST_WAYS]
+    found = (_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
+    possible = tuple(way for way in found if _leaves_a_node_for_each(way))
+    if not possible:
+        raise PartitionError(
+            f"pin={dict(pins)!r}: the {len(nodes.costs)} nodes are too few for the stages that this takes; use fewer "
+            "devices, or pin less"
+        )
+    return possible
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Stages for the first pinned places."""
+
+    placement: tuple[int, ...]
+    stage_of: tuple[tuple[int, int], ...]  # (place, stage), ascending
+
+    def with_pin(self, place: int, device: int) -> list[_Way]:
+        stage = self.stage_of[-1][1] if self.stage_of else 0
+        if self.stage_of and self.placement[stage] == device and self.stage_of[-1][0] == place - 1:
+            return [_Way(self.placement, (*self.stage_of, (place, stage)))]  # it goes on as it was
+        there = [j for j in range(stage, len(self.placement)) if self.placement[j] == device]
+        ways = [_Way(self.placement, (*self.stage_of, (place, j))) for j in there]
+        if self.placement[-1] != device:
+            ways.append(_Way((*self.placement, device), (*self.stage_of, (place, len(self.placement)))))
+        return ways
+
+
+def _bounds(way: _Way, n: int) -> Pinned:
+    stage_of, last = dict(way.stage_of), len(way.placement) - 1
     low = accumulate((stage_of.get(place, 0) for place in range(n)), max)
-    high = accumulate((stage_of.get(place, len(grown) - 1) for place in reversed(range(n))), min)
-    return Pinned(tuple(grown), tuple(low), tuple(high)[::-1])
+    high = accumulate((stage_of.get(place, last) for place in reversed(range(n))), min)
+    return Pinned(way.placement, tuple(low), tuple(high)[::-1])
+
+
+def _leaves_a_node_for_each(way: Pinned) -> bool:
+    """Can every stage have a node: is there a walk through the places that enters each stage in turn?"""
+    stage = -1
+    for low, high in zip(way.low, way.high, strict=True):
+        stage = min(stage + 1, high)  # as early as can be
+        if stage < low:
+            return False
+    return stage == len(way.placement) - 1

@@ -1,0 +1,133 @@
+"""Pins and marks: what they say of stages, by themselves. How they go through planning: test_by_hand.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, PartitionError, TraceError
+from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.pins import pinned
+
+NODES = Nodes(
+    costs=(1.0,) * 6,
+    names=("embed", "blocks_0_linear", "blocks_0_relu", "blocks_1_linear", "blocks_1_relu", "head"),
+    modules=("embed", "blocks.0.linear", "blocks.0", "blocks.1.linear", "blocks.1", "head"),
+    forbidden={},
+)
+
+
+def test_without_pins_every_place_is_free() -> None:
+    found, *_ = pinned({}, (0, 1, 2), NODES)
+    assert found.placement == (0, 1, 2)
+    assert found.low == (0,) * 6
+    assert found.high == (2,) * 6
+
+
+def test_a_pin_bounds_what_is_before_and_behind() -> None:
+    found, *_ = pinned({"blocks.0": 1}, (0, 1, 2), NODES)
+    assert found.low == (0, 1, 1, 1, 1, 1)
+    assert found.high == (1, 1, 1, 2, 2, 2)
+
+
+def test_the_inner_pin_counts() -> None:
+    found, *_ = pinned({"blocks": 0, "blocks.1": 1}, (0, 1), NODES)
+    assert found.low == (0, 0, 0, 1, 1, 1)
+    assert found.high == (0, 0, 0, 1, 1, 1)
+
+
+def test_the_root_is_all_that_has_no_pin_of_its_own() -> None:
+    found, *_ = pinned({"": 1, "embed": 0}, (0, 1), NODES)
+    assert found.low == found.high == (0, 1, 1, 1, 1, 1)
+
+
+def test_going_back_to_an_earlier_device_takes_a_stage_more() -> None:
+    found, *_ = pinned({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), NODES)
+    assert found.placement == (0, 1, 0)
+    assert found.low == (0, 1, 1, 1, 1, 2)
+    assert found.high == (0, 1, 1, 2, 2, 2)
+
+
+def test_a_head_on_the_first_device_leaves_room_for_the_others() -> None:
+    """Without any other pin, too: else all that is before it would have to be on the first device."""
+    found, *_ = pinned({"head": 0}, (0, 1), NODES)
+    assert found.placement == (0, 1, 0)
+    assert found.low == (0, 0, 0, 0, 0, 2)
+    assert found.high == (2,) * 6
+
+
+def test_several_stages_on_a_device_are_used_before_more_are_made() -> None:
+    found, *_ = pinned({"blocks.0": 1, "blocks.1": 0}, (0, 1, 0, 1), NODES)
+    assert found.placement == (0, 1, 0, 1)
+    assert found.low == (0, 1, 1, 2, 2, 2)
+    assert found.high == (1, 1, 1, 2, 2, 3)
+
+
+def test_the_device_of_the_first_node_is_the_first() -> None:
+    found, *_ = pinned({"embed": 1}, (0, 1, 2), NODES)
+    assert found.placement == (1, 0, 2)
+    assert (found.low[0], found.high[0]) == (0, 0)
+
+
+def test_an_unknown_name_is_refused_with_those_close_to_it() -> None:
+    with pytest.raises(PartitionError, match="no node or module is named 'haed'; close to it are 'head'"):
+        pinned({"haed": 0}, (0, 1), NODES)
+
+
+def test_a_stage_more_is_another_way() -> None:
+    """To be compared: the head may share a stage of its device with all that is before it, or have one behind."""
+    ways = pinned({"blocks.1": 0, "head": 1}, (0, 1), NODES)
+    assert [way.placement for way in ways] == [(0, 1), (0, 1, 0, 1)]
+    assert ways[0].high == (0, 0, 0, 0, 0, 1)
+    assert ways[1].low == (0, 0, 0, 2, 2, 3)
+
+
+def test_pins_that_need_more_stages_than_nodes_are_refused() -> None:
+    few = Nodes((1.0,) * 3, ("a", "b", "c"), ("a", "b", "c"), {})
+    with pytest.raises(PartitionError, match="the 3 nodes are too few for the stages that this takes"):
+        pinned({"a": 2, "b": 0}, (0, 1, 2), few)
+
+
+# -- marks -----------------------------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    def __init__(self, every: int = 2, layers: int = 6):
+        super().__init__()
+        self.every = every
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            if k and k % self.every == 0:
+                fxpipe.cut()
+            x = layer(x).relu()
+        return x
+
+
+def test_marks_stand_where_forward_has_them() -> None:
+    traced = fxpipe.trace(Marked(), (torch.randn(2, 4),))
+    assert [traced.nodes[place].name for place in traced.marked] == ["layers_2", "layers_4"]
+    assert len(traced.marks) == 2
+    assert all("test_pins.py" in mark for mark in traced.marks)
+
+
+def test_a_mark_outside_planning_does_nothing() -> None:
+    x, model = torch.randn(2, 4), Marked()
+    plain = model(x)
+    assert torch.equal(plain, Marked.forward(model, x))
+    assert fxpipe.cut() is None
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_a_tracer_that_does_not_see_marks_says_so(tracer: str) -> None:
+    with pytest.raises(TraceError, match=r"fxpipe\.cut\(\) is seen by recording only"):
+        fxpipe.trace(Marked(), (torch.randn(2, 4),), tracer=tracer)
+
+
+def test_a_mark_in_a_module_kept_whole_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Marked())
+    with pytest.raises(ArgumentError, match="stands in a part of module '1' that runs as one node"):
+        fxpipe.trace(model, (torch.randn(2, 4),), leaf_modules=["1"])
