@@ -87,7 +87,13 @@ def test_a_stage_more_is_another_way() -> None:
 def test_pins_that_need_more_stages_than_nodes_are_refused() -> None:
     few = Nodes((1.0,) * 3, ("a", "b", "c"), ("a", "b", "c"), {})
     with pytest.raises(PartitionError, match="the 3 nodes are too few for the stages that this takes"):
-        pinned({"a": 2, "b": 0}, (0, 1, 2), few)
+        pinned({"a": 0, "c": 0}, (0, 1, 2), few)
+
+
+def test_a_map_of_all_modules_uses_the_devices_that_it_names() -> None:
+    found = pinned({"": 2, "head": 0}, (0, 1, 2), NODES)
+    assert [way.placement for way in found] == [(2, 0)]
+    assert found[0].low == found[0].high == (0, 0, 0, 0, 0, 1)
 
 
 # -- marks -----------------------------------------------------------------------------------------------------------

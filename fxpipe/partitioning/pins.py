@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 from fxpipe.errors import PartitionError
 from fxpipe.partitioning.by_hand import find, unknown
@@ -51,8 +51,7 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
         if not places:
             raise PartitionError(unknown(name, nodes))
         device_of |= dict.fromkeys(places, pins[name])
-    first = device_of.get(0, placement[0])  # the first node is in the first stage
-    ways = [_Way((first, *(d for d in placement if d != first)) if first != placement[0] else tuple(placement), ())]
+    ways = [_Way(_first_placement(device_of, placement, len(nodes.costs)), ())]
     for place, device in sorted(device_of.items()):
         ways = [longer for way in ways for longer in way.with_pin(place, device)][:MOST_WAYS]
     found = (_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
@@ -63,6 +62,17 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
             "devices, or pin less"
         )
     return possible
+
+
+def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: int) -> tuple[int, ...]:
+    """The stages to begin with: as given, but on the device of the first node; none for a device without nodes."""
+    if len(device_of) == n:  # a map of all modules: the runs of nodes on one device
+        return tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
+    first = device_of.get(0, placement[0])
+    rest = [*placement]
+    if first in rest:
+        rest.remove(first)
+    return (first, *rest)
 
 
 @dataclass(frozen=True, slots=True)
