@@ -5,8 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
 
 from fxpipe.errors import ArgumentError
+from fxpipe.polynomials import Polynomial
+
+if TYPE_CHECKING:
+    import sympy
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """What a stage holds in memory, of one micro-batch of `b` samples."""
+
+    trained: int = 0  # of the stage's parameters those that have a gradient and a state of the optimizer
+    received: Polynomial = Polynomial()  # kept for backward of what other stages made; for each micro-batch in flight
+    held: Polynomial = Polynomial()  # kept for backward beside that; where the stage recomputes, for one in flight
+    working: Polynomial = Polynomial()  # held for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +35,13 @@ class StagePlan:
     forward_seconds: float
     backward_seconds: float
     parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
-    activation_bytes: int  # of all that the nodes make
+    activation_bytes: int  # kept for backward
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
+    recompute: bool = False  # does it run its forward again before its backward, rather than keep what that needs
+    copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
+    in_flight: int = 1  # micro-batches that have gone forward and not yet back, at most
+    bytes: StageBytes = StageBytes()
+    flops: Polynomial = Polynomial()  # forward and backward of one micro-batch, recomputation not counted
 
 
 @dataclass(frozen=True, slots=True)

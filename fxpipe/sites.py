@@ -1,0 +1,100 @@
+"""Where stages run, in plain numbers: what a device does in a second, what it holds, and how far it is to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.hardware import Hardware, link_at_hand, link_between, memory_at_hand
+from fxpipe.partitioning.chain import Link, Site
+from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling.actions import Kind
+
+if TYPE_CHECKING:
+    import torch
+
+    from fxpipe.settings import Settings
+
+MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A device of the pipe, as planning sees it."""
+
+    kind: int  # devices of one kind take the same time for the same work
+    memory: float | None  # bytes that stages on it may take; None: not limited
+
+
+def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
+    """One device of each kind among these, in order of appearance: what has to be profiled."""
+    found: dict[str, torch.device] = {}
+    for device in devices:
+        found.setdefault(_kind(device), device)
+    return list(found.values())
+
+
+def workers_of(settings: Settings) -> tuple[Worker, ...]:
+    """The settings' workers."""
+    names = [_kind(device) for device in kinds_of(settings.workers)]
+    limits = settings.memory_limits or tuple(_memory(device, settings.hardware) for device in settings.workers)
+    return tuple(
+        Worker(0 if settings.hardware else names.index(_kind(device)), limit)
+        for device, limit in zip(settings.workers, limits, strict=True)
+    )
+
+
+def sites_of(settings: Settings, placement: Sequence[int], micro_batches: int) -> tuple[Site, ...]:
+    """A site for each stage; stages on one worker share its memory alike."""
+    workers = workers_of(settings)
+    flights = in_flight(settings.schedule, placement, micro_batches)
+    sites = []
+    for j, k in enumerate(placement):
+        memory = workers[k].memory
+        sites.append(
+            Site(
+                kind=workers[k].kind,
+                memory=None if memory is None else memory / placement.count(k),
+                link=_link(settings, placement[j - 1], k) if j else None,
+                in_flight=flights[j],
+                may_recompute=settings.checkpoint == "auto" and memory is not None,
+                must_recompute=settings.checkpoint in ("always", "except_last"),
+                state=1.0 + settings.optimizer_state,
+            )
+        )
+    return tuple(sites)
+
+
+def in_flight(schedule: str, placement: Sequence[int], micro_batches: int) -> tuple[int, ...]:
+    """For each stage how many micro-batches have gone forward and not yet back, at most."""
+    made = make_schedule(schedule, len(placement), micro_batches, placement=tuple(placement))
+    now, most = [0] * len(placement), [0] * len(placement)
+    for row in made.rows:
+        for action in row:
+            now[action.stage] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
+            most[action.stage] = max(most[action.stage], now[action.stage])
+    return tuple(most)
+
+
+def _kind(device: torch.device) -> str:
+    """Two GPUs of one make are of one kind."""
+    if device.type != "cuda":
+        return device.type
+    import torch
+
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else str(device)
+
+
+def _memory(device: torch.device, hardware: Hardware | None) -> float | None:
+    memory = hardware.memory if hardware is not None else memory_at_hand(device)
+    return None if memory is None else memory * (1 - MARGIN)
+
+
+def _link(settings: Settings, one: int, other: int) -> Link | None:
+    """The way between two workers; None where a value is handed over."""
+    if one == other:
+        return None
+    if settings.hardware is not None:
+        return link_between(settings.hardware, one, other)
+    return link_at_hand(settings.workers[one], settings.workers[other])
