@@ -38,6 +38,7 @@ def pipeline(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     plan: Plan | None = None,
+    stages_per_device: int = 1,
 ) -> Pipeline:
     """Makes a pipeline of any module.
 
@@ -50,10 +51,10 @@ def pipeline(
 
     Args:
         model: any `nn.Module`, as it is.
-        devices: one for each stage; a device may stand there several times (`["cpu", "cpu"]` is two workers, each with
-            its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
+        devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
+            with its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each
-            stage.
+            worker.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
         balance: "block" (measured, least bottleneck), or by hand: numbers of nodes, or names of nodes or modules at
             which the later stages begin.
@@ -71,6 +72,8 @@ def pipeline(
         check: compare each graph with the model on real values before it is used.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it.
+        stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
+            micro-batch goes round as often: each stage is shorter, and a device waits less before its first one.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -89,7 +92,18 @@ def pipeline(
             f"example_kwargs is a {type(example_kwargs).__name__}; expected a dict of inputs by name"
         )
     settings = make_settings(
-        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check, plan
+        devices,
+        chunks,
+        schedule,
+        checkpoint,
+        balance,
+        tracer,
+        in_dims,
+        out_dims,
+        leaf_modules,
+        check,
+        plan,
+        stages_per_device,
     )
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
@@ -113,7 +127,7 @@ class Pipeline(nn.Module):
         super().__init__()
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["_fxpipe"] = Inside(model, settings, given, driver or Workers(settings.devices))
+        own["_fxpipe"] = Inside(model, settings, given, driver or Workers(settings.workers))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +142,7 @@ class Pipeline(nn.Module):
         with inside.engine.running():
             assembly, leaves, batch = inside.assembly_for(args, kwargs)
             settings = inside.settings
-            return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint)
+            return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
 
     def forward_backward(
         self,
@@ -181,7 +195,9 @@ class Pipeline(nn.Module):
             assembly, leaves, batch = inside.assembly_for(args, kwargs)
             settings = inside.settings
             m = min(settings.chunks, batch)
-            schedule = make_schedule(settings.schedule, len(settings.devices), m, settings.checkpoint)
+            schedule = make_schedule(
+                settings.schedule, len(settings.placement), m, settings.checkpoint, settings.placement
+            )
             targets = () if target is None else (target,)
             return inside.engine.forward_backward(
                 assembly, leaves, batch, schedule, loss_fn or _own_loss, targets, reduction
@@ -212,8 +228,10 @@ class Pipeline(nn.Module):
 
     def extra_repr(self) -> str:
         inside = self._fxpipe
-        devices = ", ".join(map(str, inside.settings.devices))
-        return f"{type(self.model).__name__} on [{devices}], {inside.settings.chunks} micro-batches"
+        workers, stages = inside.settings.workers, len(inside.settings.placement)
+        shared = f"in {stages} stages " if stages > len(workers) else ""
+        devices = ", ".join(map(str, workers))
+        return f"{type(self.model).__name__} {shared}on [{devices}], {inside.settings.chunks} micro-batches"
 
     # -- its life ----------------------------------------------------------------------------------------------------
 

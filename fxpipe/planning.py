@@ -45,6 +45,7 @@ def plan(
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
+    stages_per_device: int = 1,
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
@@ -57,25 +58,42 @@ def plan(
             estimates, and `Plan.estimated_for` says of what hardware.
         stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
         example_args, example_kwargs: a mini-batch as training will use it.
-        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check: as for
-            `fxpipe.pipeline`.
+        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check,
+            stages_per_device: as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.settings import make_settings
+    from fxpipe.settings import make_settings, parse_stages_per_device
 
+    per_device = parse_stages_per_device(stages_per_device)
     if devices is None and stages is not None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
-        devices = ["cpu"] * stages
+        if stages % per_device:
+            raise ArgumentError(
+                f"stages={stages} cannot be shared out with stages_per_device={per_device}; give a multiple of it"
+            )
+        devices = ["cpu"] * (stages // per_device)
     settings = make_settings(
-        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check
+        devices,
+        chunks,
+        schedule,
+        checkpoint,
+        balance,
+        tracer,
+        in_dims,
+        out_dims,
+        leaf_modules,
+        check,
+        stages_per_device=per_device,
     )
-    if stages is not None and stages != len(settings.devices):
+    if stages is not None and stages != len(settings.placement):
+        shared = f" of {per_device} stages" if per_device > 1 else ""
         raise ArgumentError(
-            f"stages={stages}, but devices has {len(settings.devices)} entries; give as many, or leave stages out"
+            f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
+            "out"
         )
     return prepare(model, example_args, example_kwargs or {}, settings).plan
 
@@ -107,10 +125,10 @@ def prepare(
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         with undone(model):  # hooks, and modules kept whole, run as they are
-            profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.devices))
+            profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.workers))
     cut = partition(
         profiled.seconds,
-        len(settings.devices),
+        len(settings.placement),
         balance=settings.balance if given is None else tuple(len(stage.nodes) for stage in given.stages),
         forbidden=forbidden_cuts(traced),
         names=[n.name for n in traced.nodes],
@@ -158,11 +176,11 @@ def _trace(
     return traced, -(-batch // min(settings.chunks, batch))
 
 
-def _worker_threads(devices: Sequence[torch.device]) -> int:
+def _worker_threads(workers: Sequence[torch.device]) -> int:
     """A worker's share of the cores: what is measured must be what will run."""
     import torch
 
-    return max(1, torch.get_num_threads() // len(devices))
+    return max(1, torch.get_num_threads() // len(workers))
 
 
 def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
@@ -231,6 +249,7 @@ def _prepared(
         traced.why,
         tuple(map(str, traced.guards.questions)) if traced.guards else (),
         profiled.estimated_for if profiled is not None else "",
+        settings.placement,
     )
     return Prepared(plan, traced, program)
 

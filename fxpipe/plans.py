@@ -60,17 +60,27 @@ class Plan:
 
     stages: tuple[StagePlan, ...]
     portals: tuple[Portal, ...]
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # by stage
     schedule: str
     chunks: int
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
-    checkpoint: str
+    checkpoint: str | tuple[str, ...]  # or one for each stage
     balance: str
     tracer: str
     fingerprint: str  # of the graph that was planned
     why: tuple[str, ...] = ()  # how the tracer came to this graph, where that is not plain recording
     guards: tuple[str, ...] = ()  # values that forward read; with other ones another graph runs
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
+    placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", tuple(range(len(self.stages))))
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """For each worker its device."""
+        return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -87,7 +97,9 @@ class Plan:
             fields = json.loads(Path(path).read_text())
             stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
             portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
-            fields |= {key: tuple(fields.get(key, ())) for key in ("why", "guards")}
+            fields |= {key: tuple(fields.get(key, ())) for key in ("why", "guards", "placement")}
+            if isinstance(fields["checkpoint"], list):
+                fields["checkpoint"] = tuple(fields["checkpoint"])
             return cls(stages, portals, tuple(fields.pop("devices")), **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArgumentError(

@@ -15,7 +15,7 @@ from fxpipe.plans import Plan
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 from fxpipe.tracing.ways import Tracer, check_tracer
 
-CHUNKS_PER_STAGE = 4  # GPipe, section 2.3: the bubble is negligible from there on
+CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 BALANCES = ("block",)  # besides those by hand
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
@@ -24,10 +24,11 @@ TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 class Settings:
     """How to make a pipeline. `chunks` is a number and `checkpoint` a mode: what was "auto" is decided."""
 
-    devices: tuple[torch.device, ...]  # one for each stage
+    workers: tuple[torch.device, ...]  # for each worker its device
+    placement: tuple[int, ...]  # for each stage its worker
     chunks: int
     schedule: str
-    checkpoint: str
+    checkpoint: str | tuple[str, ...]  # or one for each stage
     balance: str | tuple[int, ...] | tuple[str, ...]
     tracer: Tracer
     in_dims: Any
@@ -35,12 +36,17 @@ class Settings:
     leaf_modules: tuple[str | type[nn.Module], ...] = ()
     check: bool = True
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """For each stage its device."""
+        return tuple(self.workers[k] for k in self.placement)
+
 
 def make_settings(
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     schedule: str,
-    checkpoint: str,
+    checkpoint: str | tuple[str, ...],
     balance: str | Sequence[int] | Sequence[str],
     tracer: Tracer,
     in_dims: Any,
@@ -48,24 +54,25 @@ def make_settings(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     plan: Plan | None = None,
+    stages_per_device: int = 1,
 ) -> Settings:
     """Checks each argument by itself. With a plan, what is left to it is the plan's.
 
     Raises:
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
     """
+    per_device = parse_stages_per_device(stages_per_device)
     if plan is not None:
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance)
-    places = parse_devices(devices)
-    if plan is not None and len(plan.stages) != len(places):
-        raise ArgumentError(f"plan has {len(plan.stages)} stages, but devices has {len(places)} entries; give as many")
-    checkpoint = _one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
+    workers = parse_devices(devices)
+    placement = _placed(len(workers), per_device, plan)
     return Settings(
-        places,
-        parse_chunks(chunks, len(places)),
+        workers,
+        placement,
+        parse_chunks(chunks, len(workers)),
         _one_of("schedule", schedule, TRAINING_SCHEDULES),
-        "never" if checkpoint == "auto" else checkpoint,
-        parse_balance(balance, len(places)),
+        parse_checkpoint(checkpoint, len(placement)),
+        parse_balance(balance, len(placement)),
         check_tracer(tracer),
         in_dims,
         out_dims,
@@ -74,13 +81,45 @@ def make_settings(
     )
 
 
+def _placed(workers: int, per_device: int, plan: Plan | None) -> tuple[int, ...]:
+    """For each stage its worker: stage after stage in loops over the workers, or as the plan has it."""
+    if plan is not None and per_device == 1:
+        placement, accepted = plan.placement, max(plan.placement) + 1
+        if workers != accepted:
+            shared = f" on {accepted} devices" if accepted < len(placement) else ""
+            raise ArgumentError(
+                f"plan has {len(placement)} stages{shared}, but devices has {workers} entries; give {accepted}"
+            )
+        return placement
+    placement = tuple(range(workers)) * per_device
+    if plan is not None and len(plan.stages) != len(placement):
+        raise ArgumentError(
+            f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
+            f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
+        )
+    return placement
+
+
+def parse_stages_per_device(given: int) -> int:
+    """How many stages each worker has."""
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = None
+    if count is None or isinstance(given, bool):
+        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
+    if count < 1:
+        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
+    return count
+
+
 def _left_to_plan(
     plan: Plan,
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
-    checkpoint: str,
+    checkpoint: str | tuple[str, ...],
     balance: str | Sequence[int] | Sequence[str],
-) -> tuple[Sequence[str | torch.device], int | str, str]:
+) -> tuple[Sequence[str | torch.device], int | str, str | tuple[str, ...]]:
     """Devices, chunks and checkpoint: the plan's, where they were not given."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
@@ -89,7 +128,7 @@ def _left_to_plan(
     if not isinstance(balance, str) or balance != "block":
         raise ArgumentError(f"balance={balance!r} and a plan, which has its stages already: give one of them")
     return (
-        plan.devices if devices is None else devices,
+        plan.workers if devices is None else devices,
         plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
         plan.checkpoint if checkpoint == "auto" else checkpoint,
     )
@@ -110,18 +149,16 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
 
 
 def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
-    """One device for each stage. None: all CUDA devices, or two CPU workers where there is none."""
+    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none."""
     if devices is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise ArgumentTypeError(
-            f"devices={devices!r}: expected a list with a device for each stage, as in ['cpu', 'cpu']"
+            f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
         )
     if not devices:
-        raise ArgumentError(
-            "devices is empty: give a device for each stage, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']"
-        )
+        raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
     return tuple(_parse_device(device) for device in devices)
 
 
@@ -143,10 +180,10 @@ def _parse_device(given: str | torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def parse_chunks(chunks: int | str, stages: int) -> int:
+def parse_chunks(chunks: int | str, workers: int) -> int:
     """The number of micro-batches."""
     if isinstance(chunks, str) and chunks == "auto":
-        return CHUNKS_PER_STAGE * stages
+        return CHUNKS_PER_WORKER * workers
     try:
         count = operator.index(chunks)  # type: ignore[arg-type]
     except TypeError:
@@ -158,6 +195,16 @@ def parse_chunks(chunks: int | str, stages: int) -> int:
             f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
         )
     return count
+
+
+def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int) -> str | tuple[str, ...]:
+    """A mode for all stages, or one for each."""
+    if not isinstance(checkpoint, tuple):
+        mode = _one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
+        return "never" if mode == "auto" else mode
+    if len(checkpoint) != stages:
+        raise ArgumentError(f"checkpoint has {len(checkpoint)} modes for {stages} stages: give one for each")
+    return tuple(_one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
 
 
 def parse_balance(balance: str | Sequence[int] | Sequence[str], stages: int) -> str | tuple[int, ...] | tuple[str, ...]:

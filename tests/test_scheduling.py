@@ -43,9 +43,18 @@ TWO_STAGES_PER_DEVICE = """
 """
 
 
+PLACEMENTS = [(0, 1, 0, 1), (0, 0, 0), (0, 1, 2) * 2, (0, 1, 1, 0), (1, 0), (0, 0, 1, 1, 0), (2, 0, 1, 0)]
+
+
 def every_schedule() -> Iterator[Schedule]:
     for name, checkpoint, n, m in product(SCHEDULES, CHECKPOINTS, range(1, 7), range(1, 9)):
         yield make_schedule(name, n, m, checkpoint)
+
+
+def every_shared_schedule() -> Iterator[Schedule]:
+    """With several stages in a row."""
+    for name, checkpoint, placement, m in product(SCHEDULES, CHECKPOINTS, PLACEMENTS, (1, 2, 3, 4, 7)):
+        yield make_schedule(name, len(placement), m, checkpoint, placement)
 
 
 def rows(text: str) -> Rows:
@@ -175,8 +184,50 @@ def test_every_schedule_is_valid():
         parse_schedule(text)
 
 
+def test_stages_of_a_device_take_turns():
+    assert make_schedule("gpipe", 4, 2, placement=(0, 1, 0, 1)).rows == rows("""
+        0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
+        1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
+    """)
+    assert make_schedule("1f1b", 3, 2, placement=(0, 0, 0)).rows == rows("""
+        0F0 1F0 2F0 2B0 0F1 1F1 1B0 0B0 2F1 2B1 1B1 0B1
+    """)
+
+
+def test_placement_is_where_a_stage_is_and_no_more():
+    """Rows may be numbered in any way, and a stage does the same in the same order wherever it is."""
+    assert make_schedule("1f1b", 2, 3, placement=(1, 0)).rows == make_schedule("1f1b", 2, 3).rows[::-1]
+    assert make_schedule("1f1b", 2, 3, placement=[0, 1]) is make_schedule("1f1b", 2, 3)
+    for name, checkpoint, placement, m in product(SCHEDULES, CHECKPOINTS, PLACEMENTS, (1, 2, 5)):
+        n = len(placement)
+        shared, alone = make_schedule(name, n, m, checkpoint, placement), make_schedule(name, n, m, checkpoint)
+        for j, d in enumerate(placement):
+            assert tuple(a for a in shared.rows[d] if a.stage == j) == alone.rows[j]
+
+
+def test_every_schedule_of_shared_devices_is_valid():
+    for schedule in every_shared_schedule():
+        validate(schedule)
+        assert parse_schedule(str(schedule)) == schedule
+
+
+def test_each_stage_may_have_its_own_checkpoint_mode():
+    modes = ("always", "never", "except_last")
+    assert make_schedule("gpipe", 3, 2, modes).rows == rows("""
+        0F0 0F1 0R1 0B1 0R0 0B0
+        1F0 1F1 1B1 1B0
+        2F0 2F1 2B1 2R0 2B0
+    """)
+    assert make_schedule("gpipe", 3, 2, list(modes)) is make_schedule("gpipe", 3, 2, modes)
+    for placement, m in product([(0, 1, 2), (0, 1, 0), (0, 0, 0)], (1, 3)):
+        schedule = make_schedule("1f1b", 3, m, modes, placement)
+        assert {str(a) for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE} == {
+            f"{j}R{i}" for j, i in product(range(3), range(m)) if j == 0 or (j == 2 and i < m - 1)
+        }
+
+
 def test_forward_and_backward_part_make_the_whole():
-    for schedule in every_schedule():
+    for schedule in (*every_schedule(), *every_shared_schedule()):
         if schedule.name != "1f1b":
             parts = zip(forward_part(schedule), backward_part(schedule), strict=True)
             assert tuple(f + b for f, b in parts) == schedule.rows
@@ -208,6 +259,11 @@ def test_a_schedule_is_made_once():
         ((["gpipe"], 2, 2), r"schedule=\['gpipe'\] is unknown"),
         (("gpipe", 2, 2, "all"), "checkpoint='all' is unknown; there are 'always', 'except_last', 'never'"),
         (("gpipe", 2, 2, None), "checkpoint=None is unknown"),
+        (("gpipe", 3, 2, ("never", "always")), r"checkpoint=\('never', 'always'\) has 2 modes for 3 stages: give one"),
+        (("gpipe", 2, 2, ("never", "some")), "checkpoint='some' is unknown"),
+        (("gpipe", 3, 2, "never", (0, 1)), "placement has 2 entries for 3 stages: give the device of each"),
+        (("gpipe", 3, 2, "never", (0, 2, 0)), r"placement=\(0, 2, 0\) must name devices 0, 1, ... without a gap"),
+        (("gpipe", 2, 2, "never", (0, -1)), r"placement=\(0, -1\) must name devices 0, 1, ... without a gap"),
         (("gpipe", 0, 2), "stages=0 is too few: give an integer of at least 1"),
         (("gpipe", 2, -1), "micro_batches=-1 is too few"),
     ],
@@ -221,6 +277,11 @@ def test_bad_value_is_named(arguments, words):
 def test_count_that_is_no_integer_is_refused(count):
     with pytest.raises(ArgumentTypeError, match=f"stages={count!r} is no number of stages: give an integer"):
         make_schedule("gpipe", count, 2)
+
+
+def test_placement_that_is_no_number_is_refused():
+    with pytest.raises(ArgumentTypeError, match=r"placement=\['cpu', 'cpu'\]: expected the number of a device"):
+        make_schedule("gpipe", 2, 2, placement=["cpu", "cpu"])
 
 
 # Text
@@ -361,6 +422,22 @@ def test_rows_that_would_need_room_in_a_channel_are_shown():
     ]
 
 
+def test_rows_of_several_stages_need_room_and_have_it():
+    """Device 1 takes nothing before 1F0 is taken, and device 0 nothing before 0F2 is."""
+    parse_schedule("0F0 0F1 0F2 2F0 2F1 2F2 \n 1F0 1F1 1F2 3F0 3F1 3F2")
+
+
+def test_rows_of_several_stages_that_wait_for_each_other_are_shown():
+    with pytest.raises(ScheduleError) as raised:
+        validate(table("0F0 2F0 2F1 0F1 \n 1F0 1F1 3F0 3F1", n=4, m=2))
+    assert str(raised.value).splitlines()[1:] == [
+        "  - device 0 waits before 2F1 for the result of 1F1, for ever",
+        "  - device 1 waits before 1F1 for the result of 0F1, for ever",
+        "device 0: 0F0 2F0 >2F1< 0F1",
+        "device 1: 1F0 >1F1< 3F0 3F1",
+    ]
+
+
 def test_only_those_that_wait_in_a_circle_are_blamed():
     with pytest.raises(ScheduleError) as raised:
         validate(table("0F0 0F1 \n 1F0 1F1 \n 2F1 2F0", n=3, m=2))
@@ -445,7 +522,10 @@ class NaiveDevice:
 
 
 def execute(schedule: Schedule, seed: int) -> None:
-    """Runs the rows with hand-to-hand channels, devices taking turns at random; raises Fault if anything is amiss."""
+    """Runs the rows, devices taking turns at random; raises Fault if anything is amiss.
+
+    Channels are hand to hand or, where a device has several stages, have room.
+    """
     n, m = schedule.stages, schedule.micro_batches
     actions = [action for row in schedule.rows for action in row]
     require(len(set(actions)) == len(actions))
@@ -454,6 +534,7 @@ def execute(schedule: Schedule, seed: int) -> None:
     home = {a: d for d, row in enumerate(schedule.rows) for a in row}
     devices = [NaiveDevice(schedule, row) for row in schedule.rows]
     hands: set[tuple[str, Action]] = set()  # ("give" or "take", whose result)
+    have_room = any(len({a.stage for a in row}) > 1 for row in schedule.rows)
 
     def made(action: Action) -> list[Action]:
         """The result for another device that `action` makes."""
@@ -478,7 +559,9 @@ def execute(schedule: Schedule, seed: int) -> None:
             take = taken(action) if action else []
             hands.update(("give", a) for a in give)
             hands.update(("take", a) for a in take)
-            while not all(("take", a) in hands for a in give) or not all(("give", a) in hands for a in take):
+            while not all(("take", a) in hands or have_room for a in give) or not all(
+                ("give", a) in hands for a in take
+            ):
                 yield False
             for a in take:
                 key = str(a.kind), a.stage, a.micro_batch
@@ -529,7 +612,7 @@ def is_valid(schedule: Schedule) -> bool:
 
 
 def test_naive_executor_runs_every_schedule():
-    for schedule in every_schedule():
+    for schedule in (*every_schedule(), *every_shared_schedule()):
         assert is_right(schedule), schedule
 
 
@@ -542,6 +625,7 @@ SOME_SCHEDULES = st.one_of(
         st.sampled_from(CHECKPOINTS),
     ),
     st.sampled_from([parse_schedule(ZERO_BUBBLE), parse_schedule(TWO_STAGES_PER_DEVICE)]),
+    st.sampled_from(list(every_shared_schedule())),
 )
 
 
@@ -588,20 +672,54 @@ def test_mutated_schedule_is_accepted_exactly_if_it_still_runs_right(schedule, d
     assert is_valid(twice) == is_right(twice, seed), twice
 
 
+def shuffled(schedule: Schedule, turns: random.Random) -> Schedule:
+    """Any order that a row's own actions allow: what is left to find is waiting for ever."""
+    found = []
+    for row in schedule.rows:
+        left, order = list(row), []
+        while left:
+            free = [a for a in left if not set(dependencies(a, schedule.stages)) & set(left)]
+            order.append(turns.choice(free))
+            left.remove(order[-1])
+        found.append(tuple(order))
+    return Schedule("shuffled", schedule.stages, schedule.micro_batches, tuple(found))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.sampled_from(CHECKPOINTS), st.randoms(use_true_random=False))
 def test_shuffled_rows_are_accepted_exactly_if_they_run_right(n, m, checkpoint, turns):
-    """Any order that a row's own actions allow: what is left to find is waiting for ever."""
-    shuffled = []
-    for row in make_schedule("gpipe", n, m, checkpoint).rows:
-        left, order = list(row), []
-        while left:
-            free = [a for a in left if not set(dependencies(a, n)) & set(left)]
-            order.append(turns.choice(free))
-            left.remove(order[-1])
-        shuffled.append(tuple(order))
-    schedule = Schedule("shuffled", n, m, tuple(shuffled))
+    schedule = shuffled(make_schedule("gpipe", n, m, checkpoint), turns)
     assert is_valid(schedule) == is_right(schedule), schedule
+
+
+def come_to_an_end(schedule: Schedule) -> bool:
+    """Whether the rows do, where an action waits for what it needs and for nothing else: as workers run them."""
+    held = {action for row in schedule.rows for action in row}
+    left = [list(row) for row in schedule.rows]
+    ended: set[Action] = set()
+    while any(left):
+        moving = [
+            row for row in left if row and all(a in ended for a in dependencies(row[0], schedule.stages) if a in held)
+        ]
+        if not moving:
+            return False
+        ended.update(row.pop(0) for row in moving)
+    return True
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["gpipe", "inference"]),
+    st.sampled_from(PLACEMENTS),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_rows_of_several_stages_are_accepted_exactly_if_workers_bring_them_to_an_end(name, placement, m, turns):
+    schedule = shuffled(make_schedule(name, len(placement), m, placement=placement), turns)
+    if len(set(placement)) < len(placement):
+        assert is_valid(schedule) == come_to_an_end(schedule), schedule
+    elif is_valid(schedule):
+        assert come_to_an_end(schedule), schedule
 
 
 # The room

@@ -39,7 +39,7 @@ examples:
   python -m fxpipe.inspect models/gpt.py:small --input 8x128:int64 --devices 2 --schedule gpipe --checkpoint always
   python -m fxpipe.inspect torchvision.models:resnet18 --input 8x3x64x64 --devices cuda:0,cuda:1 --json > plan.json
   python -m fxpipe.inspect model.py:make --input model.py:make_inputs --devices 3 --balance 10,12,9
-  python -m fxpipe.inspect model.py:make --input 8x64 --devices 2 --code 1
+  python -m fxpipe.inspect model.py:make --input 8x64 --devices 2 --stages-per-device 2 --code 3
 """
 
 
@@ -50,6 +50,7 @@ class Request:
     model: Target
     inputs: tuple[Shape | Target, ...]
     devices: int | tuple[str, ...] | None
+    stages_per_device: int
     options: dict[str, Any]  # chunks, schedule, checkpoint, balance, tracer, leaf_modules: those that were given
     evaluating: bool
     json: bool
@@ -78,6 +79,7 @@ def parse_request(argv: Sequence[str]) -> Request:
         model=found.model,
         inputs=tuple(found.input),
         devices=found.devices,
+        stages_per_device=found.stages_per_device,
         options={name: value for name, value in given.items() if value is not None},
         evaluating=found.eval,
         json=found.json,
@@ -88,14 +90,18 @@ def parse_request(argv: Sequence[str]) -> Request:
 def make_plan(request: Request) -> Plan:
     """Load what the request names, and plan it."""
     devices = resolve_devices(request.devices)
-    if request.code is not None and not 0 <= request.code < len(devices):
-        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {len(devices) - 1}")
+    stages = len(devices) * request.stages_per_device
+    if request.code is not None and not 0 <= request.code < stages:
+        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
     model = load_model(request.model)
     if request.evaluating:
         model.eval()
     arguments = make_arguments(request.inputs)
+    options = request.options
+    if request.stages_per_device > 1:
+        options = options | {"stages_per_device": request.stages_per_device}
     try:
-        return _plan(model, arguments, devices, request.options)
+        return _plan(model, stages, arguments, devices, options)
     except FxpipeError:
         raise
     except Exception:
@@ -156,11 +162,13 @@ def parse_balance(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
 
 
-def _plan(model: nn.Module, arguments: Arguments, devices: tuple[str, ...], options: dict[str, Any]) -> Plan:
+def _plan(
+    model: nn.Module, stages: int, arguments: Arguments, devices: tuple[str, ...], options: dict[str, Any]
+) -> Plan:
     from fxpipe import planning
 
     return planning.plan(
-        model, len(devices), example_args=arguments.args, example_kwargs=arguments.kwargs, devices=devices, **options
+        model, stages, example_args=arguments.args, example_kwargs=arguments.kwargs, devices=devices, **options
     )
 
 
@@ -209,8 +217,15 @@ def _parser() -> argparse.ArgumentParser:
         "--devices",
         type=_value(parse_devices),
         metavar="N|LIST",
-        help="number of stages, or the device of each: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, "
+        help="number of workers, or the device of each: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, "
         "or CPU workers where CUDA is absent. Default: all CUDA devices, or two CPU workers",
+    )
+    add(
+        "--stages-per-device",
+        type=_value(_parse_stages_per_device),
+        default=1,
+        metavar="K",
+        help="number of stages of each worker: stage j is on worker j modulo their number. Default: 1",
     )
     add("--chunks", type=_value(_parse_chunks), metavar="M", help="number of micro-batches")
     add("--schedule", choices=SCHEDULES, help="order of forward and backward")
@@ -240,6 +255,12 @@ def _parser() -> argparse.ArgumentParser:
 def _parse_chunks(text: str) -> int:
     if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
         raise ArgumentError(f"{text!r}: expected the number of micro-batches, at least 1")
+    return int(text)
+
+
+def _parse_stages_per_device(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,3}", text):
+        raise ArgumentError(f"{text!r}: expected the number of stages of a device, at least 1")
     return int(text)
 
 

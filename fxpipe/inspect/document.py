@@ -17,10 +17,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         chunks               micro-batches of a step
         micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
         estimated_for        the hardware for which the seconds were estimated; empty where they were measured
-        schedule, checkpoint, balance, tracer, fingerprint        as in `fxpipe.Plan`
+        schedule, balance, tracer, fingerprint                    as in `fxpipe.Plan`
+        checkpoint           a mode, or a list with the mode of each stage
         why                  list of texts: how the tracer came to this graph, where that is not plain recording
         guards               list of texts: values that forward read; with other ones another graph runs
         devices              list of names, one for each worker
+        placement            list: for each stage the number of its worker
         stages               list, in order, of
             index, device
             nodes            list of node names in the order in which they run
@@ -45,13 +47,14 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "estimated_for": plan.estimated_for,
         "schedule": plan.schedule,
-        "checkpoint": plan.checkpoint,
+        "checkpoint": plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint),
         "balance": plan.balance,
         "tracer": plan.tracer,
         "fingerprint": plan.fingerprint,
         "why": list(plan.why),
         "guards": list(plan.guards),
-        "devices": list(plan.devices),
+        "devices": list(plan.workers),
+        "placement": list(plan.placement),
         "stages": [_stage(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
         "portals": [
             {"name": portal.name, "source": portal.source, "target": portal.target, "bytes": portal.bytes}

@@ -47,7 +47,7 @@ def plan_figures(plan: Plan) -> PlanFigures:
     from fxpipe.scheduling.schedules import make_schedule
     from fxpipe.simulation import simulate_schedule
 
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.chunks, plan.checkpoint)
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.chunks, plan.checkpoint, plan.placement)
     simulation = simulate_schedule(
         schedule, [s.forward_seconds for s in plan.stages], [s.backward_seconds for s in plan.stages]
     )

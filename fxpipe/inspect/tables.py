@@ -67,12 +67,18 @@ def shortened(name: str, length: int = MOST_NAME) -> str:
 def _head(plan: Plan) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.chunks == 1 else "at most "
+    workers = f" on {_count(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
     return (
-        f"{_count(len(plan.stages), 'stage')}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
-        f"schedule {plan.schedule}, checkpoint {plan.checkpoint}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"{_count(len(plan.stages), 'stage')}{workers}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
+        f"schedule {plan.schedule}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
         + (f"\nseconds are estimates for {plan.estimated_for}: the model has no values" if plan.estimated_for else "")
     )
+
+
+def _checkpoint(plan: Plan) -> str:
+    """One mode, or those of the stages in a row."""
+    return plan.checkpoint if isinstance(plan.checkpoint, str) else ",".join(plan.checkpoint)
 
 
 def _stage_table(plan: Plan, figures: PlanFigures) -> str:

@@ -94,7 +94,7 @@ _all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 class Workers:
-    """One thread for each device entry. Threads start with the first step, and anew in a forked process."""
+    """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
 
     def __init__(self, devices: Sequence[torch.device], jitter: int | None = None):
         """`jitter`: a seed; workers then wait a random time before each action, to shake out what hangs on timing."""

@@ -79,11 +79,19 @@ class Engine:
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 
-    def call(self, assembly: Assembly, leaves: Sequence[Any], batch: int, chunks: int, checkpoint: str) -> Any:
+    def call(
+        self,
+        assembly: Assembly,
+        leaves: Sequence[Any],
+        batch: int,
+        chunks: int,
+        checkpoint: str | Sequence[str],
+        placement: Sequence[int],
+    ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(assembly.devices), min(chunks, batch)
         name = "gpipe" if assembly.state.grad else "inference"
-        schedule = make_schedule(name, n, m, checkpoint)
+        schedule = make_schedule(name, n, m, checkpoint, placement)
         step = self._step(assembly, leaves, batch, schedule)
         self.driver.drive(step, forward_part(schedule))
         parts = {link.value: [step.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}

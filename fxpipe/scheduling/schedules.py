@@ -1,7 +1,7 @@
-"""The schedules by name: pure functions from (micro-batches m, stages n) to rows, one stage for each device.
+"""The schedules by name: pure functions from (micro-batches m, stages n) to rows, one for each stage.
 
-`make_schedule` is what the rest of the package calls: it puts recomputation in and validates what comes out.
-A new schedule is a function and a line in `SCHEDULES`.
+`make_schedule` is what the rest of the package calls: it puts stages that share a device in one row and recomputation
+in front of backward, and validates what comes out. A new schedule is a function and a line in `SCHEDULES`.
 
 | name        | backward                        | micro-batches kept at stage j | bubble (stages equally long)  |
 |-------------|---------------------------------|-------------------------------|-------------------------------|
@@ -20,7 +20,7 @@ here `1f1b`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Literal, SupportsIndex, TypeAlias, cast
@@ -28,6 +28,7 @@ from typing import Literal, SupportsIndex, TypeAlias, cast
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
 from fxpipe.scheduling.clock import clock_cycles
+from fxpipe.scheduling.merging import merged
 from fxpipe.scheduling.validation import validate
 
 Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
@@ -70,46 +71,60 @@ SCHEDULES: Mapping[str, Callable[[int, int], Rows]] = MappingProxyType(
 )
 
 
-def make_schedule(name: str, stages: int, micro_batches: int, checkpoint: str = "never") -> Schedule:
+def make_schedule(
+    name: str,
+    stages: int,
+    micro_batches: int,
+    checkpoint: str | Sequence[str] = "never",
+    placement: Sequence[int] | None = None,
+) -> Schedule:
     """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
 
     Args:
         name: one of `SCHEDULES`.
-        stages: number of stages, one for each device.
+        stages: number of stages.
         micro_batches: number of micro-batches; fewer than stages is fine and idles more.
-        checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`. "except_last" is
-            every one but the last, m - 1. A schedule without backward recomputes nothing.
+        checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`, or one for each
+            stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
+        placement: for each stage the device that has it, and so the row; each stage its own if not given.
 
     Raises:
-        ArgumentError: an unknown name or mode, or a number below 1.
+        ArgumentError: an unknown name or mode, a number below 1, or a device without a stage.
         ArgumentTypeError: a number that is no integer.
 
     >>> print(make_schedule("1f1b", stages=2, micro_batches=3))
     1f1b: 2 stages, 3 micro-batches
     device 0: 0F0 0F1 0B0 0F2 0B1 0B2
     device 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    >>> print(make_schedule("inference", stages=4, micro_batches=3, placement=(0, 1, 0, 1)))
+    inference: 4 stages, 3 micro-batches
+    device 0: 0F0 0F1 2F0 2F1 0F2 2F2
+    device 1: 1F0 1F1 3F0 3F1 1F2 3F2
     """
+    n = _count("stages", stages)
     return _make_schedule(
         _one_of("schedule", name, SCHEDULES),
-        _count("stages", stages),
+        n,
         _count("micro_batches", micro_batches),
-        cast(Checkpoint, _one_of("checkpoint", checkpoint, CHECKPOINTS)),
+        _modes(checkpoint, n),
+        _placement(placement, n),
     )
 
 
 @lru_cache(maxsize=128)
-def _make_schedule(name: str, n: int, m: int, checkpoint: Checkpoint) -> Schedule:
-    schedule = Schedule(name, n, m, _with_recompute(SCHEDULES[name](m, n), m, checkpoint))
+def _make_schedule(name: str, n: int, m: int, modes: tuple[Checkpoint, ...], placement: tuple[int, ...]) -> Schedule:
+    rows = merged(SCHEDULES[name](m, n), placement)
+    schedule = Schedule(name, n, m, _with_recompute(rows, m, modes))
     validate(schedule)
     return schedule
 
 
-def _with_recompute(rows: Rows, m: int, checkpoint: Checkpoint) -> Rows:
+def _with_recompute(rows: Rows, m: int, modes: tuple[Checkpoint, ...]) -> Rows:
     """R directly before its B: it waits for no other stage, and so runs while the gradient is still on its way."""
-    recomputed = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+    recomputed = [{"always": m, "except_last": m - 1, "never": 0}[mode] for mode in modes]
 
     def put_in(action: Action) -> tuple[Action, ...]:
-        if action.kind is Kind.BACKWARD and action.micro_batch < recomputed:
+        if action.kind is Kind.BACKWARD and action.micro_batch < recomputed[action.stage]:
             return (Action(Kind.RECOMPUTE, action.stage, action.micro_batch), action)
         return (action,)
 
@@ -140,6 +155,34 @@ def _cuts(schedule: Schedule) -> list[int]:
                 f"Use make_schedule('gpipe', stages={schedule.stages}, micro_batches={schedule.micro_batches})"
             )
     return cuts
+
+
+def _modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
+    """A mode for each stage."""
+    given = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
+    if len(given) != n:
+        raise ArgumentError(
+            f"checkpoint={checkpoint!r} has {len(given)} modes for {n} stages: give one for each, or one for all"
+        )
+    return tuple(cast(Checkpoint, _one_of("checkpoint", mode, CHECKPOINTS)) for mode in given)
+
+
+def _placement(placement: Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """The device of each stage."""
+    if placement is None:
+        return tuple(range(n))
+    if len(placement) != n:
+        raise ArgumentError(f"placement has {len(placement)} entries for {n} stages: give the device of each")
+    try:
+        found = tuple(map(operator.index, placement))
+    except TypeError:
+        raise ArgumentTypeError(f"placement={placement!r}: expected the number of a device for each stage") from None
+    if set(found) != set(range(max(found) + 1)):
+        raise ArgumentError(
+            f"placement={found} must name devices 0, 1, ... without a gap, since one without a stage would have "
+            "nothing to do"
+        )
+    return found
 
 
 def _one_of(argument: str, given: str, known: Iterable[str]) -> str:

@@ -18,13 +18,22 @@ At the second, both send and both receive; one after the other, each would wait 
 over any channels without room, and so `torch.distributed` pairs its sends and receives (`batch_isend_irecv`). What runs
 so runs all the more where a channel holds something, as between threads. Whoever is at a gate stays there until all is
 met; so it does not matter in which order the rows are looked at, and one run answers for all.
+
+Where some row holds several stages, channels have room. At a gate such a row would keep all its stages waiting for one
+of them; so whatever runs it must let a result lie until it is taken, as threads do and as sends and receives that are
+posted ahead do. A gate then waits for what it receives only. Two rows that want the forwards of four stages in the
+order of the stages need this: device 0 has handed over 0F0 and 0F1 and will take nothing before 0F2 is taken, device 1
+will take nothing before 1F0 is taken:
+
+    device 0    0F0 0F1 0F2 2F0 2F1 2F2
+    device 1    1F0 1F1 1F2 3F0 3F1 3F2
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from fxpipe.errors import ScheduleError
@@ -34,6 +43,10 @@ Cell: TypeAlias = tuple[int, int]  # (device, place in its row)
 Transfer: TypeAlias = tuple[Action, Action]  # (the action that makes a result, the one on another device that takes it)
 
 SHOWN_PROBLEMS = 8  # one slip often breaks many actions: the first few tell
+
+# From which stage, counted from its own, an action takes the result of the same kind of action, micro-batch by
+# micro-batch. All else that it needs is of its own stage, and so of its own row.
+NEIGHBOUR = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +71,12 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     j, i = action.stage, action.micro_batch
     match action.kind:
         case Kind.FORWARD:
-            return (Action(Kind.FORWARD, j - 1, i),) if j > 0 else ()
+            return (Action(Kind.FORWARD, j + NEIGHBOUR[Kind.FORWARD], i),) if j > 0 else ()
         case Kind.RECOMPUTE:
             return (Action(Kind.FORWARD, j, i),)
         case Kind.BACKWARD:
             own = (Action(Kind.FORWARD, j, i), Action(Kind.RECOMPUTE, j, i))
-            return (*own, Action(Kind.BACKWARD, j + 1, i)) if j < stages - 1 else own
+            return (*own, Action(Kind.BACKWARD, j + NEIGHBOUR[Kind.BACKWARD], i)) if j < stages - 1 else own
         case Kind.WEIGHT:
             return (Action(Kind.BACKWARD, j, i),)
         case Kind.UPDATE:
@@ -114,11 +127,10 @@ def _out_of_range(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _doubled(schedule: Schedule) -> Iterator[Problem]:
-    places: defaultdict[Action, list[Cell]] = defaultdict(list)
-    for cell, action in _cells(schedule.rows):
-        places[action].append(cell)
-    for action, cells in places.items():
-        if len(cells) > 1:
+    counts = Counter(action for row in schedule.rows for action in row)
+    for action, count in counts.items():
+        if count > 1:
+            cells = [cell for cell, other in _cells(schedule.rows) if other == action]
             yield Problem(f"{action} stands there {len(cells)} times: keep one", tuple(cells))
 
 
@@ -183,65 +195,77 @@ def _find_wrong_order(schedule: Schedule) -> list[Problem]:
 # 3. No row waits for ever
 
 
+@dataclass(slots=True)
+class _Gate:
+    """A place between two actions of a row: numbers of transfers."""
+
+    opens: list[int] = field(default_factory=list)  # what is handed over here, by this row or to it
+    needs: list[int] = field(default_factory=list)  # what must have been, before the row goes on
+
+
 def _find_deadlock(schedule: Schedule) -> list[Problem]:
     """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
-    gates = _gates(schedule)
+    cell_of = {action: cell for cell, action in _cells(schedule.rows)}
+    transfers, gates = _gates(schedule, cell_of)
     place = [0] * len(gates)  # of each device, the gate it stands at
-    opened: set[Transfer] = set()  # by one side
-    met: set[Transfer] = set()
-    waiting = [d for d, row in enumerate(gates) if row]
-    for d in waiting:
-        _arrive(gates[d][0], opened, met)
+    sides = [0] * len(transfers)  # that have opened: it is met by both
 
-    moved = True
-    while moved:
-        moved = False
-        for d in waiting:
-            while place[d] < len(gates[d]) and gates[d][place[d]] <= met:
-                moved = True
-                place[d] += 1
-                if place[d] < len(gates[d]):
-                    _arrive(gates[d][place[d]], opened, met)
+    def arrive(d: int) -> Iterator[int]:
+        """Opens what is at the gate of `d`; yields who may go on now."""
+        for t in gates[d][place[d]].opens:
+            sides[t] += 1
+            if sides[t] == 2:
+                yield from (cell_of[action][0] for action in transfers[t])
 
-    stuck = {d: gates[d][place[d]] - met for d in waiting if place[d] < len(gates[d])}
-    return [_wait(schedule, d, transfer) for d, transfer in _circle(schedule, stuck)] if stuck else []
+    moving = deque(range(len(gates)))
+    for d in range(len(gates)):
+        moving.extend(arrive(d))
+    while moving:
+        d = moving.popleft()
+        while place[d] < len(gates[d]) and all(sides[t] == 2 for t in gates[d][place[d]].needs):
+            place[d] += 1
+            if place[d] < len(gates[d]):
+                moving.extend(arrive(d))
 
-
-def _gates(schedule: Schedule) -> list[list[frozenset[Transfer]]]:
-    """For each row what is handed over before its first action, between each two, and after the last."""
-    device_of = {action: d for (d, _), action in _cells(schedule.rows)}
-    sends: defaultdict[Action, list[Transfer]] = defaultdict(list)
-    receives: defaultdict[Action, list[Transfer]] = defaultdict(list)
-    for action, d in device_of.items():
-        for needed in dependencies(action, schedule.stages):
-            if device_of.get(needed, d) != d:
-                sends[needed].append((needed, action))
-                receives[action].append((needed, action))
-    return [
-        [
-            frozenset((sends[before] if before else []) + (receives[after] if after else []))
-            for before, after in zip((None, *row), (*row, None), strict=True)
-        ]
-        for row in schedule.rows
-    ]
+    stuck = {
+        d: [transfers[t] for t in row[place[d]].needs if sides[t] < 2]
+        for d, row in enumerate(gates)
+        if place[d] < len(row)
+    }
+    return [_wait(schedule, d, transfer) for d, transfer in _circle(cell_of, stuck)] if stuck else []
 
 
-def _arrive(gate: frozenset[Transfer], opened: set[Transfer], met: set[Transfer]) -> None:
-    met |= gate & opened
-    opened |= gate
+def _gates(schedule: Schedule, cell_of: dict[Action, Cell]) -> tuple[list[Transfer], list[list[_Gate]]]:
+    """For each row the gates before its first action, between each two, and after the last."""
+    have_room = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
+    gates = [[_Gate() for _ in range(len(row) + 1)] for row in schedule.rows]
+    transfers: list[Transfer] = []
+    for action, (d, place) in cell_of.items():
+        step = NEIGHBOUR.get(action.kind)
+        if step is None:
+            continue
+        maker = Action(action.kind, action.stage + step, action.micro_batch)
+        e, before = cell_of.get(maker, (d, 0))
+        if e == d:
+            continue
+        for gate, waits in ((gates[d][place], True), (gates[e][before + 1], not have_room)):
+            gate.opens.append(len(transfers))
+            if waits:
+                gate.needs.append(len(transfers))
+        transfers.append((maker, action))
+    return transfers, gates
 
 
-def _circle(schedule: Schedule, stuck: dict[int, frozenset[Transfer]]) -> list[tuple[int, Transfer]]:
+def _circle(cell_of: dict[Action, Cell], stuck: dict[int, list[Transfer]]) -> list[tuple[int, Transfer]]:
     """The devices that wait for each other in a circle, each with what it waits for.
 
     There is one: whom a device waits for is stuck too, since a row that has ended has met all of its own.
     """
-    device_of = {action: d for (d, _), action in _cells(schedule.rows)}
     path: dict[int, tuple[Transfer, int]] = {}
     d = next(iter(stuck))
     while d not in path:
         transfer = min(stuck[d], key=str)
-        maker, user = map(device_of.__getitem__, transfer)
+        (maker, _), (user, _) = map(cell_of.__getitem__, transfer)
         path[d] = (transfer, maker if d == user else user)
         d = path[d][1]
     circle: list[tuple[int, Transfer]] = []
