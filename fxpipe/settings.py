@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxpipe.arguments import (
+    one_of,
+    parse_balance,
+    parse_checkpoint,
+    parse_chunks,
+    parse_devices,
+    parse_given_hardware,
+    parse_given_profile,
+    parse_leaf_modules,
+    parse_number,
+    parse_pins,
+    parse_stages_per_device,
+)
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware
+from fxpipe.limits import parse_memory_limit
 from fxpipe.plans import Plan
-from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import SCHEDULES
 from fxpipe.tracing.ways import Tracer, check_tracer
 
-CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
-BALANCES = ("block",)  # besides those by hand
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to make a pipeline. `chunks` is a number and `checkpoint` a mode: what was "auto" is decided."""
+    """How to make a pipeline. Planning decides what was left to it: `placement` may grow, `checkpoint` become a mode."""
 
     workers: tuple[torch.device, ...]  # for each worker its device
     placement: tuple[int, ...]  # for each stage its worker
     chunks: int
     schedule: str
-    checkpoint: str | tuple[str, ...]  # or one for each stage
+    checkpoint: str | tuple[str, ...]  # "auto", a mode, or one for each stage
     balance: str | tuple[int, ...] | tuple[str, ...]
     tracer: Tracer
-    in_dims: Any
-    out_dims: Any
+    in_dims: Any = None
+    out_dims: Any = None
     leaf_modules: tuple[str | type[nn.Module], ...] = ()
     check: bool = True
+    pins: Mapping[str, int] = field(default_factory=dict)  # names of modules or nodes -> worker
+    memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: what the devices have
+    optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
+    hardware: Hardware | None = None  # to plan for; None: what is at hand
+    profile: Profile | None = None  # measured before
+    profile_budget: float = 10.0  # seconds
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -43,18 +62,25 @@ class Settings:
 
 
 def make_settings(
+    *,
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     schedule: str,
     checkpoint: str | tuple[str, ...],
-    balance: str | Sequence[int] | Sequence[str],
+    balance: Any,
     tracer: Tracer,
     in_dims: Any,
     out_dims: Any,
-    leaf_modules: Sequence[str | type[nn.Module]] = (),
-    check: bool = True,
+    leaf_modules: Sequence[str | type[nn.Module]],
+    check: bool,
+    stages_per_device: int,
+    pin: Mapping[str, Any] | None,
+    memory_limit: Any,
+    optimizer_state: float,
+    hardware: str | Hardware | None,
+    profile: Any,
+    profile_budget: float,
     plan: Plan | None = None,
-    stages_per_device: int = 1,
 ) -> Settings:
     """Checks each argument by itself. With a plan, what is left to it is the plan's.
 
@@ -63,22 +89,43 @@ def make_settings(
     """
     per_device = parse_stages_per_device(stages_per_device)
     if plan is not None:
-        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance)
+        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
     workers = parse_devices(devices)
     placement = _placed(len(workers), per_device, plan)
+    pins, balance = _pins(pin, balance, workers)
     return Settings(
-        workers,
-        placement,
-        parse_chunks(chunks, len(workers)),
-        _one_of("schedule", schedule, TRAINING_SCHEDULES),
-        parse_checkpoint(checkpoint, len(placement)),
-        parse_balance(balance, len(placement)),
-        check_tracer(tracer),
-        in_dims,
-        out_dims,
-        parse_leaf_modules(leaf_modules),
-        check,
+        workers=workers,
+        placement=placement,
+        chunks=parse_chunks(chunks, len(workers)),
+        schedule=one_of("schedule", schedule, TRAINING_SCHEDULES),
+        checkpoint=parse_checkpoint(checkpoint, len(placement)),
+        balance=parse_balance(balance, len(placement)),
+        tracer=check_tracer(tracer),
+        in_dims=in_dims,
+        out_dims=out_dims,
+        leaf_modules=parse_leaf_modules(leaf_modules),
+        check=check,
+        pins=pins,
+        memory_limits=parse_memory_limit(memory_limit, len(workers)),
+        optimizer_state=parse_number("optimizer_state", optimizer_state, "bytes for each byte of a parameter"),
+        hardware=parse_given_hardware(hardware),
+        profile=parse_given_profile(profile),
+        profile_budget=parse_number("profile_budget", profile_budget, "seconds"),
     )
+
+
+def _pins(pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]) -> tuple[dict[str, int], Any]:
+    """The pins, and the balance beside them: a map of modules to devices is nothing but pins."""
+    pins = {} if pin is None else parse_pins("pin", pin, workers)
+    if isinstance(balance, Mapping):
+        pins = parse_pins("balance", balance, workers) | pins
+        balance = "auto"
+    if pins and not isinstance(balance, str):
+        raise ArgumentError(
+            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or numbers, or pin; give "
+            "one of them"
+        )
+    return pins, balance
 
 
 def _placed(workers: int, per_device: int, plan: Plan | None) -> tuple[int, ...]:
@@ -100,139 +147,25 @@ def _placed(workers: int, per_device: int, plan: Plan | None) -> tuple[int, ...]
     return placement
 
 
-def parse_stages_per_device(given: int) -> int:
-    """How many stages each worker has."""
-    try:
-        count = operator.index(given)
-    except TypeError:
-        count = None
-    if count is None or isinstance(given, bool):
-        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
-    if count < 1:
-        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
-    return count
-
-
 def _left_to_plan(
     plan: Plan,
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     checkpoint: str | tuple[str, ...],
-    balance: str | Sequence[int] | Sequence[str],
+    balance: Any,
+    pin: Any,
 ) -> tuple[Sequence[str | torch.device], int | str, str | tuple[str, ...]]:
     """Devices, chunks and checkpoint: the plan's, where they were not given."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
         )
-    if not isinstance(balance, str) or balance != "block":
+    if not isinstance(balance, str) or balance != "auto":
         raise ArgumentError(f"balance={balance!r} and a plan, which has its stages already: give one of them")
+    if pin:
+        raise ArgumentError(f"pin={pin!r} and a plan, which has its stages already: give one of them")
     return (
         plan.workers if devices is None else devices,
         plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
         plan.checkpoint if checkpoint == "auto" else checkpoint,
     )
-
-
-def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
-    """Names and classes of modules."""
-    if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):
-        raise ArgumentTypeError(
-            f"leaf_modules is a {type(leaf_modules).__name__}; expected a list of names and classes of modules"
-        )
-    for item in leaf_modules:
-        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
-            raise ArgumentTypeError(
-                f"leaf_modules holds {item!r}; expected names of the model's modules, or classes of modules"
-            )
-    return tuple(leaf_modules)
-
-
-def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
-    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none."""
-    if devices is None:
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
-    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
-        raise ArgumentTypeError(
-            f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
-        )
-    if not devices:
-        raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
-    return tuple(_parse_device(device) for device in devices)
-
-
-def _parse_device(given: str | torch.device) -> torch.device:
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError):
-        raise ArgumentError(f"devices: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"devices: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
-    if device.type == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
-    if index >= count:
-        raise ArgumentError(
-            f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
-        )
-    return torch.device("cuda", index)
-
-
-def parse_chunks(chunks: int | str, workers: int) -> int:
-    """The number of micro-batches."""
-    if isinstance(chunks, str) and chunks == "auto":
-        return CHUNKS_PER_WORKER * workers
-    try:
-        count = operator.index(chunks)  # type: ignore[arg-type]
-    except TypeError:
-        count = None
-    if count is None or isinstance(chunks, bool):
-        raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
-    if count < 1:
-        raise ArgumentError(
-            f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
-        )
-    return count
-
-
-def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int) -> str | tuple[str, ...]:
-    """A mode for all stages, or one for each."""
-    if not isinstance(checkpoint, tuple):
-        mode = _one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
-        return "never" if mode == "auto" else mode
-    if len(checkpoint) != stages:
-        raise ArgumentError(f"checkpoint has {len(checkpoint)} modes for {stages} stages: give one for each")
-    return tuple(_one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
-
-
-def parse_balance(balance: str | Sequence[int] | Sequence[str], stages: int) -> str | tuple[int, ...] | tuple[str, ...]:
-    """A name that is known, or as many entries as the stages need. What they say is checked against the graph."""
-    if isinstance(balance, str):
-        if balance in BALANCES:
-            return balance
-        raise ArgumentError(
-            f"balance={balance!r} is unknown; accepted are {', '.join(map(repr, BALANCES))}, or by hand a list: the "
-            "number of nodes of each stage, or the names of the nodes or modules at which the later stages begin"
-        )
-    try:
-        entries: tuple[Any, ...] = tuple(balance)
-    except TypeError:
-        raise ArgumentTypeError(
-            f"balance={balance!r}: expected 'block', or a list of numbers of nodes or of names of nodes or modules"
-        ) from None
-    by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
-    wanted = stages - 1 if by_name else stages
-    if len(entries) != wanted:
-        kind = "names, one for each stage but the first" if by_name else "numbers of nodes, one for each stage"
-        raise ArgumentError(
-            f"balance={list(entries)} has {len(entries)} entries for {stages} stages: give {wanted} {kind}"
-        )
-    return entries
-
-
-def _one_of(argument: str, given: str, known: Sequence[str]) -> str:
-    if given not in known:
-        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}")
-    return given

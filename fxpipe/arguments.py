@@ -1,0 +1,202 @@
+"""Arguments as users give them, each checked by itself and brought to one form."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware, parse_hardware
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import CHECKPOINTS
+
+CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
+BALANCES = ("auto", "block", "optimal")  # besides those by hand
+
+
+def parse_stages_per_device(given: int) -> int:
+    """How many stages each worker has."""
+    try:
+        count = operator.index(given)
+    except TypeError:
+        count = None
+    if count is None or isinstance(given, bool):
+        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
+    if count < 1:
+        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
+    return count
+
+
+def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
+    """Names and classes of modules."""
+    if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):
+        raise ArgumentTypeError(
+            f"leaf_modules is a {type(leaf_modules).__name__}; expected a list of names and classes of modules"
+        )
+    for item in leaf_modules:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentTypeError(
+                f"leaf_modules holds {item!r}; expected names of the model's modules, or classes of modules"
+            )
+    return tuple(leaf_modules)
+
+
+def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
+    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none."""
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise ArgumentTypeError(
+            f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
+        )
+    if not devices:
+        raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
+    return tuple(_parse_device(device) for device in devices)
+
+
+def _parse_device(given: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"devices: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"devices: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise ArgumentError(
+            f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
+        )
+    return torch.device("cuda", index)
+
+
+def parse_chunks(chunks: int | str, workers: int) -> int:
+    """The number of micro-batches."""
+    if isinstance(chunks, str) and chunks == "auto":
+        return CHUNKS_PER_WORKER * workers
+    try:
+        count = operator.index(chunks)  # type: ignore[arg-type]
+    except TypeError:
+        count = None
+    if count is None or isinstance(chunks, bool):
+        raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
+    if count < 1:
+        raise ArgumentError(
+            f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
+        )
+    return count
+
+
+def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int) -> str | tuple[str, ...]:
+    """A mode for all stages, or one for each; "auto" is for planning to decide."""
+    if not isinstance(checkpoint, tuple):
+        return one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
+    if len(checkpoint) != stages:
+        raise ArgumentError(f"checkpoint has {len(checkpoint)} modes for {stages} stages: give one for each")
+    return tuple(one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
+
+
+def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[str, ...]:
+    """A name that is known, or what can be entries for so many stages. What they say is checked against the graph."""
+    if isinstance(balance, str):
+        if balance in BALANCES:
+            return balance
+        raise ArgumentError(
+            f"balance={balance!r} is unknown; accepted are {', '.join(map(repr, BALANCES))}, or by hand a list: the "
+            "number of nodes of each stage, or the names of the nodes or modules behind which a stage ends; or a dict "
+            "from modules to devices"
+        )
+    try:
+        entries: tuple[Any, ...] = tuple(balance)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"balance={balance!r}: expected 'auto', 'block', 'optimal', or a list of numbers of nodes or of names of "
+            "nodes or modules, or a dict from modules to devices"
+        ) from None
+    by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
+    if by_name and len(entries) > stages - 1:
+        raise ArgumentError(
+            f"balance={list(entries)} has {len(entries)} names for {stages} stages: give {stages - 1} or fewer, "
+            "behind each of which a stage ends"
+        )
+    if not by_name and len(entries) != stages:
+        raise ArgumentError(
+            f"balance={list(entries)} has {len(entries)} entries for {stages} stages: give {stages} numbers of nodes, "
+            "one for each stage"
+        )
+    return entries
+
+
+def parse_pins(argument: str, pins: Any, workers: Sequence[torch.device]) -> dict[str, int]:
+    """Names of nodes and modules, and the number of the worker that they are for."""
+    if not isinstance(pins, Mapping) or not all(isinstance(name, str) for name in pins):
+        raise ArgumentTypeError(
+            f"{argument}={pins!r}: expected a dict from names of modules or nodes to devices, as in {{'lm_head': 0}}"
+        )
+    return {name: _worker(argument, name, given, workers) for name, given in pins.items()}
+
+
+def _worker(argument: str, name: str, given: Any, workers: Sequence[torch.device]) -> int:
+    listed = ", ".join(map(str, workers))
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not 0 <= given < len(workers):
+            raise ArgumentError(
+                f"{argument}[{name!r}]={given}: there are {len(workers)} devices ({listed}); give 0 to {len(workers) - 1}"
+            )
+        return given
+    if not isinstance(given, (str, torch.device)):
+        raise ArgumentTypeError(
+            f"{argument}[{name!r}]={given!r} is a {type(given).__name__}; expected the number of a device among "
+            f"devices ({listed}), or its name"
+        )
+    device = _parse_device(given)
+    found = [k for k, worker in enumerate(workers) if worker == device]
+    if len(found) != 1:
+        times = "not" if not found else f"{len(found)} times"
+        raise ArgumentError(
+            f"{argument}[{name!r}]={str(given)!r} stands {times} in devices ({listed}); give the number of one of them"
+        )
+    return found[0]
+
+
+def parse_number(argument: str, given: Any, what: str) -> float:
+    """A finite number, 0 or more."""
+    if not isinstance(given, Real) or isinstance(given, bool):
+        raise ArgumentTypeError(f"{argument}={given!r} is a {type(given).__name__}; expected {what}, 0 or more")
+    if not math.isfinite(given) or given < 0:
+        raise ArgumentError(f"{argument}={given!r}: expected {what}, 0 or more and finite")
+    return float(given)
+
+
+def parse_given_profile(profile: Any) -> Profile | None:
+    """A profile, or the path of a file that has one."""
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    if isinstance(profile, (str, Path)):
+        return Profile.load(profile)
+    raise ArgumentTypeError(
+        f"profile={profile!r} is a {type(profile).__name__}; expected what fxpipe.profile returns, or the path of a "
+        "file that its save(path) wrote"
+    )
+
+
+def parse_given_hardware(hardware: Any) -> Hardware | None:
+    """Hardware by name or figures; None: what is at hand."""
+    return None if hardware is None else parse_hardware(hardware)
+
+
+def one_of(argument: str, given: str, known: Sequence[str]) -> str:
+    """`given`, if it is known."""
+    if given not in known:
+        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}")
+    return given
