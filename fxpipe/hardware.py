@@ -84,8 +84,7 @@ class Hardware:
 
 # What is reached of the peaks, of all three GPUs: products of matrices in bfloat16 267.9 of 312 TFLOP/s (A100 SXM) and
 # 792.1 of 989 (H100 SXM), S. Bekman, Machine Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS
-# comparison table", github.com/stas00/ml-engineering; an H200 reaches 770 to 800 too (8192 x 8192, random values, torch),
-# and 4.3 of 4.8 TB/s when it copies.
+# comparison table", github.com/stas00/ml-engineering. Copies by torch within an H200 move 4.3 of 4.8 TB/s.
 #
 # An operation that is launched after another takes 3.8 microseconds at least: A. Gray, Getting started with CUDA
 # graphs, NVIDIA technical blog, 2019.
@@ -160,8 +159,8 @@ _H200 = Hardware(
 
 _CPU = Hardware(
     "Intel Xeon Platinum 8380, one socket",
-    # Intel's product page: 40 cores at 2.3 GHz, two AVX-512 units each, so 64 operations in float32 in a cycle. Types of
-    # 16 bits are no faster there but slower: the shares that torch 2.13 reaches of its own float32 on one such core.
+    # Intel's product page: 40 cores at 2.3 GHz, two AVX-512 units each, so 64 operations in float32 in a cycle. Types
+    # of 16 bits are slower there: by what torch 2.13 reaches of its own float32 on a core of this generation.
     {"float64": 2.94e12, "float32": 5.89e12, "bfloat16": 0.19 * 5.89e12, "float16": 0.011 * 5.89e12},
     204.8e9,  # eight channels of DDR4-3200
     memory=256 * GiB,  # eight modules of 32 GiB, for want of a better number

@@ -14,10 +14,9 @@ from torch._subclasses import FakeTensorMode
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
-from fxpipe.inspect.cli import main
 from fxpipe.hardware import HARDWARE
+from fxpipe.inspect.cli import main
 from fxpipe.profiling.estimate import flops, traffic
-
 
 A100 = HARDWARE["a100-80gb"]
 
