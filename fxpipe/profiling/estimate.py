@@ -246,11 +246,7 @@ class _Walk:
 
     def _own(self, node: fx.Node) -> dict[fx.Node, Value]:
         """The inputs of a node as leaves of autograd, of its own."""
-        own = {}
-        for n in node.all_input_nodes:
-            grads = iter(self.grads[n])
-            own[n] = _mapped(lambda t, grads=grads: _alone(t).requires_grad_(next(grads, False)), self.values[n])
-        return own
+        return {n: _alone(self.values[n], self.grads[n]) for n in node.all_input_nodes}
 
     def _cost(self, node: fx.Node, own: dict[fx.Node, Value], written: Sequence[fx.Node]) -> _Cost:
         given = dict(own)
@@ -274,11 +270,16 @@ class _Walk:
         return _Cost(forward, backward, weight, gives_grad, any(t.requires_grad for t in changed))
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The like of a fake tensor in memory of its own, since one may stand for several; others as they are."""
-    if type(tensor) is not FakeTensor or tensor.layout != torch.strided or tensor.constant is not None:
-        return tensor.detach()
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _alone(value: Value, grads: Sequence[bool]) -> Value:
+    """The like of a value, with fake tensors in memory of their own, since one may stand for several."""
+    needs_grad = iter(grads)
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None:
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return tensor.detach().requires_grad_(next(needs_grad, False))
+
+    return _mapped(alone, value)
 
 
 def _mapped(function: Callable[[torch.Tensor], Any], value: Value) -> Value:
@@ -340,7 +341,8 @@ def _multiplied(func: Any, args: tuple[Any, ...]) -> str:
     dtype = next((t.dtype for t in _tensors(args) if t.is_floating_point() or t.is_complex()), torch.float32)
     if dtype is torch.float32:
         is_convolution = "conv" in func.overloadpacket.__name__
-        setting = torch.backends.cudnn.conv if is_convolution else torch.backends.cuda.matmul
+        backends: Any = torch.backends
+        setting = backends.cudnn.conv if is_convolution else backends.cuda.matmul
         return "tfloat32" if setting.fp32_precision == "tf32" else "float32"
     return str(dtype).removeprefix("torch.")
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,10 +111,9 @@ def profile_for(traced: Traced, given: Profile | str | Path) -> Profile:
 def _profile(document: Any) -> Profile:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ArgumentError(f"it does not say that its format is {FORMAT!r}")
-    if document.get("version") != VERSION:
-        raise ArgumentError(
-            f"it has version {_short(document.get('version'))}, and this fxpipe reads version {VERSION}"
-        )
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads version {VERSION}")
     fields = _fields(document, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _count(fields["micro_batch"], "micro_batch", 1)
@@ -124,8 +124,8 @@ def _profile(document: Any) -> Profile:
         _saved(one, batch, micro_batch, len(nodes), f"saved[{number}]")
         for number, one in enumerate(_list(fields["saved"], "saved"))
     )
-    texts = (_text(fields[key], key) for key in ("device", "estimated_for"))
-    return Profile(nodes, micro_batch, batch, *texts, saved, _text(fields["fingerprint"], "fingerprint"))
+    device, hardware, fingerprint = (_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint"))
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint)
 
 
 def _node(value: Any, batch: sympy.Symbol, samples: int, where: str) -> NodeCost:
@@ -139,7 +139,7 @@ def _saved(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str
     fields = _fields(value, ("bytes", "maker", "savers"), where)
     savers = _list(fields["savers"], f"{where}.savers")
     places = tuple(_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
-    if not places or any(a >= b for a, b in zip(places, places[1:], strict=False)):
+    if not places or any(a >= b for a, b in pairwise(places)):
         raise ArgumentError(f"{where}.savers: expected ascending places")
     maker = _count(fields["maker"], f"{where}.maker", -1, nodes - 1)
     return Saved(_formula(fields["bytes"], batch, samples, f"{where}.bytes"), maker, places)
