@@ -14,8 +14,11 @@ from torch._subclasses import FakeTensorMode
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
+from fxpipe.hardware import HARDWARE
 from fxpipe.inspect.cli import main
-from fxpipe.profiling.estimate import A100, flops, traffic
+from fxpipe.profiling.estimate import flops, traffic
+
+A100 = HARDWARE["a100-80gb"]
 
 
 class Norms(nn.Module):
@@ -287,8 +290,8 @@ def test_seconds_are_those_of_the_roofline():
     costs = fxpipe.profile(fxpipe.trace(model, (x,)), (x,))
     assert costs.estimated_for == A100.name
     assert "estimated for NVIDIA A100" in str(costs)
-    product = 2 * 4096 * 1024 * 4096 / A100.flops_per_second
-    pointwise = 2 * 4 * 4096 * 4096 / A100.bytes_per_second
+    product = A100.seconds(2 * 4096 * 1024 * 4096, "float32", 0)
+    pointwise = A100.seconds(0, "", 2 * 4 * 4096 * 4096)
     first, relu, last = costs.nodes
     assert first.forward.at(costs.micro_batch) == pytest.approx(product)
     assert first.backward.at(costs.micro_batch) == pytest.approx(product)  # of the weight; the input needs no gradient

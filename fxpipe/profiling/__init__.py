@@ -16,10 +16,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.costs import NodeCost, Profile, Seconds
-from fxpipe.profiling.estimate import A100, estimate
+from fxpipe.profiling.estimate import Estimate, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.measure import measure
 from fxpipe.tracing.checking.check import take
@@ -39,6 +41,7 @@ def profile(
     budget: float = 10.0,
     repeats: int = 5,
     threads: int | None = None,
+    hardware: str | Hardware | None = None,
 ) -> Profile:
     """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
 
@@ -49,6 +52,8 @@ def profile(
         budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
         repeats: how often a node is run for the median.
         threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
+        hardware: nothing is measured, and the seconds are estimates for this: a name of `fxpipe.hardware.HARDWARE` or
+            a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
 
     Raises:
         ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
@@ -60,28 +65,30 @@ def profile(
     effects = traced.effects
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
+    chosen = None if hardware is None else parse_hardware(hardware)
     leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
-    hardware = ""
+    costs: dict[fx.Node, Estimate] = {}
     with _threads(threads), faked(traced.model, leaves) as leaves:
         device = _device(traced, leaves)
-        if is_faked():
-            measured = estimate(traced, effects, leaves, A100)
-            hardware = A100.name
+        if is_faked() and chosen is None:
+            chosen = HARDWARE["a100-80gb"]
+        if chosen is not None:
+            costs = estimate(traced, effects, leaves, micro_batch, chosen)
         else:
             measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
+            for n, m in measured.items():
+                forward, backward = m.forward_seconds / micro_batch, m.backward_seconds / micro_batch
+                costs[n] = Estimate(Seconds(0.0, forward), Seconds(0.0, backward), Seconds(), m.bytes)
     parameters = parameter_bytes(traced)
-    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in measured.items()}, micro_batch)
-    costs = (
-        NodeCost(
-            n.name,
-            Seconds(0.0, m.forward_seconds / micro_batch),
-            Seconds(0.0, m.backward_seconds / micro_batch),
-            parameters[n],
-            outputs[n],
-        )
-        for n, m in measured.items()
+    outputs = output_bytes(traced, effects, {n: c.bytes for n, c in costs.items()}, micro_batch)
+    return Profile(
+        tuple(NodeCost(n.name, c.forward, c.backward, parameters[n], outputs[n], c.weight) for n, c in costs.items()),
+        micro_batch,
+        traced.batch,
+        str(device),
+        "" if chosen is None else chosen.name,
+        fingerprint=traced.fingerprint(),
     )
-    return Profile(tuple(costs), micro_batch, traced.batch, str(device), hardware)
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import sympy
 from tabulate import tabulate
@@ -67,6 +68,29 @@ class Profile:
     device: str
     estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured
     saved: tuple[Saved, ...] = ()
+    fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON; see `fxpipe.profiling.storing`.
+
+        Raises:
+            ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
+        """
+        from fxpipe.profiling.storing import save
+
+        save(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what `save` wrote.
+
+        Raises:
+            ArgumentError: the file is no profile.
+            OSError: it cannot be read.
+        """
+        from fxpipe.profiling.storing import load
+
+        return load(path)
 
     @property
     def seconds(self) -> tuple[float, ...]:

@@ -1,28 +1,47 @@
-"""Seconds that cannot be measured, estimated: a clock that goes on by what each operation would take on some hardware.
+"""Seconds that cannot be measured, estimated: what each node would take on some hardware, as a line in the batch size.
 
-An operation takes as long as its arithmetic or its memory traffic does, whichever is longer (Williams, Waterman and
-Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009). Arithmetic is that of the formulas of
-`torch.utils.flop_counter`; the traffic is each tensor that is read or written, once. No hardware reaches its peak, and
-nothing is said of launches and caches: what such seconds are good for is their proportions.
+An operation takes as long as its arithmetic, its memory traffic or its launch does, whichever is longest (Williams,
+Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
+Arithmetic is that of the formulas of `torch.utils.flop_counter`, at the rate of the type that is really multiplied,
+autocast and TF32 heeded; the traffic is each tensor that is read or written, once. What hardware reaches of its peaks
+is `fxpipe.hardware`'s to say. Nothing is said of caches, nor of kernels that other devices would choose: operations are
+those that torch runs on the device that the model is on.
+
+The graph is walked at two batch sizes, which gives each node its line: what a node with many weights takes at any size,
+and what it takes for each sample. A walk makes every value as a tensor without values (`tracing.recording.fake`), and
+runs each *kind* of node once more under a clock, forward and backward on tensors of its own. Kinds are those of
+`tracing.sizing.alike`, and what gradients there are: a model of eighty equal layers costs as much as one layer.
+
+A function that asks for values has no fake result. If the model has values, it is then walked on them, node by node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.profiling.measure import Clock, Measured, Rounds
+from fxpipe.hardware import Hardware
+from fxpipe.profiling.costs import Seconds
 from fxpipe.progress import progress
+from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.recording.fake import running
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.fake import faked, is_faked, running, usable
+from fxpipe.tracing.sizing.alike import Alike, ChangedInPlaceError
+from fxpipe.tracing.snapshot import forked_random
+from fxpipe.tracing.traced import Traced, call, lookup
+
+Value = Any  # of a node: a tensor, a number, or a nest of them
 
 # These read no more of their first argument than they return.
 _PICKING = frozenset("embedding gather index index_select take".split())
@@ -36,29 +55,242 @@ _SAME_WORK = {  # operations without a formula -> those that have it
 
 
 @dataclass(frozen=True, slots=True)
-class Hardware:
-    """What one device can do at most."""
+class Estimate:
+    """What one node would take."""
 
-    name: str
-    flops_per_second: float
-    bytes_per_second: float  # of its memory
-
-
-A100 = Hardware("NVIDIA A100 80GB", 312e12, 2.0e12)  # dense bfloat16; its data sheet
+    forward: Seconds
+    backward: Seconds
+    weight: Seconds  # the part of backward without which no parameter would have a gradient
+    bytes: int  # of all tensors that it returns
 
 
-def estimate(traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware) -> dict[fx.Node, Measured]:
-    """What `measure` finds, on tensors without values; to be used in a block of `tracing.fake.faked`."""
+def estimate(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
+) -> dict[fx.Node, Estimate]:
+    """Estimates every working node, from flattened inputs with so many samples. The model stays as it is.
+
+    At `samples` the lines give just what that size takes. Where the graph holds for this size only, all of it is taken
+    to grow with the batch.
+    """
+    if not is_faked():
+        with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
+            return _estimate(traced, effects, fakes, samples, hardware)
+    return _estimate(traced, effects, leaves, samples, hardware)
+
+
+def _estimate(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
+) -> dict[fx.Node, Estimate]:
+    other = _other_size(traced, samples)
     with (
+        forked_random(),
         running(),
         torch.inference_mode(False),
-        Roofline(hardware) as roofline,
-        progress("estimating", len(effects.nodes)) as step,
+        progress("estimating", len(effects.nodes) * (1 if other is None else 2)) as step,
     ):
-        clock = Clock(lambda: roofline.seconds)
-        rounds = Rounds(traced, effects, leaves, clock, repeats=1, deadline=0.0, step=step, warms_up=False)
-        rounds.run()
-    return {node: rounds.measured(node) for node in effects.nodes}
+        here = _walked(traced, effects, leaves, hardware, step)
+        if other is None:
+            there, other = {}, samples
+        else:
+            there = _walked(traced, effects, _resized(traced, leaves, other), hardware, step)
+
+    def line(node: fx.Node, part: Callable[[_Cost], float]) -> Seconds:
+        at_here = part(here[node][0])
+        return _line(samples, at_here, other, part(there[node][0]) if there else at_here)
+
+    return {
+        node: Estimate(
+            line(node, lambda c: c.forward), line(node, lambda c: c.backward), line(node, lambda c: c.weight), size
+        )
+        for node, (_, size) in here.items()
+    }
+
+
+def _line(size: int, seconds: float, other: int, other_seconds: float) -> Seconds:
+    """Through both points, but neither part negative; at `size` it is exact."""
+    if other == size:
+        return Seconds(0.0, seconds / size)
+    fixed = (seconds * other - other_seconds * size) / (other - size)
+    fixed = min(max(fixed, 0.0), seconds)
+    return Seconds(fixed, (seconds - fixed) / size)
+
+
+def _other_size(traced: Traced, samples: int) -> int | None:
+    """Another number of samples for which the graph holds."""
+    candidates = (2 * samples, samples // 2, samples + 1, samples - 1)
+    return next((size for size in candidates if size > 0 and all(r.holds(size) for r in traced.batch_reads)), None)
+
+
+def _resized(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
+    """So many samples: those of the inputs, again and again."""
+    found = []
+    with torch.no_grad():
+        for leaf, dim in zip(leaves, traced.in_dims, strict=True):
+            if dim is None or not isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+                continue
+            times = -(-size // leaf.shape[dim])
+            found.append(torch.cat([leaf] * times, dim).narrow(dim, 0, size).requires_grad_(leaf.requires_grad))
+    return found
+
+
+# -- a walk over the graph ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Seconds of one kind of node, and what gradients come of it."""
+
+    forward: float
+    backward: float
+    weight: float
+    gives_grad: tuple[bool, ...]  # by tensor of its value: does it require grad
+    leaves_grad: bool  # do tensors that it writes to require grad afterwards
+
+
+def _walked(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware, step: Callable[[], object]
+) -> dict[fx.Node, tuple[_Cost, int]]:
+    """For each working node its cost, and the bytes of what it returns."""
+    if is_faked():
+        with contextlib.suppress(ChangedInPlaceError):
+            return _Walk(traced, effects, leaves, hardware, step, Alike()).run()
+    return _Walk(traced, effects, leaves, hardware, step, None).run()
+
+
+@dataclass(slots=True)
+class _Walk:
+    traced: Traced
+    effects: Effects
+    leaves: Sequence[Any]
+    hardware: Hardware
+    step: Callable[[], object]
+    alike: Alike | None  # None: each node is a kind of its own
+    values: dict[fx.Node, Value] = field(default_factory=dict)  # without gradients
+    grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
+    weights: set[fx.Node] = field(default_factory=set)  # whose gradients are those of parameters and of nothing else
+    known: dict[Hashable, tuple[_Cost, int]] = field(default_factory=dict)
+    classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
+
+    def run(self) -> dict[fx.Node, tuple[_Cost, int]]:
+        self._hold()
+        found = {}
+        for place, node in enumerate(self.effects.nodes):
+            try:
+                found[node] = self._visit(node, place)
+            except ChangedInPlaceError:
+                raise
+            except Exception as error:
+                error.add_note(f"fxpipe: while estimating {node.name} ({node.meta['source']})")
+                raise
+            if self.alike is None:  # else values are few, and their ids are their names
+                for used in (*node.all_input_nodes, node):
+                    if self.effects.last[used] <= place:
+                        self.values.pop(used, None)
+            self.step()
+        return found
+
+    def _hold(self) -> None:
+        """Inputs and the model's tensors: copies of what a node will write to."""
+        written = set().union(*self.effects.writes)
+        places = {node: place for place, node in self.traced.placeholders.items()}
+        for node in self.traced.graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                continue
+            tensor = self.leaves[places[node]] if node in places else usable(lookup(self.traced, node))
+            is_weight = node not in places and isinstance(tensor, torch.nn.Parameter)
+            self.grads[node] = (tensor.requires_grad and (node in places or is_weight),)
+            if is_weight and tensor.requires_grad:
+                self.weights.add(node)
+            is_copied = self.effects.alias[node] in written or tensor.is_inference()
+            self.values[node] = tensor.detach().clone() if is_copied else tensor
+            self.classes[self.effects.alias[node]].append(node)
+
+    def _visit(self, node: fx.Node, place: int) -> tuple[_Cost, int]:
+        inputs = node.all_input_nodes
+        written = [self.effects.alias[n] in self.effects.writes[place] for n in inputs]
+        roles = [(self.grads[n], n in self.weights, is_written) for n, is_written in zip(inputs, written, strict=True)]
+        key = self.alike.key(node, self.values) if self.alike is not None else None
+        kind = node if key is None else (key, tuple(roles))
+        before = None if kind in self.known else self._own(node)
+        value = self._value(node, key)
+        if before is not None:
+            cost = self._cost(node, before, [n for n, is_written in zip(inputs, written, strict=True) if is_written])
+            self.known[kind] = cost, sum(t.numel() * t.element_size() for t in tensors_in(value))
+        cost, size = self.known[kind]
+        self.values[node], self.grads[node] = value, cost.gives_grad
+        self.classes[self.effects.alias[node]].append(node)
+        with_grad = [n for n in inputs if any(self.grads[n])]
+        if with_grad and all(n in self.weights for n in with_grad):
+            self.weights.add(node)
+        if cost.leaves_grad:
+            self._spread_grad(self.effects.writes[place])
+        return cost, size
+
+    def _value(self, node: fx.Node, key: Hashable | None) -> Value:
+        value = self.alike.known(key) if self.alike is not None else None
+        if value is None:
+            with applied(node.meta["state"]), torch.no_grad():
+                value = call(node, self.values.__getitem__)
+            value = _mapped(torch.Tensor.detach, value)
+            if self.alike is not None:
+                self.alike.keep(node, key, value, self.values)
+        return value
+
+    def _spread_grad(self, classes: set[int]) -> None:
+        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        for node in (n for alias in classes for n in self.classes[alias] if n in self.values):
+            self.grads[node] = tuple(t.is_floating_point() or t.is_complex() for t in _tensors(self.values[node]))
+
+    # -- one kind ------------------------------------------------------------------------------------------------------
+
+    def _own(self, node: fx.Node) -> dict[fx.Node, Value]:
+        """The inputs of a node as leaves of autograd, of its own."""
+        return {n: _alone(self.values[n], self.grads[n]) for n in node.all_input_nodes}
+
+    def _cost(self, node: fx.Node, own: dict[fx.Node, Value], written: Sequence[fx.Node]) -> _Cost:
+        given = dict(own)
+        with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+            given.update((n, _mapped(torch.clone, own[n])) for n in written)
+        with Roofline(self.hardware) as clock:
+            with applied(node.meta["state"]):
+                value = call(node, given.__getitem__)
+            forward = clock.seconds
+            changed = [t for n in written for t in _tensors(given[n])]
+            ends = _distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+            starts = {n: [t for t in _tensors(v) if t.requires_grad] for n, v in own.items()}
+            backward = clock.backward_seconds(ends, _distinct(t for ts in starts.values() for t in ts))
+            others = _distinct(t for n, ts in starts.items() if n not in self.weights for t in ts)
+            weight = backward
+            if len(others) == sum(map(len, starts.values())):
+                weight = 0.0
+            elif others:
+                weight = max(0.0, backward - clock.backward_seconds(ends, others))
+        gives_grad = tuple(t.requires_grad for t in _tensors(value))
+        return _Cost(forward, backward, weight, gives_grad, any(t.requires_grad for t in changed))
+
+
+def _alone(value: Value, grads: Sequence[bool]) -> Value:
+    """The like of a value, with fake tensors in memory of their own, since one may stand for several."""
+    needs_grad = iter(grads)
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None:
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return tensor.detach().requires_grad_(next(needs_grad, False))
+
+    return _mapped(alone, value)
+
+
+def _mapped(function: Callable[[torch.Tensor], Any], value: Value) -> Value:
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+# -- one operation -----------------------------------------------------------------------------------------------------
 
 
 class Roofline(TorchDispatchMode):
@@ -74,9 +306,23 @@ class Roofline(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func is torch.ops.prim.device.default:  # a question, which fake tensors are often asked
             return result
-        arithmetic = flops(func, args, kwargs, result) / self.hardware.flops_per_second
-        self.seconds += max(arithmetic, traffic(func, args, kwargs, result) / self.hardware.bytes_per_second)
+        moved = traffic(func, args, kwargs, result)
+        if moved:  # else it is a view, for which nothing is launched
+            arithmetic = flops(func, args, kwargs, result)
+            self.seconds += self.hardware.seconds(arithmetic, _multiplied(func, args) if arithmetic else "", moved)
         return result
+
+    def backward_seconds(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> float:
+        """How long it would take to go back from `ends` to `starts`."""
+        if not ends or not starts:
+            return 0.0
+        ones = [torch.ones_like(t) for t in ends]
+        before = self.seconds
+        try:
+            torch.autograd.grad(ends, starts, ones, allow_unused=True, retain_graph=True)
+        except NotImplementedError:
+            return 0.0  # a function without a derivative: no training step goes back through it
+        return self.seconds - before
 
 
 def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
@@ -88,6 +334,17 @@ def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: A
         return int(2 * each if name.endswith("backward") else each)
     formula = flop_registry.get(_SAME_WORK.get(func.overloadpacket, func.overloadpacket))
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def _multiplied(func: Any, args: tuple[Any, ...]) -> str:
+    """The type in which an operation computes, by its name; TF32 where torch would have a GPU take it for float32."""
+    dtype = next((t.dtype for t in _tensors(args) if t.is_floating_point() or t.is_complex()), torch.float32)
+    if dtype is torch.float32:
+        is_convolution = "conv" in func.overloadpacket.__name__
+        backends: Any = torch.backends
+        setting = backends.cudnn.conv if is_convolution else backends.cuda.matmul
+        return "tfloat32" if setting.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
 
 
 def traffic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -81,8 +81,10 @@ def without_values(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
+def faked(model: nn.Module, inputs: Any, always: bool = False) -> Iterator[Any]:
     """A block in which neither model nor inputs lack values, or all their tensors are fake: gives the inputs.
+
+    With `always` they are fake also where all have values.
 
     What the user has set up for making models without values (a `FakeTensorMode`, `torch.device("meta")`) is not
     active meanwhile.
@@ -94,7 +96,7 @@ def faked(model: nn.Module, inputs: Any) -> Iterator[Any]:
         stack.enter_context(unset_fake_temporarily())
         held = (*slots_of(model).values(), *held_in_containers(model).values())
         tensors = [*held, *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
-        if all(map(has_values, tensors)):
+        if not always and all(map(has_values, tensors)):
             yield inputs
             return
         refuse_model(model)

@@ -1,0 +1,268 @@
+"""Hardware by its figures: what a device computes, holds and sends in a second; of data sheets, or of devices at hand.
+
+    fxpipe.plan(model, 8, example_args=(x,), hardware="h100")
+    HARDWARE["h100"]                                    # the figures behind the name
+    replace(HARDWARE["h100"], devices_per_node=4)       # the like of it: `dataclasses.replace`
+    Hardware("mine", {"float32": 20e12}, 1e12, memory=24 * 2**30, within=None, between=Link(12e9))
+
+Peaks are those that the maker states, without sparsity; what of them large operations reach is a figure of its own, so
+that both can be looked up. Sizes are bytes, rates are per second, one direction of a link at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.partitioning.chain import Link
+
+if TYPE_CHECKING:
+    import torch
+
+GiB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One kind of device, and how many of them hang together. Checked when made.
+
+    Raises:
+        ArgumentError: a figure is no finite number above 0, or there is no rate for float32.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float] = field(hash=False)  # peak by dtype ("float32", "bfloat16", "tfloat32", ...)
+    bytes_per_second: float  # peak, of its memory
+    memory: int  # bytes that a program can have
+    within: Link | None  # between two devices of a node; None: a value is handed over and costs nothing
+    between: Link  # between devices of two nodes
+    devices_per_node: int = 8
+    arithmetic_efficiency: float = 1.0  # what large products of matrices reach of the peak
+    memory_efficiency: float = 1.0  # what large operations reach of the memory's peak
+    launch: float = 0.0  # seconds: no operation takes less
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flops_per_second", dict(self.flops_per_second))  # nobody else's, and it pickles
+        if "float32" not in self.flops_per_second:
+            raise ArgumentError(
+                f"Hardware {self.name!r} has rates for {', '.join(self.flops_per_second) or 'nothing'}; give one for "
+                "'float32' at least: it also holds for types without one"
+            )
+        links = {name: link for name, link in (("within", self.within), ("between", self.between)) if link is not None}
+        for dtype, rate in self.flops_per_second.items():
+            self._check(f"flops_per_second[{dtype!r}]", rate)
+        for key in ("bytes_per_second", "memory", "devices_per_node", "arithmetic_efficiency", "memory_efficiency"):
+            self._check(key, getattr(self, key))
+        for name, link in links.items():
+            self._check(f"{name}.bytes_per_second", link.bytes_per_second)
+            self._check(f"{name}.latency", link.latency, may_be_zero=True)
+        self._check("launch", self.launch, may_be_zero=True)
+        if max(self.arithmetic_efficiency, self.memory_efficiency) > 1:
+            raise ArgumentError(f"Hardware {self.name!r}: an efficiency is a share of the peak, at most 1")
+
+    def _check(self, key: str, figure: float, may_be_zero: bool = False) -> None:
+        is_number = isinstance(figure, (int, float)) and math.isfinite(figure)
+        if not is_number or figure < 0 or (figure == 0 and not may_be_zero):
+            least = "0 or more" if may_be_zero else "above 0"
+            raise ArgumentError(f"Hardware {self.name!r}: {key}={figure!r}; expected a finite number {least}")
+
+    def seconds(self, flops: float, dtype: str, moved: float) -> float:
+        """How long an operation takes: as its arithmetic in `dtype`, or to move these bytes, or to start it."""
+        rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+        arithmetic = flops / (rate * self.arithmetic_efficiency)
+        return max(arithmetic, moved / (self.bytes_per_second * self.memory_efficiency), self.launch)
+
+
+# -- devices that are known by name ------------------------------------------------------------------------------------
+
+# What is reached of the peaks, of all three GPUs: products of matrices in bfloat16 267.9 of 312 TFLOP/s (A100 SXM) and
+# 792.1 of 989 (H100 SXM), S. Bekman, Machine Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS
+# comparison table", github.com/stas00/ml-engineering. Copies by torch within an H200 move 4.3 of 4.8 TB/s.
+#
+# An operation that is launched after another takes 3.8 microseconds at least: A. Gray, Getting started with CUDA
+# graphs, NVIDIA technical blog, 2019.
+#
+# Links: NCCL reckons with 20.0 of the 25 GB/s of each NVLink of an A100 and with 20.6 on Hopper (src/graph/topo.h), and
+# with a latency of 8.4 + 3.4 microseconds over NVLink and 8.4 + 14 over a network (ring, simple protocol;
+# src/graph/tuning.cc). A node is a DGX or HGX: eight GPUs, and a network adapter for each.
+
+_GPU_EFFICIENCY = 0.9  # of the memory
+_GPU_LAUNCH = 3.8e-6
+_NVLINK_LATENCY = 11.8e-6
+_NETWORK_LATENCY = 22.4e-6
+
+_A100 = Hardware(
+    "NVIDIA A100 80GB",
+    # NVIDIA A100 Tensor Core GPU data sheet (A100 80GB SXM), for all but the last two: 80 GB of which CUDA gives
+    # 79.1 GiB, 12 NVLinks of the third generation (600 GB/s in both directions together).
+    {
+        "float64": 19.5e12,
+        "float32": 19.5e12,
+        "tfloat32": 156e12,
+        "bfloat16": 312e12,
+        "float16": 312e12,
+        "int8": 624e12,
+    },
+    2.039e12,
+    memory=79 * GiB,
+    within=Link(12 * 20.0e9, _NVLINK_LATENCY),
+    between=Link(25e9, _NETWORK_LATENCY),  # DGX A100 data sheet: ConnectX-6, InfiniBand HDR, 200 Gb/s
+    arithmetic_efficiency=0.86,
+    memory_efficiency=_GPU_EFFICIENCY,
+    launch=_GPU_LAUNCH,
+)
+
+_HOPPER = {  # the data sheet's figures are with sparsity; without it they are half of that
+    "float64": 67e12,
+    "float32": 67e12,
+    "tfloat32": 494.7e12,
+    "bfloat16": 989.4e12,
+    "float16": 989.4e12,
+    "float8_e4m3fn": 1978.9e12,
+    "float8_e5m2": 1978.9e12,
+    "int8": 1978.9e12,
+}
+
+_H100 = Hardware(
+    "NVIDIA H100 SXM",
+    # NVIDIA H100 Tensor Core GPU data sheet (SXM5): 80 GB of which CUDA gives 79.1 GiB, 18 NVLinks of the fourth
+    # generation (900 GB/s in both directions together).
+    _HOPPER,
+    3.35e12,
+    memory=79 * GiB,
+    within=Link(18 * 20.6e9, _NVLINK_LATENCY),
+    between=Link(50e9, _NETWORK_LATENCY),  # DGX H100 data sheet: ConnectX-7, InfiniBand NDR, 400 Gb/s
+    arithmetic_efficiency=0.8,
+    memory_efficiency=_GPU_EFFICIENCY,
+    launch=_GPU_LAUNCH,
+)
+
+_H200 = Hardware(
+    "NVIDIA H200 SXM",
+    # NVIDIA H200 Tensor Core GPU data sheet (SXM): the H100's arithmetic and links, 141 GB of which CUDA gives 139 GiB.
+    _HOPPER,
+    4.8e12,
+    memory=139 * GiB,
+    within=Link(18 * 20.6e9, _NVLINK_LATENCY),
+    between=Link(50e9, _NETWORK_LATENCY),
+    arithmetic_efficiency=0.8,
+    memory_efficiency=_GPU_EFFICIENCY,
+    launch=_GPU_LAUNCH,
+)
+
+_CPU = Hardware(
+    "Intel Xeon Platinum 8380, one socket",
+    # Intel's product page: 40 cores at 2.3 GHz, two AVX-512 units each, so 64 operations in float32 in a cycle. Types
+    # of 16 bits are slower there: by what torch 2.13 reaches of its own float32 on a core of this generation.
+    {"float64": 2.94e12, "float32": 5.89e12, "bfloat16": 0.19 * 5.89e12, "float16": 0.011 * 5.89e12},
+    204.8e9,  # eight channels of DDR4-3200
+    memory=256 * GiB,  # eight modules of 32 GiB, for want of a better number
+    within=None,  # workers of one process
+    between=Link(25e9, _NETWORK_LATENCY),  # InfiniBand HDR
+    devices_per_node=2,
+    arithmetic_efficiency=0.8,  # 132 of 160 GFLOP/s: a product of 2048 x 2048 in torch 2.13, on one core at 2.5 GHz
+    memory_efficiency=0.8,  # an estimate
+    launch=5e-6,  # torch 2.13 called from Python: an addition of two numbers
+)
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({"a100-80gb": _A100, "h100": _H100, "h200": _H200, "cpu": _CPU})
+
+
+def parse_hardware(given: str | Hardware) -> Hardware:
+    """The hardware of that name, or the one given.
+
+    Raises:
+        ArgumentError: nothing is known by that name.
+        ArgumentTypeError: it is neither a name nor a `Hardware`.
+    """
+    if isinstance(given, Hardware):
+        return given
+    accepted = f"{', '.join(map(repr, HARDWARE))}, or your own as Hardware(...) of fxpipe.hardware"
+    if not isinstance(given, str):
+        raise ArgumentTypeError(f"hardware={given!r} is a {type(given).__name__}; expected {accepted}")
+    if given.lower() not in HARDWARE:
+        raise ArgumentError(f"hardware={given!r} is unknown; there are {accepted}")
+    return HARDWARE[given.lower()]
+
+
+def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | None:
+    """The way between two devices, which fill one node after the other; None where a value is handed over.
+
+    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE["h100"].between
+    True
+    """
+    if worker_a == worker_b:
+        return None
+    is_one_node = worker_a // hardware.devices_per_node == worker_b // hardware.devices_per_node
+    return hardware.within if is_one_node else hardware.between
+
+
+# -- devices at hand ---------------------------------------------------------------------------------------------------
+
+_SMALL, _LARGE = 2**12, 2**26  # bytes of the two copies by which a way is known
+_COPIES = 7
+
+
+def link_at_hand(a: torch.device, b: torch.device) -> Link | None:
+    """The way from one device of this machine to another, measured once; None where a value is handed over."""
+    a, b = _with_index(a), _with_index(b)
+    return None if a == b or "cuda" not in (a.type, b.type) else _measured_link(a, b)
+
+
+def memory_at_hand(device: torch.device) -> int | None:
+    """Bytes of a GPU that this process can have: all but what others use. None for other devices: nobody knows."""
+    import torch
+
+    if device.type != "cuda":
+        return None
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + int(torch.cuda.memory_reserved(device))  # what torch holds is used by its tensors, or will be
+
+
+def fitted_link(small: float, large: float, small_bytes: int = _SMALL, large_bytes: int = _LARGE) -> Link:
+    """The link over which copies of these two sizes take `small` and `large` seconds."""
+    if large <= small:  # too noisy to tell
+        return Link(large_bytes / large)
+    rate = (large_bytes - small_bytes) / (large - small)
+    return Link(rate, max(0.0, small - small_bytes / rate))
+
+
+def _with_index(device: torch.device) -> torch.device:
+    import torch
+
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@functools.cache
+def _measured_link(a: torch.device, b: torch.device) -> Link:
+    import torch
+
+    def copy_seconds(size: int) -> float:
+        source = torch.zeros(size, dtype=torch.uint8, device=a)
+        seconds = []
+        for _ in range(_COPIES):
+            _wait(a, b)
+            start = time.perf_counter()
+            source.to(b)
+            _wait(a, b)
+            seconds.append(time.perf_counter() - start)
+        return median(seconds[1:])  # the first opens the way
+
+    return fitted_link(copy_seconds(_SMALL), copy_seconds(_LARGE))
+
+
+def _wait(*devices: torch.device) -> None:
+    import torch
+
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

@@ -1,0 +1,199 @@
+"""A profile as a file: JSON with numbers and nothing that is run or parsed as a formula.
+
+    profile.save("profile.json")
+    fxpipe.Profile.load("profile.json")
+
+    {"format": "fxpipe profile", "version": 1, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+     "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...}, ...],
+     "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
+
+Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
+size (`profiling.coefficients`, which also says what becomes of other formulas). What is read is checked piece by piece:
+a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another graph.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sympy
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
+from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
+
+if TYPE_CHECKING:
+    from fxpipe.tracing.traced import Traced
+
+FORMAT, VERSION = "fxpipe profile", 1
+
+_SECONDS = ("forward", "backward", "weight")
+_FORMULAS = ("parameter_bytes", "output_bytes", "flops", "backward_flops", "saved_bytes", "temporary_bytes")
+_FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "nodes", "saved")
+
+
+def save(profile: Profile, path: str | Path) -> None:
+    """Writes a profile.
+
+    Raises:
+        ArgumentError: one of its formulas is no polynomial in the batch size, nor bounded by one.
+    """
+
+    def numbers(expression: sympy.Expr) -> list[int | str]:
+        return as_json(coefficients(expression, profile.batch))
+
+    nodes = [
+        {"name": node.name}
+        | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
+        | {key: numbers(getattr(node, key)) for key in _FORMULAS}
+        for node in profile.nodes
+    ]
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "fingerprint": profile.fingerprint,
+        "micro_batch": profile.micro_batch,
+        "device": profile.device,
+        "estimated_for": profile.estimated_for,
+        "nodes": nodes,
+        "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
+    }
+    Path(path).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def load(path: str | Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        ArgumentError: the file is none, or is damaged: it says where.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        return _profile(json.loads(text, parse_constant=_no_number))
+    except (ArgumentError, ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ArgumentError(
+            f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
+        ) from None
+
+
+def profile_for(traced: Traced, given: Profile | str | Path) -> Profile:
+    """A profile of this very graph: the one given, or the one in the file of this name.
+
+    Raises:
+        ArgumentError: it is no profile, or one of another graph.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(given, (Profile, str, Path)):
+        raise ArgumentTypeError(f"profile is a {type(given).__name__}; expected a Profile or the path of a saved one")
+    profile = given if isinstance(given, Profile) else load(given)
+    what = "the profile" if isinstance(given, Profile) else f"the profile {str(given)!r}"
+    if profile.fingerprint != traced.fingerprint():
+        raise ArgumentError(
+            f"{what} was made for another graph (fingerprint {profile.fingerprint or 'not known'}, here "
+            f"{traced.fingerprint()}): the model, its mode or its inputs have changed. Make a new one: "
+            "fxpipe.profile(traced, args).save(path), or leave profile out"
+        )
+    if [cost.name for cost in profile.nodes] != [node.name for node in traced.nodes]:
+        raise ArgumentError(f"{what} does not have the nodes of the graph that its fingerprint names: it is damaged")
+    return profile
+
+
+# -- reading, piece by piece -------------------------------------------------------------------------------------------
+
+
+def _profile(document: Any) -> Profile:
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise ArgumentError(f"it does not say that its format is {FORMAT!r}")
+    version = document.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads version {VERSION}")
+    fields = _fields(document, _FIELDS, "the profile")
+    batch = sympy.Symbol("b", integer=True, positive=True)
+    micro_batch = _count(fields["micro_batch"], "micro_batch", 1)
+    nodes = tuple(
+        _node(node, batch, micro_batch, f"nodes[{place}]") for place, node in enumerate(_list(fields["nodes"], "nodes"))
+    )
+    saved = tuple(
+        _saved(one, batch, micro_batch, len(nodes), f"saved[{number}]")
+        for number, one in enumerate(_list(fields["saved"], "saved"))
+    )
+    device, hardware, fingerprint = (_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint"))
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint)
+
+
+def _node(value: Any, batch: sympy.Symbol, samples: int, where: str) -> NodeCost:
+    fields = _fields(value, ("name", *_SECONDS, *_FORMULAS), where)
+    seconds = {key: _seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
+    formulas = {key: _formula(fields[key], batch, samples, f"{where}.{key}") for key in _FORMULAS}
+    return NodeCost(_text(fields["name"], f"{where}.name"), **seconds, **formulas)
+
+
+def _saved(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str) -> Saved:
+    fields = _fields(value, ("bytes", "maker", "savers"), where)
+    savers = _list(fields["savers"], f"{where}.savers")
+    places = tuple(_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
+    if not places or any(a >= b for a, b in pairwise(places)):
+        raise ArgumentError(f"{where}.savers: expected ascending places")
+    maker = _count(fields["maker"], f"{where}.maker", -1, nodes - 1)
+    return Saved(_formula(fields["bytes"], batch, samples, f"{where}.bytes"), maker, places)
+
+
+def _seconds(value: Any, where: str) -> Seconds:
+    numbers = _list(value, where)
+    for number in numbers:
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
+    if len(numbers) != 2:
+        raise ArgumentError(f"{where}: expected two numbers, got {len(numbers)}")
+    return Seconds(*map(float, numbers))
+
+
+def _formula(value: Any, batch: sympy.Symbol, samples: int, where: str) -> sympy.Expr:
+    try:
+        found = from_json(value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from None
+    if found and (found[-1] < 0 or sum(c * samples**power for power, c in enumerate(found)) < 0):
+        raise ArgumentError(f"{where}: {value} is less than 0")
+    return formula(found, batch)
+
+
+def _fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{where}: expected an object, got {_short(value)}")
+    if value.keys() != {*names}:
+        raise ArgumentError(f"{where}: expected the fields {', '.join(names)}, got {', '.join(value)[:200] or 'none'}")
+    return value
+
+
+def _list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ArgumentError(f"{where}: expected a list, got {_short(value)}")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ArgumentError(f"{where}: expected text, got {_short(value)}")
+    return value
+
+
+def _count(value: Any, where: str, least: int, most: int = 2**63) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ArgumentError(f"{where}: expected a whole number from {least} to {most}, got {_short(value)}")
+    return value
+
+
+def _no_number(text: str) -> Any:
+    raise ArgumentError(f"{text} is no number")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
