@@ -1,0 +1,236 @@
+"""What autograd saves, storage by storage, seen in a run of the graph.
+
+Each storage is followed through one forward of the graph, which runs as the model does: with autograd, node after node.
+`torch.autograd.graph.saved_tensors_hooks` show what is saved. Of a saved tensor it is its storage that stays, all of
+it, and once, whatever number of tensors and views of it are saved:
+
+    h = x @ w                  h: made here
+    a, g = h.chunk(2, -1)      two views: no storage of their own
+    y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
+
+A storage belongs to the node whose value it is; what no value shows (statistics of a norm, the mask of a dropout, casts
+under autocast) belongs to the node that saves it. The model's own tensors stay in memory anyway and do not count.
+
+The hooks keep nothing, so the run takes the memory of a forward without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxpipe.profiling.storages import Storages, storages_of
+from fxpipe.thread_state import applied
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.recording.draws import Draws
+from fxpipe.tracing.recording.fake import usable
+from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.tracing.traced import Traced, call, lookup
+
+INPUT = -1  # the maker of an input
+_ASKS_FOR_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+Values = Mapping[fx.Node, Any]
+
+
+@dataclass(slots=True)
+class Seen:
+    """One storage in one run. `label` names it in all runs: how it came to be."""
+
+    label: Hashable
+    bytes: int
+    maker: int  # place of the node that made it
+    is_own: bool = False  # the model's
+    writers: list[int] = field(default_factory=list)  # places, ascending
+    savers: list[int] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
+    returns: bool = False  # does a gradient come back to it
+
+
+@dataclass(frozen=True, slots=True)
+class OfValue:
+    """The label of a storage in the value of a node, or in an input."""
+
+    node: fx.Node
+    tensor: int  # which of the tensors in it
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The label of a storage that a node saves and no value shows."""
+
+    node: fx.Node
+    saved: int  # how many the node has saved before it
+
+
+class _Token:
+    """What stands for a saved tensor; the tensor itself is there as long as its node runs."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+
+
+def follow(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], visit: Callable[[fx.Node, int, Values], object]
+) -> list[Seen]:
+    """Runs the graph once. Every storage but those of the model's own tensors, in order of appearance.
+
+    Args:
+        leaves: flattened inputs.
+        visit: called before each node runs, with its place and the values that are alive.
+
+    To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
+    """
+    return _Run(traced, effects, visit).run(leaves)
+
+
+class _Run:
+    """One run: values live until their last user has run."""
+
+    def __init__(self, traced: Traced, effects: Effects, visit: Callable[[fx.Node, int, Values], object]):
+        self.traced, self.effects, self.visit = traced, effects, visit
+        self.storages = Storages()
+        self.seen: dict[int, Seen] = {}  # by number of the storage
+        self.values: dict[fx.Node, Any] = {}
+        self.saved: list[_Token] = []  # by the node that runs
+        self.draws = Draws(traced.seed)
+        self.keeps = any(n.target in _ASKS_FOR_GRADIENTS for n in effects.nodes)  # forward itself goes back
+
+    def run(self, leaves: Sequence[Any]) -> list[Seen]:
+        self._begin(leaves)
+        place = self.effects.place
+        last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
+        for node, at in ((n, place[n]) for n in self.effects.nodes):
+            try:
+                self.visit(node, at, self.values)
+                self.values[node] = self._step(node, at)
+            except Exception as error:
+                error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
+                raise
+            for used in (*node.all_input_nodes, node):
+                if last[used] <= at:
+                    self._release(used)
+        return [s for s in self.seen.values() if not s.is_own]
+
+    def _release(self, node: fx.Node) -> None:
+        """A value that goes has its last user, or the model's end, behind it."""
+        value = self.values.pop(node, None)
+        if node in self._outputs:
+            for seen in self._all(tensors_in(value)):
+                seen.users.add(len(self.effects.nodes))
+
+    # -- the model's tensors and inputs --------------------------------------------------------------------------------
+
+    def _begin(self, leaves: Sequence[Any]) -> None:
+        traced, effects = self.traced, self.effects
+        self._outputs = {o for o in (*traced.outputs, *traced.assigned.values()) if isinstance(o, fx.Node)}
+        written = set().union(*effects.writes)
+        for tensor in (*slots_of(traced.model).values(), *held_in_containers(traced.model).values()):
+            self._own(tensor)
+        places = {node: place for place, node in traced.placeholders.items()}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                leaf = leaves[places[node]]
+                value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                if leaf.requires_grad and effects.alias[node] in written:
+                    value = value.clone()  # nobody may write to a leaf
+                self._note_value(node, INPUT, value)
+                self.values[node] = value
+            elif node.op == "get_attr":
+                tensor = usable(lookup(traced, node))
+                needs_grad = tensor.requires_grad
+                # An inference tensor cannot be saved for backward; its copy can.
+                is_copied = (effects.alias[node] in written and not needs_grad) or tensor.is_inference()
+                held = tensor.detach().clone() if is_copied else tensor.detach()
+                self.values[node] = held.requires_grad_(needs_grad)
+                self._own(held)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        for number in self.storages.numbers(tensor):
+            self.seen.setdefault(number, Seen(None, 0, INPUT, is_own=True))
+
+    # -- one node ------------------------------------------------------------------------------------------------------
+
+    def _step(self, node: fx.Node, place: int) -> Any:
+        read = list({id(t): t for n in node.all_input_nodes for t in tensors_in(self.values[n])}.values())
+        for seen in self._all(read):
+            seen.users.add(place)
+        versions = [_version(t) for t in read]
+        self.saved = []
+        with applied(node.meta["state"]), saved_tensors_hooks(self._pack, _unpack):
+            value = self._call(node)
+        for tensor, version in zip(read, versions, strict=True):
+            if _version(tensor) != version:
+                for seen in self._all([tensor]):
+                    seen.writers.append(place)
+        self._note_value(node, place, value)
+        self._note_saved(node, place, value)
+        self._note_gradients([value, read])
+        return value
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.meta.get("draw"):
+            return self.draws.take(lambda: call(node, self.values.__getitem__))
+        return call(node, self.values.__getitem__)
+
+    def _pack(self, tensor: torch.Tensor) -> _Token:
+        self.saved.append(_Token(tensor))
+        return self.saved[-1]
+
+    def _note_value(self, node: fx.Node, place: int, value: Any) -> None:
+        for index, tensor in enumerate(tensors_in(value)):
+            for part, storage in enumerate(storages_of(tensor)):
+                number = self.storages.number(storage)
+                if number not in self.seen:
+                    self.seen[number] = Seen(OfValue(node, index, part), storage.nbytes(), place)
+
+    def _note_saved(self, node: fx.Node, place: int, value: Any) -> None:
+        packed = [token.tensor for token in self.saved if token.tensor is not None]
+        for index, tensor in enumerate((*packed, *self._in_contexts(value))):
+            for storage in storages_of(tensor):
+                number = self.storages.number(storage)
+                if number not in self.seen:
+                    self.seen[number] = Seen(Inside(node, index), storage.nbytes(), place)
+                if place not in self.seen[number].savers[-1:]:
+                    self.seen[number].savers.append(place)
+        if not self.keeps:
+            for token in self.saved:
+                token.tensor = None
+
+    def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
+        """Tensors that an `autograd.Function` keeps as plain attributes of its context, which hooks do not see."""
+        for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                yield from hidden_tensors(vars(context))
+                if not self.keeps:
+                    vars(context).clear()
+
+    def _note_gradients(self, values: Any) -> None:
+        for tensor in tensors_in(values):
+            if tensor.requires_grad:
+                for seen in self._all([tensor]):
+                    seen.returns = True
+
+    def _all(self, tensors: Any) -> Iterator[Seen]:
+        for tensor in tensors:
+            for number in self.storages.numbers(tensor):
+                if number in self.seen:
+                    yield self.seen[number]
+
+
+def _unpack(token: _Token) -> torch.Tensor:
+    assert token.tensor is not None, "a backward where none was expected"
+    return token.tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
