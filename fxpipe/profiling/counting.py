@@ -7,7 +7,8 @@ comes from shapes where a value shows it, else from what was counted at all size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import fx
 
 from fxpipe.profiling.costs import Saved
 from fxpipe.profiling.formulas import fitted, polynomial
-from fxpipe.profiling.probing import Probe, Probes
-from fxpipe.profiling.saving import OfValue, Seen, follow
+from fxpipe.profiling.probing import Probe
+from fxpipe.profiling.saving import Followed, OfValue, Seen, follow
 from fxpipe.profiling.working import Storage, Temporary, total, working
 from fxpipe.tracing.checking.check import is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.recording.fake import running
+from fxpipe.tracing.recording.fake import is_faked, running
+from fxpipe.tracing.sizing.alike import ChangedInPlaceError
 from fxpipe.tracing.sizing.shapes import bytes_for
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
@@ -98,49 +100,41 @@ def count(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int)
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What was seen with one number of samples."""
-
-    seen: Mapping[Hashable, Seen]  # by label
-    probes: Mapping[fx.Node, Probe]
-
-
-def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, _Run]:
+def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, Followed]:
     """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
     runs = {samples: _run(traced, effects, leaves, samples)}
     for size in (size for size in range(2, TRIES + 2) if size != samples and is_same_graph(traced, size)):
         if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
             break
         try:
-            runs[size] = _run(traced, effects, leaves, size)
+            runs[size] = _run(traced, effects, leaves, size, once=is_faked())
         except Exception:  # a size that the model refuses, or samples for which it is another graph
             continue
     return runs
 
 
-def _run(traced: Traced, effects: Effects, leaves: Sequence[Any], size: int) -> _Run:
-    probes = Probes(effects)
+def _run(traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, once: bool = False) -> Followed:
+    sample = take(traced, leaves, 0, size)
     with undone(traced.model):  # a module kept whole may write to what is not its own
-        seen = follow(traced, effects, take(traced, leaves, 0, size), probes.visit)
-    return _Run({s.label: s for s in seen}, probes.by_node)
+        if once:
+            with contextlib.suppress(ChangedInPlaceError):
+                return follow(traced, effects, sample, once)
+        return follow(traced, effects, sample)
 
 
-def _grows_unevenly(runs: Mapping[int, _Run]) -> bool:
+def _grows_unevenly(runs: Mapping[int, Followed]) -> bool:
     """Is there a count that is neither constant nor on a line?"""
     first, *others = runs.values()
     series = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
     counts = {tuple(astuple(probe)[k] for probe in probes) for probes in series for k in range(len(fields(Probe)))}
-    for label, seen in first.seen.items():
-        if all(label in run.seen for run in others):
-            counts.add((seen.bytes, *(run.seen[label].bytes for run in others)))
-    return any(polynomial(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts)
+    counts |= {(seen.bytes, *(run.bytes(seen.label) for run in others)) for seen in first.seen.values()}
+    return any(None not in numbers and polynomial(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts)
 
 
 # -- storages --------------------------------------------------------------------------------------------------------
 
 
-def _storage(traced: Traced, seen: Seen, runs: Mapping[int, _Run], samples: int) -> Storage:
+def _storage(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: int) -> Storage:
     maker = seen.maker
     if maker < 0 and seen.writers:
         maker = seen.writers[0]  # the stage that writes to an input does so to a clone
@@ -154,12 +148,12 @@ def _saved(seen: Seen, storage: Storage) -> Saved:
     return Saved(storage.bytes, max((storage.maker, *writers)), storage.savers)
 
 
-def _bytes(traced: Traced, seen: Seen, runs: Mapping[int, _Run], samples: int) -> sympy.Expr:
+def _bytes(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: int) -> sympy.Expr:
     label = seen.label
     if isinstance(label, OfValue) and label.part == 0 and label.tensor < len(label.node.meta["shapes"]):
         formula = label.node.meta["shapes"][label.tensor].bytes
         # It may be a part of something larger, which stays as a whole.
         if formula.free_symbols <= {traced.batch} and bytes_for(formula, traced.batch, samples) == seen.bytes:
             return formula
-    counted = {size: run.seen[label].bytes for size, run in runs.items() if label in run.seen}
-    return fitted(tuple(counted.items()), samples, traced.batch)
+    counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
+    return fitted(counted, samples, traced.batch)

@@ -6,14 +6,12 @@ own numbers are taken, which also know what kernels need inside (workspaces).
 
     forward  ──▶  temporary: most bytes at one time, less those that are still there at the end (outputs, saved ones)
     backward ──▶  temporary: the same, less the gradients of its inputs
-
-Nodes of one kind do the same, so each kind runs once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,9 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.profiling.flops import flops
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
-from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.sizing.alike import same_function
 from fxpipe.tracing.traced import call
 
 BLOCK = 512  # bytes; torch's allocator on CUDA gives no part of one
@@ -40,33 +36,6 @@ class Probe:
     backward_flops: int = 0
     temporary: int = 0  # bytes
     backward_temporary: int = 0
-
-
-@dataclass(slots=True)
-class Probes:
-    """Those of all nodes of one run, by kind."""
-
-    effects: Effects
-    by_kind: dict[Hashable, Probe] = field(default_factory=dict)
-    by_node: dict[fx.Node, Probe] = field(default_factory=dict)
-
-    def visit(self, node: fx.Node, place: int, values: Mapping[fx.Node, Any]) -> None:
-        kind = kind_of(node, values)
-        if kind not in self.by_kind:
-            written = {n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]}
-            self.by_kind[kind] = probe(node, written, values)
-        self.by_node[node] = self.by_kind[kind]
-
-
-def kind_of(node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
-    """Nodes of the same kind do the same: one function, one state of the thread, arguments alike but for values."""
-    args = fx.map_arg((node.args, node.kwargs), lambda n: pytree.tree_map_only(torch.Tensor, _described, values[n]))
-    return node.op, same_function(node.target), repr(args), node.meta["state"]
-
-
-def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
-    sizes = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-    return tensor.dtype, tuple(tensor.shape), sizes, tensor.device, tensor.requires_grad
 
 
 def probe(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:

@@ -16,41 +16,28 @@ The hooks keep nothing, so the run takes the memory of a forward without gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxpipe.profiling.kinds import Kinds
+from fxpipe.profiling.probing import Probe, probe
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import hidden_tensors, tensors_in
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.fake import usable
+from fxpipe.tracing.sizing.alike import ChangedInPlaceError
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
 from fxpipe.tracing.traced import Traced, call, lookup
 
 INPUT = -1  # the maker of an input
 _ASKS_FOR_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
-
-Values = Mapping[fx.Node, Any]
-
-
-@dataclass(slots=True)
-class Seen:
-    """One storage in one run. `label` names it in all runs: how it came to be."""
-
-    label: Hashable
-    bytes: int
-    maker: int  # place of the node that made it
-    is_own: bool = False  # the model's
-    writers: list[int] = field(default_factory=list)  # places, ascending
-    savers: list[int] = field(default_factory=list)
-    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
-    returns: bool = False  # does a gradient come back to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +57,19 @@ class Inside:
     saved: int  # how many the node has saved before it
 
 
+@dataclass(slots=True)
+class Seen:
+    """One storage in one run. `label` names it in all runs: how it came to be."""
+
+    label: OfValue | Inside
+    bytes: int
+    maker: int  # place of the node that made it
+    writers: list[int] = field(default_factory=list)  # places, ascending
+    savers: list[int] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
+    returns: bool = False  # does a gradient come back to it
+
+
 class _Token:
     """What stands for a saved tensor; the tensor itself is there as long as its node runs."""
 
@@ -79,47 +79,85 @@ class _Token:
         self.tensor: torch.Tensor | None = tensor
 
 
-def follow(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], visit: Callable[[fx.Node, int, Values], object]
-) -> list[Seen]:
-    """Runs the graph once. Every storage but those of the model's own tensors, in order of appearance.
+@dataclass(slots=True)
+class Followed:
+    """What one run has shown."""
+
+    seen: dict[Hashable, Seen]  # by label: every storage but those of the model's own tensors, in order of appearance
+    probes: dict[fx.Node, Probe]
+    same: dict[fx.Node, fx.Node]  # nodes that were not run, and the one of their kind that was
+
+    def bytes(self, label: OfValue | Inside) -> int | None:
+        """Of a storage; None where there is none such."""
+        found = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
+        return None if found is None else found.bytes
+
+
+def follow(traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False) -> Followed:
+    """Runs the graph, and of each kind of node one by itself, forward and back (`probe`).
 
     Args:
         leaves: flattened inputs.
-        visit: called before each node runs, with its place and the values that are alive.
+        once: run of each kind just one node, and take its value for that of the others. For tensors without values,
+            and where it does not matter which of them share memory.
 
     To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
+
+    Raises:
+        ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
     """
-    return _Run(traced, effects, visit).run(leaves)
+    return _Run(traced, effects, once).run(leaves)
 
 
 class _Run:
     """One run: values live until their last user has run."""
 
-    def __init__(self, traced: Traced, effects: Effects, visit: Callable[[fx.Node, int, Values], object]):
-        self.traced, self.effects, self.visit = traced, effects, visit
+    def __init__(self, traced: Traced, effects: Effects, once: bool):
+        self.traced, self.effects = traced, effects
+        self.kinds = Kinds(effects)
+        self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
+        self.once = once
         self.storages = Storages()
-        self.seen: dict[int, Seen] = {}  # by number of the storage
+        self.own: set[int] = set()  # numbers of the storages of the model's tensors
+        self.seen: dict[int, Seen] = {}  # by number: all others
         self.values: dict[fx.Node, Any] = {}
         self.saved: list[_Token] = []  # by the node that runs
+        self.probes: dict[fx.Node, Probe] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
         self.draws = Draws(traced.seed)
         self.keeps = any(n.target in _ASKS_FOR_GRADIENTS for n in effects.nodes)  # forward itself goes back
 
-    def run(self, leaves: Sequence[Any]) -> list[Seen]:
+    def run(self, leaves: Sequence[Any]) -> Followed:
         self._begin(leaves)
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
-        for node, at in ((n, place[n]) for n in self.effects.nodes):
+        for at, node in enumerate(self.effects.nodes):
             try:
-                self.visit(node, at, self.values)
-                self.values[node] = self._step(node, at)
+                self._visit(node, at)
             except Exception as error:
                 error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
                 raise
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:
                     self._release(used)
-        return [s for s in self.seen.values() if not s.is_own]
+        return Followed({s.label: s for s in self.seen.values()}, self.probes, self.same)
+
+    def _visit(self, node: fx.Node, place: int) -> None:
+        kind = self.kinds.of(node, self.values)
+        if kind in self.first:
+            first, value = self.first[kind]
+            self.probes[node] = self.probes[first]
+            if self.once:
+                self.values[node], self.same[node] = value, first
+                return
+        else:
+            written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
+            self.probes[node] = probe(node, written, self.values)
+        before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
+        self.values[node] = self._step(node, place)
+        if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
+            raise ChangedInPlaceError
+        self.first.setdefault(kind, (node, self.values[node] if self.once else None))
 
     def _release(self, node: fx.Node) -> None:
         """A value that goes has its last user, or the model's end, behind it."""
@@ -156,7 +194,7 @@ class _Run:
 
     def _own(self, tensor: torch.Tensor) -> None:
         for number in self.storages.numbers(tensor):
-            self.seen.setdefault(number, Seen(None, 0, INPUT, is_own=True))
+            self.own.add(number)
 
     # -- one node ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +228,7 @@ class _Run:
         for index, tensor in enumerate(tensors_in(value)):
             for part, storage in enumerate(storages_of(tensor)):
                 number = self.storages.number(storage)
-                if number not in self.seen:
+                if number not in self.seen and number not in self.own:
                     self.seen[number] = Seen(OfValue(node, index, part), storage.nbytes(), place)
 
     def _note_saved(self, node: fx.Node, place: int, value: Any) -> None:
@@ -198,6 +236,8 @@ class _Run:
         for index, tensor in enumerate((*packed, *self._in_contexts(value))):
             for storage in storages_of(tensor):
                 number = self.storages.number(storage)
+                if number in self.own:
+                    continue
                 if number not in self.seen:
                     self.seen[number] = Seen(Inside(node, index), storage.nbytes(), place)
                 if place not in self.seen[number].savers[-1:]:
