@@ -1,0 +1,159 @@
+"""Bytes that autograd keeps, bytes that are taken for a moment, and FLOPs: counted, and said for every batch size.
+
+The graph runs once with the samples of one micro-batch and at two other sizes, the smallest that the graph holds for.
+What is saved is as seen in the first run: whether `reshape` copies hangs on the size, and so do kernels. How much it is
+comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.profiling.costs import Saved
+from fxpipe.profiling.formulas import fitted, polynomial
+from fxpipe.profiling.probing import Probe
+from fxpipe.profiling.saving import Followed, OfValue, Seen, follow
+from fxpipe.profiling.working import Storage, Temporary, total, working
+from fxpipe.tracing.checking.check import is_same_graph, take
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.recording.fake import is_faked, running
+from fxpipe.tracing.sizing.alike import ChangedInPlaceError
+from fxpipe.tracing.sizing.shapes import bytes_for
+from fxpipe.tracing.snapshot import undone
+from fxpipe.tracing.traced import Traced
+
+TRIES = 12  # other sizes that are tried, from 2 upwards
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Of one node; formulas in the batch size."""
+
+    flops: sympy.Expr
+    backward_flops: sympy.Expr
+    saved_bytes: sympy.Expr  # storages kept for backward that no node before it keeps; inputs of the model apart
+    temporary_bytes: sympy.Expr  # taken for a moment in forward, beside what it reads, returns and saves
+    working_bytes: sympy.Expr  # see `working`
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of a graph, for a micro-batch."""
+
+    nodes: Mapping[fx.Node, Count]
+    storages: tuple[Storage, ...]  # all but the model's own
+    temporaries: tuple[Temporary, ...]  # by place
+    saved: tuple[Saved, ...]  # of the storages those that autograd keeps
+
+
+def count(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> Counts:
+    """Runs the graph, and looks. The model, its gradients and all random states stay as they were.
+
+    Args:
+        leaves: flattened inputs, with any number of samples.
+        samples: of one micro-batch.
+
+    To be used in a block of `tracing.fake.faked`.
+
+    Raises:
+        Exception: what a node raises with so many samples, with a note.
+    """
+    with running(), torch.inference_mode(False), torch.enable_grad():
+        runs = _runs(traced, effects, leaves, samples)
+    seen = tuple(runs[samples].seen.values())
+    storages = tuple(_storage(traced, s, runs, samples) for s in seen)
+    probes = [{size: run.probes[node] for size, run in runs.items()} for node in effects.nodes]
+
+    def formula(number: Callable[[Probe], int]) -> list[sympy.Expr]:
+        return [
+            fitted(tuple((size, number(p)) for size, p in of_node.items()), samples, traced.batch) for of_node in probes
+        ]
+
+    temporaries = tuple(map(Temporary, formula(lambda p: p.temporary), formula(lambda p: p.backward_temporary)))
+    saved: list[list[sympy.Expr]] = [[] for _ in effects.nodes]
+    for s in storages:
+        if s.savers and s.maker >= 0:
+            saved[s.savers[0]].append(s.bytes)
+    nodes = map(
+        Count,
+        formula(lambda p: p.flops),
+        formula(lambda p: p.backward_flops),
+        (total(tuple(bytes)) for bytes in saved),
+        (t.forward for t in temporaries),
+        working(storages, temporaries, traced.batch, samples),
+    )
+    return Counts(
+        dict(zip(effects.nodes, nodes, strict=True)),
+        storages,
+        temporaries,
+        tuple(_saved(*pair) for pair in zip(seen, storages, strict=True) if pair[0].savers),
+    )
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+
+def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, Followed]:
+    """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
+    runs = {samples: _run(traced, effects, leaves, samples)}
+    for size in (size for size in range(2, TRIES + 2) if size != samples and is_same_graph(traced, size)):
+        if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
+            break
+        try:
+            runs[size] = _run(traced, effects, leaves, size, once=is_faked())
+        except Exception:  # a size that the model refuses, or samples for which it is another graph
+            continue
+    return runs
+
+
+def _run(traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, once: bool = False) -> Followed:
+    sample = take(traced, leaves, 0, size)
+    with undone(traced.model):  # a module kept whole may write to what is not its own
+        if once:
+            with contextlib.suppress(ChangedInPlaceError):
+                return follow(traced, effects, sample, once)
+        return follow(traced, effects, sample)
+
+
+def _grows_unevenly(runs: Mapping[int, Followed]) -> bool:
+    """Is there a count that is neither constant nor on a line?"""
+    first, *others = runs.values()
+    series = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
+    counts = {tuple(astuple(probe)[k] for probe in probes) for probes in series for k in range(len(fields(Probe)))}
+    counts |= {(seen.bytes, *(run.bytes(seen.label) for run in others)) for seen in first.seen.values()}
+    return any(None not in numbers and polynomial(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts)
+
+
+# -- storages --------------------------------------------------------------------------------------------------------
+
+
+def _storage(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: int) -> Storage:
+    maker = seen.maker
+    if maker < 0 and seen.writers:
+        maker = seen.writers[0]  # the stage that writes to an input does so to a clone
+    formula = _bytes(traced, seen, runs, samples)
+    return Storage(formula, maker, tuple(sorted(seen.users)), tuple(seen.savers), seen.returns)
+
+
+def _saved(seen: Seen, storage: Storage) -> Saved:
+    """A stage writes to a clone of what it receives, so what it keeps is made by the node that has written last."""
+    writers = [w for w in seen.writers if w <= seen.savers[0]]
+    return Saved(storage.bytes, max((storage.maker, *writers)), storage.savers)
+
+
+def _bytes(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: int) -> sympy.Expr:
+    label = seen.label
+    if isinstance(label, OfValue) and label.part == 0 and label.tensor < len(label.node.meta["shapes"]):
+        formula = label.node.meta["shapes"][label.tensor].bytes
+        # It may be a part of something larger, which stays as a whole.
+        if formula.free_symbols <= {traced.batch} and bytes_for(formula, traced.batch, samples) == seen.bytes:
+            return formula
+    counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
+    return fitted(counted, samples, traced.batch)

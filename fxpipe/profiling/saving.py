@@ -1,0 +1,276 @@
+"""What autograd saves, storage by storage, seen in a run of the graph.
+
+Each storage is followed through one forward of the graph, which runs as the model does: with autograd, node after node.
+`torch.autograd.graph.saved_tensors_hooks` show what is saved. Of a saved tensor it is its storage that stays, all of
+it, and once, whatever number of tensors and views of it are saved:
+
+    h = x @ w                  h: made here
+    a, g = h.chunk(2, -1)      two views: no storage of their own
+    y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
+
+A storage belongs to the node whose value it is; what no value shows (statistics of a norm, the mask of a dropout, casts
+under autocast) belongs to the node that saves it. The model's own tensors stay in memory anyway and do not count.
+
+The hooks keep nothing, so the run takes the memory of a forward without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxpipe.profiling.kinds import Kinds
+from fxpipe.profiling.probing import Probe, probe
+from fxpipe.profiling.storages import Storages, storages_of
+from fxpipe.thread_state import applied
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.recording.draws import Draws
+from fxpipe.tracing.recording.fake import usable
+from fxpipe.tracing.sizing.alike import ChangedInPlaceError
+from fxpipe.tracing.snapshot import held_in_containers, slots_of
+from fxpipe.tracing.traced import Traced, call, lookup
+
+INPUT = -1  # the maker of an input
+_ASKS_FOR_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class OfValue:
+    """The label of a storage in the value of a node, or in an input."""
+
+    node: fx.Node
+    tensor: int  # which of the tensors in it
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """The label of a storage that a node saves and no value shows."""
+
+    node: fx.Node
+    saved: int  # how many the node has saved before it
+
+
+@dataclass(slots=True)
+class Seen:
+    """One storage in one run. `label` names it in all runs: how it came to be."""
+
+    label: OfValue | Inside
+    bytes: int
+    maker: int  # place of the node that made it
+    writers: list[int] = field(default_factory=list)  # places, ascending
+    savers: list[int] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
+    returns: bool = False  # does a gradient come back to it
+
+
+class _Token:
+    """What stands for a saved tensor; the tensor itself is there as long as its node runs."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+
+
+@dataclass(slots=True)
+class Followed:
+    """What one run has shown."""
+
+    seen: dict[Hashable, Seen]  # by label: every storage but those of the model's own tensors, in order of appearance
+    probes: dict[fx.Node, Probe]
+    same: dict[fx.Node, fx.Node]  # nodes that were not run, and the one of their kind that was
+
+    def bytes(self, label: OfValue | Inside) -> int | None:
+        """Of a storage; None where there is none such."""
+        found = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
+        return None if found is None else found.bytes
+
+
+def follow(traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False) -> Followed:
+    """Runs the graph, and of each kind of node one by itself, forward and back (`probe`).
+
+    Args:
+        leaves: flattened inputs.
+        once: run of each kind just one node, and take its value for that of the others. For tensors without values,
+            and where it does not matter which of them share memory.
+
+    To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
+
+    Raises:
+        ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
+    """
+    return _Run(traced, effects, once).run(leaves)
+
+
+class _Run:
+    """One run: values live until their last user has run."""
+
+    def __init__(self, traced: Traced, effects: Effects, once: bool):
+        self.traced, self.effects = traced, effects
+        self.kinds = Kinds(effects)
+        self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
+        self.once = once
+        self.storages = Storages()
+        self.own: set[int] = set()  # numbers of the storages of the model's tensors
+        self.seen: dict[int, Seen] = {}  # by number: all others
+        self.values: dict[fx.Node, Any] = {}
+        self.saved: list[_Token] = []  # by the node that runs
+        self.probes: dict[fx.Node, Probe] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        self.draws = Draws(traced.seed)
+        self.keeps = any(n.target in _ASKS_FOR_GRADIENTS for n in effects.nodes)  # forward itself goes back
+
+    def run(self, leaves: Sequence[Any]) -> Followed:
+        self._begin(leaves)
+        place = self.effects.place
+        last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
+        for at, node in enumerate(self.effects.nodes):
+            try:
+                self._visit(node, at)
+            except Exception as error:
+                error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
+                raise
+            for used in (*node.all_input_nodes, node):
+                if last[used] <= at:
+                    self._release(used)
+        return Followed({s.label: s for s in self.seen.values()}, self.probes, self.same)
+
+    def _visit(self, node: fx.Node, place: int) -> None:
+        kind = self.kinds.of(node, self.values)
+        if kind in self.first:
+            first, value = self.first[kind]
+            self.probes[node] = self.probes[first]
+            if self.once:
+                self.values[node], self.same[node] = value, first
+                return
+        else:
+            written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
+            self.probes[node] = probe(node, written, self.values)
+        before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
+        self.values[node] = self._step(node, place)
+        if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
+            raise ChangedInPlaceError
+        self.first.setdefault(kind, (node, self.values[node] if self.once else None))
+
+    def _release(self, node: fx.Node) -> None:
+        """A value that goes has its last user, or the model's end, behind it."""
+        value = self.values.pop(node, None)
+        if node in self._outputs:
+            for seen in self._all(tensors_in(value)):
+                seen.users.add(len(self.effects.nodes))
+
+    # -- the model's tensors and inputs --------------------------------------------------------------------------------
+
+    def _begin(self, leaves: Sequence[Any]) -> None:
+        traced, effects = self.traced, self.effects
+        self._outputs = {o for o in (*traced.outputs, *traced.assigned.values()) if isinstance(o, fx.Node)}
+        written = set().union(*effects.writes)
+        for tensor in (*slots_of(traced.model).values(), *held_in_containers(traced.model).values()):
+            self._own(tensor)
+        places = {node: place for place, node in traced.placeholders.items()}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                leaf = leaves[places[node]]
+                value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                if leaf.requires_grad and effects.alias[node] in written:
+                    value = value.clone()  # nobody may write to a leaf
+                self._note_value(node, INPUT, value)
+                self.values[node] = value
+            elif node.op == "get_attr":
+                tensor = usable(lookup(traced, node))
+                needs_grad = tensor.requires_grad
+                # An inference tensor cannot be saved for backward; its copy can.
+                is_copied = (effects.alias[node] in written and not needs_grad) or tensor.is_inference()
+                held = tensor.detach().clone() if is_copied else tensor.detach()
+                self.values[node] = held.requires_grad_(needs_grad)
+                self._own(held)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        for number in self.storages.numbers(tensor):
+            self.own.add(number)
+
+    # -- one node ------------------------------------------------------------------------------------------------------
+
+    def _step(self, node: fx.Node, place: int) -> Any:
+        read = list({id(t): t for n in node.all_input_nodes for t in tensors_in(self.values[n])}.values())
+        for seen in self._all(read):
+            seen.users.add(place)
+        versions = [_version(t) for t in read]
+        self.saved = []
+        with applied(node.meta["state"]), saved_tensors_hooks(self._pack, _unpack):
+            value = self._call(node)
+        for tensor, version in zip(read, versions, strict=True):
+            if _version(tensor) != version:
+                for seen in self._all([tensor]):
+                    seen.writers.append(place)
+        self._note_value(node, place, value)
+        self._note_saved(node, place, value)
+        self._note_gradients([value, read])
+        return value
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.meta.get("draw"):
+            return self.draws.take(lambda: call(node, self.values.__getitem__))
+        return call(node, self.values.__getitem__)
+
+    def _pack(self, tensor: torch.Tensor) -> _Token:
+        self.saved.append(_Token(tensor))
+        return self.saved[-1]
+
+    def _note_value(self, node: fx.Node, place: int, value: Any) -> None:
+        for index, tensor in enumerate(tensors_in(value)):
+            for part, storage in enumerate(storages_of(tensor)):
+                number = self.storages.number(storage)
+                if number not in self.seen and number not in self.own:
+                    self.seen[number] = Seen(OfValue(node, index, part), storage.nbytes(), place)
+
+    def _note_saved(self, node: fx.Node, place: int, value: Any) -> None:
+        packed = [token.tensor for token in self.saved if token.tensor is not None]
+        for index, tensor in enumerate((*packed, *self._in_contexts(value))):
+            for storage in storages_of(tensor):
+                number = self.storages.number(storage)
+                if number in self.own:
+                    continue
+                if number not in self.seen:
+                    self.seen[number] = Seen(Inside(node, index), storage.nbytes(), place)
+                if place not in self.seen[number].savers[-1:]:
+                    self.seen[number].savers.append(place)
+        if not self.keeps:
+            for token in self.saved:
+                token.tensor = None
+
+    def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
+        """Tensors that an `autograd.Function` keeps as plain attributes of its context, which hooks do not see."""
+        for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                yield from hidden_tensors(vars(context))
+                if not self.keeps:
+                    vars(context).clear()
+
+    def _note_gradients(self, values: Any) -> None:
+        for tensor in tensors_in(values):
+            if tensor.requires_grad:
+                for seen in self._all([tensor]):
+                    seen.returns = True
+
+    def _all(self, tensors: Any) -> Iterator[Seen]:
+        for tensor in tensors:
+            for number in self.storages.numbers(tensor):
+                if number in self.seen:
+                    yield self.seen[number]
+
+
+def _unpack(token: _Token) -> torch.Tensor:
+    assert token.tensor is not None, "a backward where none was expected"
+    return token.tensor
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

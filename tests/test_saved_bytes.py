@@ -1,0 +1,307 @@
+"""What autograd keeps, to the byte: each stage of a cut runs for real, and hooks show which storages it saves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from every_cut import CPU
+from models import GPT, ResNet, TwoBranch, UNet
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from fxpipe.profiling.counting import Counts, count
+from fxpipe.profiling.storages import storages_of
+from fxpipe.profiling.working import peak
+from fxpipe.rewriting import INPUT, forbidden_cuts, split
+from fxpipe.rewriting.program import Received
+from fxpipe.thread_state import applied
+from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.checking.check import take
+from fxpipe.tracing.recording.fake import faked
+from fxpipe.tracing.traced import lookup
+from fxpipe.trees import flatten
+
+# -- the oracle ------------------------------------------------------------------------------------------------------
+
+
+class Stages:
+    """The stages of a cut, run one after the other as a pipe does, on CPU or on one GPU."""
+
+    def __init__(self, traced: Traced, starts: tuple[int, ...], device: torch.device = CPU):
+        self.traced, self.starts = traced, starts
+        self.program = split(traced, starts, [device] * len(starts))
+        self.attributes = {str(n.target): lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
+
+    def run(self, leaves: list[Any], around: Callable[[Callable[[], Any], list[torch.Tensor]], Any]) -> list[Any]:
+        """`around(run the stage, the model's tensors)` for each stage gives what the stage returns, and what is asked."""
+        values: dict[tuple[int, str | None], Any] = {
+            (INPUT, name): leaf for name, leaf in zip(self.program.inputs, leaves, strict=True)
+        }
+        answers = []
+        for index, stage in enumerate(self.program.stages):
+            own = [self._attribute(stage, name) for name in stage.attributes]
+            received = [self._received(values, r) for r in stage.receives]
+            with applied(self.traced.state):
+                made, answer = around(lambda s=stage, o=own, r=received: s.run.forward(*o, *r), own)
+            answers.append(answer)
+            values |= {(index, name): value for name, value in zip(stage.sends, made, strict=False)}
+        return answers
+
+    def _attribute(self, stage: Any, name: str) -> torch.Tensor:
+        tensor = self.attributes[name]
+        bare = tensor.detach()
+        return bare.clone() if name in stage.changes else bare.requires_grad_(tensor.requires_grad)
+
+    def _received(self, values: dict[tuple[int, str | None], Any], received: Received) -> Any:
+        value = values[received.source, received.name]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(value.requires_grad)
+
+
+def saved_by(run: Callable[[], Any], own: list[torch.Tensor]) -> tuple[Any, int]:
+    """What a stage returns, and the bytes of all storages that it saves and that are not the model's."""
+    saved: dict[int, torch.UntypedStorage] = {}  # held: no address comes again
+    skipped = {s._cdata for tensor in own for s in storages_of(tensor)}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        for storage in storages_of(tensor):
+            if storage._cdata not in skipped:
+                saved.setdefault(storage._cdata, storage)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        made = run()
+    return made, sum(storage.nbytes() for storage in saved.values())
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> list[Any]:
+    return flatten((args, kwargs or {}))[0]
+
+
+def sample(traced: Traced, leaves: list[Any], size: int) -> list[Any]:
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+        for x in take(traced, leaves, 0, size)
+    ]
+
+
+def counted(traced: Traced, leaves: list[Any], samples: int) -> Counts:
+    with faked(traced.model, leaves) as leaves:
+        return count(traced, traced.effects, leaves, samples)
+
+
+def number(formula: sympy.Expr, traced: Traced, samples: int) -> int:
+    found = formula.subs(traced.batch, samples)
+    assert found.is_integer
+    return int(found)
+
+
+def of_stages(counts: Counts, traced: Traced, starts: tuple[int, ...], samples: int) -> list[int]:
+    """The bytes that each stage saves, by the formulas."""
+    ends = (*starts[1:], len(traced.nodes))
+    return [
+        sum(number(s.bytes, traced, samples) for s in counts.saved if any(start <= p < end for p in s.savers))
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def some_cuts(traced: Traced, cuts: int = 6) -> list[tuple[int, ...]]:
+    """No cut, and random ones: 2 to 4 stages."""
+    dice = random.Random(1)
+    forbidden = forbidden_cuts(traced)
+    allowed = [place for place in range(1, len(traced.nodes)) if place not in forbidden]
+    found = [(0,)]
+    for k in range(cuts):
+        found.append((0, *sorted(dice.sample(allowed, min(len(allowed), 1 + k % 3)))))
+    return found
+
+
+def assert_exact(
+    model: nn.Module, *args: Any, kwargs: dict[str, Any] | None = None, sizes: tuple[int, ...] = (1, 3, 8), **options: Any
+) -> Counts:
+    """Counted with the samples of a micro-batch, the bytes of every stage are what hooks see, whatever the cut."""
+    leaves = leaves_of(args, kwargs)
+    traced = trace(model, args, kwargs, **options)
+    for samples in sizes:
+        counts = counted(traced, leaves, samples)
+        for starts in some_cuts(traced):
+            want = Stages(traced, starts).run(sample(traced, leaves, samples), saved_by)
+            names = [traced.nodes[s].name for s in starts[1:]]
+            assert of_stages(counts, traced, starts, samples) == want, f"{samples} samples, cut before {names}"
+    return counts
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Of(nn.Module):
+    """`function(module, x)` with a linear layer, a parameter, one that is frozen, and a buffer to use."""
+
+    def __init__(self, function: Any):
+        super().__init__()
+        self.function = function
+        self.linear = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4))
+        self.frozen = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.register_buffer("count", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+class Square(torch.autograd.Function):
+    """Saves its input, its output and a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, y := x * x, x.new_ones(7))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def views(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Small views of something large, of each other, and expanded ones."""
+    h = m.linear(x)
+    left, right = h.chunk(2, 1)
+    small = (h * 2)[:, :2]
+    wide = m.weight[:2].exp().expand(3, x.shape[0], 2)
+    return (left * right).sigmoid() * small * wide.sum(0) + h.t().tanh().t()[:, 1:3].exp()
+
+
+def in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = m.linear(x)
+    y += m.count
+    y.relu_()
+    z = y.view(-1) * 2
+    z.mul_(3).sigmoid_()
+    z.view(-1, 4)[:, :2].add_(1)
+    return F.dropout(m.linear(z.view(-1, 4)), 0.5, inplace=True)
+
+
+def input_in_place(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x.mul_(2)
+    return (m.linear(x) * x).exp()
+
+
+def autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        h = m.linear(m.linear(x))
+        with torch.autocast("cpu", enabled=False):
+            h = m.linear(h.float())
+        return F.softmax(h @ m.frozen, -1) * F.layer_norm(h, (4,), m.weight)
+
+
+def no_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = m.linear(x).softmax(-1)
+        with torch.enable_grad():
+            scale = (m.weight * x).exp()
+    return (m.linear(x) - target).square() * scale.detach() + m.linear(x).detach().exp()
+
+
+def unused(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.linear(x).exp()
+    values, places = m.linear(x).max(1)
+    h, (last, _) = m.linear(x).sort(1)[0], m.linear(x)[:, :2].unbind(1)
+    return values.exp() * last + h.gather(1, places[:, None]).squeeze(1)
+
+
+def frozen(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(x @ m.frozen) @ m.frozen
+    return (h * m.weight + m.frozen.exp().sum(0) * h) @ m.frozen
+
+
+def attention(m: Any, x: torch.Tensor) -> torch.Tensor:
+    q = m.linear(x).view(-1, 4, 2, 2).transpose(1, 2)
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    bias = m.weight.exp().expand(x.shape[0], 1, 4, 4)
+    first = F.scaled_dot_product_attention(q, q * 2, q.exp(), is_causal=True)
+    second = F.scaled_dot_product_attention(first, q, q, attn_mask=mask)
+    scores = (second @ q.transpose(-2, -1) + bias).masked_fill(mask, -9.0).softmax(-1)
+    return F.dropout(scores, 0.2) @ second
+
+
+class Table(nn.Module):
+    """Embeddings, an LSTM, a cross entropy inside of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.bag = nn.Embedding(9, 6), nn.EmbeddingBag(9, 6, mode="max")
+        self.lstm, self.gru = nn.LSTM(6, 5, 2, batch_first=True, dropout=0.1), nn.GRU(5, 4, batch_first=True)
+        self.head = nn.Linear(4, 9)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.bag(ids)[:, None]
+        out = self.head(self.gru(self.lstm(x)[0])[0])
+        return F.cross_entropy(out.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
+
+
+class Pictures(nn.Module):
+    """Convolutions, batch norm, in-place activations, skips: a U-Net with everything that saves masks and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2 = (self.block(i, o) for i, o in ((3, 4), (4, 6)))
+        self.up = nn.ConvTranspose2d(6, 4, 2, stride=2)
+        self.out = nn.Sequential(self.block(8, 4), nn.Dropout2d(0.2), nn.Conv2d(4, 2, 1))
+
+    @staticmethod
+    def block(inside: int, outside: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.BatchNorm2d(outside), nn.ReLU(inplace=True)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.down1(x)
+        y = self.up(self.down2(F.max_pool2d(skip, 2)))
+        y = F.interpolate(y, scale_factor=1.0, mode="bilinear") if False else y
+        return self.out(torch.cat([skip, y], 1)) + F.avg_pool2d(x, 3, 1, 1)[:, :2]
+
+
+ROWS, WORDS = torch.randn(8, 4), torch.randint(0, 9, (8, 5))
+SMALL = {
+    "views": views,
+    "in place": in_place,
+    "input in place": input_in_place,
+    "autocast": autocast,
+    "no grad": no_grad,
+    "unused": unused,
+    "frozen": frozen,
+    "autograd function": lambda m, x: Square.apply(m.linear(Square.apply(m.linear(x)))) * m.weight,
+}
+LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "attention": (lambda: Of(attention), (torch.randn(8, 4, 4),)),
+    "unet": (UNet, (torch.randn(8, 3, 16, 16),)),
+    "resnet": (ResNet, (torch.randn(8, 3, 8, 8),)),
+    "resnet that is evaluated": (lambda: ResNet().eval(), (torch.randn(8, 3, 8, 8),)),
+    "pictures": (Pictures, (torch.randn(8, 3, 8, 8),)),
+    "gpt": (GPT, (torch.randint(0, 17, (8, 7)),)),
+    "lstm": (Table, (WORDS,)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (torch.randn(8, 3, 8),)),
+}
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["data", "input requires grad"])
+@pytest.mark.parametrize("name", SMALL)
+def test_stages_of_small_functions_save_what_is_said(name: str, gradient: bool) -> None:
+    assert_exact(Of(SMALL[name]), ROWS.clone().requires_grad_(gradient))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_stages_of_models_save_what_is_said(name: str) -> None:
+    make, args = LARGE[name]
+    assert_exact(make(), *args)
+
+
+def test_two_inputs_and_a_shared_module() -> None:
+    assert_exact(TwoBranch(), torch.randn(8, 6), kwargs={"other": torch.randn(8, 6)})
