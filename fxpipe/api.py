@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,22 @@ def pipeline(
     *,
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
-    balance: str | Sequence[int] | Sequence[str] = "block",
+    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
+    pin: Mapping[str, Any] | None = None,
+    stages_per_device: int = 1,
     schedule: str = "1f1b",
     checkpoint: str = "auto",
+    memory_limit: Any = None,
+    optimizer_state: float = 2.0,
+    hardware: str | Hardware | None = None,
+    profile: Profile | str | Path | None = None,
+    profile_budget: float = 10.0,
     tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     plan: Plan | None = None,
-    stages_per_device: int = 1,
 ) -> Pipeline:
     """Makes a pipeline of any module.
 
@@ -56,11 +62,25 @@ def pipeline(
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each
             worker.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
-        balance: "block" (measured, least bottleneck), or by hand: numbers of nodes, or names of nodes or modules at
-            which the later stages begin.
+        balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
+            "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but
+            time matters (a limit of memory, links, unequal devices), else "block". By hand: numbers of nodes; names
+            of modules or nodes behind which a stage ends, as many as one likes; a dict from modules to devices.
+            `fxpipe.cut()` in forward ends a stage, too.
+        pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
+        stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
+            micro-batch goes round as often: each stage is shorter, and a device waits less before its first one.
         schedule: of `forward_backward`: "1f1b" or "gpipe". The drop-in always runs gpipe's order.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
-            "except_last", "always"; "auto" is never.
+            "except_last", "always", or a mode for each stage. "auto": all in those stages that would not fit into
+            their memory otherwise.
+        memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
+            the memory of a GPU less a margin; none on the CPU.
+        optimizer_state: bytes of the optimizer's state for each byte of a trained parameter: 2 for Adam, 1 for SGD with
+            momentum, 0 for SGD.
+        hardware: plan for this hardware instead of measuring what is here; as for `fxpipe.plan`.
+        profile: costs measured before (`fxpipe.profile`), or a file of them, instead of measuring.
+        profile_budget: seconds to measure for, about.
         tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
             guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
             one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.
@@ -72,8 +92,6 @@ def pipeline(
         check: compare each graph with the model on real values before it is used.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it.
-        stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
-            micro-batch goes round as often: each stage is shorter, and a device waits less before its first one.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -92,18 +110,24 @@ def pipeline(
             f"example_kwargs is a {type(example_kwargs).__name__}; expected a dict of inputs by name"
         )
     settings = make_settings(
-        devices,
-        chunks,
-        schedule,
-        checkpoint,
-        balance,
-        tracer,
-        in_dims,
-        out_dims,
-        leaf_modules,
-        check,
-        plan,
-        stages_per_device,
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        balance=balance,
+        pin=pin,
+        stages_per_device=stages_per_device,
+        memory_limit=memory_limit,
+        optimizer_state=optimizer_state,
+        hardware=hardware,
+        profile=profile,
+        profile_budget=profile_budget,
+        tracer=tracer,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        leaf_modules=leaf_modules,
+        check=check,
+        plan=plan,
     )
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:

@@ -1,29 +1,31 @@
 """From costs to a cut: in which order nodes run, where stages begin, where they run, and which of them recompute.
 
-Several cuts are made and compared where there is a choice that no solver makes: the order of the graph (as traced, or
-with side branches next to their use), and the stages that pins allow. The simulator has the last word; where it says
-the same, the traced order and fewer stages win.
+What the user says by hand becomes conditions on the cut: places where one must stand, and the first and the last stage
+that may have a node. What is left free is for the solver. Where there is a choice that no solver makes, several cuts
+are made and compared: the order of the graph (as traced, or with side branches next to their use), and the stages that
+pins allow. The simulator has the last word; where it says the same, the traced order and fewer stages win.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-
-from torch import fx
 
 from fxpipe.chains import chain_of
 from fxpipe.errors import PartitionError
-from fxpipe.partitioning import MemoryLimitError, Nodes, optimal_partition, partition, stage_loads
+from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.chain import Chain, Site
-from fxpipe.partitioning.loads import StageLoad
-from fxpipe.partitioning.pins import pinned
+from fxpipe.partitioning.loads import StageLoad, sending_seconds
+from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.pins import Pinned, pinned
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
+from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
-from fxpipe.simulation import simulate_schedule
+from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
 from fxpipe.sites import sites_of
 from fxpipe.tracing import Traced
 
@@ -37,8 +39,186 @@ class Cut:
     traced: Traced  # in the order in which its nodes will run
     starts: tuple[int, ...]  # the place of the first node of each stage
     placement: tuple[int, ...]  # by stage: its worker
-    recompute: tuple[bool, ...]
+    sites: tuple[Site, ...]
     loads: tuple[StageLoad, ...]
-    balance: str  # "block", "optimal", "counts", "names"
-    bottlenecks: Mapping[str, float]  # by balance: the largest seconds of a stage, sending counted
-    step_seconds: float  # by the simulator
+    balance: str  # "block", "optimal", "by hand"
+    bottlenecks: dict[str, float]  # by balance: the largest seconds of a stage
+    transfers: tuple[Transfer, ...]
+    simulation: Simulation
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        return tuple(load.recompute for load in self.loads)
+
+
+def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, settings: Settings) -> Cut:
+    """The best cut of a graph.
+
+    Args:
+        orders: the graph in the orders to be compared; the first one wins a tie.
+        profiles: of its nodes, one for each kind of device.
+        samples: of the largest micro-batch.
+
+    Raises:
+        PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
+    """
+    found, failure = list[Cut](), None
+    for traced in orders:
+        try:
+            found += _cuts(traced, profiles, samples, settings)
+        except PartitionError as error:
+            failure = failure or error
+    if not found:
+        assert failure is not None
+        raise failure
+    return min(found, key=lambda cut: cut.simulation.step_seconds)
+
+
+def is_by_hand(traced: Traced, settings: Settings) -> bool:
+    """Does the user say where to cut? Then nodes stay in the order in which forward runs them."""
+    return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
+
+
+def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: Settings) -> Iterator[Cut]:
+    chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
+    nodes = Nodes(
+        tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True))),
+        tuple(node.name for node in traced.nodes),
+        tuple(node.meta["module"] for node in traced.nodes),
+        chain.forbidden,
+    )
+    ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
+    for way in ways:
+        required = _required(traced, nodes, settings, len(way.placement))
+        bounded = replace(chain, low=way.low, high=way.high, required=required)
+        yield from _cuts_of(_Case(traced, bounded, nodes, settings, way.placement))
+
+
+def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
+    """The places at which the user wants a stage to begin."""
+    if stages > len(nodes.items()):
+        raise PartitionError(nodes.why_not_so_many(stages))
+    found = set[int]()
+    if not isinstance(settings.balance, str):
+        by_names = is_by_names(settings.balance, stages)
+        found.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
+    found.update(traced.marked)
+    return tuple(sorted(_possible(found - {0, len(nodes.costs)}, traced, stages, nodes)))
+
+
+def _possible(places: set[int], traced: Traced, stages: int, nodes: Nodes) -> set[int]:
+    for mark, place in zip(traced.marks, traced.marked, strict=True):
+        if place in nodes.forbidden:
+            raise PartitionError(f"fxpipe.cut() at {mark}: {nodes.why_no_cut(place)}")
+    if len(places) > stages - 1:
+        marks = f" ({len(traced.marks)} by fxpipe.cut())" if traced.marks else ""
+        raise PartitionError(
+            f"{len(places)} cuts are asked for{marks}, but {stages} stages have {stages - 1} between them; use more "
+            "devices, stages_per_device, or fewer cuts"
+        )
+    return places
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One graph with all conditions, and stages on their devices."""
+
+    traced: Traced
+    chain: Chain
+    nodes: Nodes
+    settings: Settings
+    placement: tuple[int, ...]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self.settings, self.placement, self.settings.chunks)
+
+
+def _cuts_of(case: _Case) -> Iterator[Cut]:
+    """Usually one; several, where stages share devices, which no solver weighs against each other."""
+    chain, sites, asked = case.chain, case.sites, case.settings.balance
+    by_hand = not isinstance(asked, str)
+    only_time = all(site.memory is None and site.link is None and site.kind == 0 for site in sites)
+    block = None if chain.low else cut_by_block(case.nodes, len(sites), chain.required)
+    if asked == "block" and block is None:
+        raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
+    bottlenecks = {} if block is None else {"block": _bottleneck(chain, sites, block)}
+    if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
+        chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
+        balance = "by hand" if by_hand else "block"
+    else:
+        balance = "optimal"
+    for starts, recompute in _solved(chain, sites, case.placement):
+        loads = stage_loads(case.chain, sites, starts, recompute)
+        if balance == "optimal":
+            bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
+        transfers = tuple(_transfers(case.chain, sites, starts))
+        simulation = _simulated(case, loads, transfers)
+        yield Cut(
+            case.traced, starts, case.placement, sites, loads, balance, bottlenecks, transfers, simulation
+        )
+
+
+def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
+    """Whether or not it fits into memory."""
+    recompute = [site.must_recompute for site in sites]
+    return max(load.seconds for load in stage_loads(chain, sites, starts, recompute))
+
+
+def _solved(
+    chain: Chain, sites: Sequence[Site], placement: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
+    """Starts and recomputing stages. Stages on one device are weighed by what all of them took the time before."""
+    shares = [float(placement.count(k)) for k in placement]
+    for _ in range(ROUNDS if max(shares) > 1 else 1):
+        found = optimal_partition(*_weighed(chain, sites, shares))
+        yield found.starts, found.recompute
+        loads = stage_loads(chain, sites, found.starts, found.recompute)
+        totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
+        shares = [total / load.seconds if load.seconds else 1.0 for total, load in zip(totals, loads, strict=True)]
+
+
+def _weighed(chain: Chain, sites: Sequence[Site], shares: Sequence[float]) -> tuple[Chain, list[Site]]:
+    """A chain in which a stage takes as long as all stages on its device together."""
+    if max(shares) == 1.0:
+        return chain, list(sites)
+    kinds = dict.fromkeys((site.kind, share) for site, share in zip(sites, shares, strict=True))
+    rows = [
+        [tuple(share * seconds for seconds in row[kind]) for kind, share in kinds]
+        for row in (chain.forward, chain.backward)
+    ]
+    number = {kind: place for place, kind in enumerate(kinds)}
+    weighed = [replace(site, kind=number[site.kind, share]) for site, share in zip(sites, shares, strict=True)]
+    return replace(chain, forward=tuple(rows[0]), backward=tuple(rows[1])), weighed
+
+
+# -- what it comes to ------------------------------------------------------------------------------------------------
+
+
+def _transfers(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> Iterator[Transfer]:
+    """One for each pair of stages and direction, of all values together."""
+
+    def stage_of(place: int) -> int:
+        return min(bisect_right(starts, place), len(sites)) - 1
+
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for flow in chain.flows:
+        if flow.maker < 0:
+            continue
+        maker = stage_of(flow.maker)
+        users = {stage_of(place) for place in flow.users} - {maker}
+        for one in transfers_of(maker, users, flow.bytes, returns=flow.returns):
+            seconds = sending_seconds(flow, sites[max(one.source, one.target)].link)
+            found.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
+    for (source, target), parts in sorted(found.items()):
+        size, seconds = (math.fsum(column) for column in zip(*parts, strict=True))
+        yield Transfer(source, target, size, seconds)
+
+
+def _simulated(case: _Case, loads: Sequence[StageLoad], transfers: Sequence[Transfer]) -> Simulation:
+    checkpoint = tuple("always" if load.recompute else "never" for load in loads)
+    schedule = make_schedule(
+        case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.placement
+    )
+    costs = [StageCost(load.forward_seconds, load.backward_seconds) for load in loads]
+    return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))

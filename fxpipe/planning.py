@@ -1,18 +1,22 @@
-"""The passes that make a plan, in order: trace, profile, partition, rewrite."""
+"""The passes that make a plan, in order: trace, profile, decide, rewrite."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.plans import Plan, Portal, StagePlan
+from fxpipe.plans import Bottleneck, Plan, Portal, Sending, StagePlan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
+    from fxpipe.deciding import Cut
+    from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
     from fxpipe.rewriting import Program
     from fxpipe.settings import Settings
@@ -22,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan, with the graph and the program it was made from."""
+    """A graph that is ready to run, and the plan that it follows."""
 
     plan: Plan
     traced: Traced
     program: Program
+    settings: Settings  # with all that was left to planning
 
 
 def plan(
@@ -39,35 +44,47 @@ def plan(
     chunks: int | str = "auto",
     schedule: str = "1f1b",
     checkpoint: str = "auto",
-    balance: str | Sequence[int] | Sequence[str] = "block",
+    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
+    pin: Mapping[str, Any] | None = None,
+    stages_per_device: int = 1,
+    memory_limit: Any = None,
+    optimizer_state: float = 2.0,
+    hardware: str | Hardware | None = None,
+    profile: Profile | str | Path | None = None,
+    profile_budget: float = 10.0,
     tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
-    stages_per_device: int = 1,
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
         plan = fxpipe.plan(model, 2, example_args=(x,))
         print(plan)                     # the stages, what they cost, what they send
         print(plan.stages[1].code)
+        plan.memory(1, b=8)             # bytes that stage 1 needs with micro-batches of 8
 
     Args:
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
-        stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU.
+        stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU or, with
+            `hardware`, for as many GPUs of that kind.
         example_args, example_kwargs: a mini-batch as training will use it.
-        devices, chunks, schedule, checkpoint, balance, tracer, in_dims, out_dims, leaf_modules, check,
-            stages_per_device: as for `fxpipe.pipeline`.
+        hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
+        devices, chunks, schedule, checkpoint, balance, pin, stages_per_device, memory_limit, optimizer_state, profile,
+            profile_budget, tracer, in_dims, out_dims, leaf_modules, check: as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.settings import make_settings, parse_stages_per_device
+    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
+    from fxpipe.settings import make_settings
 
     per_device = parse_stages_per_device(stages_per_device)
+    given_hardware = parse_given_hardware(hardware)
     if devices is None and stages is not None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
@@ -77,17 +94,23 @@ def plan(
             )
         devices = ["cpu"] * (stages // per_device)
     settings = make_settings(
-        devices,
-        chunks,
-        schedule,
-        checkpoint,
-        balance,
-        tracer,
-        in_dims,
-        out_dims,
-        leaf_modules,
-        check,
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        balance=balance,
+        pin=pin,
         stages_per_device=per_device,
+        memory_limit=memory_limit,
+        optimizer_state=optimizer_state,
+        hardware=given_hardware,
+        profile=profile,
+        profile_budget=profile_budget,
+        tracer=tracer,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        leaf_modules=leaf_modules,
+        check=check,
     )
     if stages is not None and stages != len(settings.placement):
         shared = f" of {per_device} stages" if per_device > 1 else ""
@@ -110,9 +133,8 @@ def prepare(
 
     `seed` is that of the numbers that forward draws and reads.
     """
-    from fxpipe.partitioning import partition
-    from fxpipe.profiling import profile
-    from fxpipe.rewriting import forbidden_cuts
+    from fxpipe.deciding import decide, is_by_hand
+    from fxpipe.rewriting import in_order, ordered
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.snapshot import undone
 
@@ -125,16 +147,17 @@ def prepare(
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         with undone(model):  # hooks, and modules kept whole, run as they are
-            profiled = profile(traced, args, kwargs, micro_batch=micro, threads=_worker_threads(settings.workers))
-    cut = partition(
-        profiled.seconds,
-        len(settings.placement),
-        balance=settings.balance if given is None else tuple(len(stage.nodes) for stage in given.stages),
-        forbidden=forbidden_cuts(traced),
-        names=[n.name for n in traced.nodes],
-        modules=[n.meta["module"] for n in traced.nodes],
-    )
-    return _prepared(traced, profiled, cut.starts, micro, settings)
+            profiles = _profiles(traced, args, kwargs, micro, settings)
+    if given is not None:
+        by_name = {node.name: node for node in traced.nodes}
+        settings = replace(settings, balance=tuple(len(stage.nodes) for stage in given.stages))
+        orders = [in_order(traced, [by_name[name] for stage in given.stages for name in stage.nodes])]
+    elif is_by_hand(traced, settings):
+        orders = [traced]
+    else:
+        orders = [traced, ordered(traced)]
+    cut = decide(orders, profiles, micro, settings)
+    return _prepared(cut, traced.fingerprint(), profiles, micro, settings)
 
 
 def prepare_beside(
@@ -142,15 +165,17 @@ def prepare_beside(
 ) -> Prepared:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
-    from fxpipe.rewriting import forbidden_cuts
+    from fxpipe.rewriting import forbidden_cuts, ordered, split
     from fxpipe.tracing.placement import moved, on_one_device
 
     model = first.traced.model
     with on_one_device(model) as device:
         args, kwargs = moved((args, kwargs), device)
-        traced, micro = _trace(model, args, kwargs, settings, seed)
+        traced, _ = _trace(model, args, kwargs, settings, seed)
+    if first.traced.is_reordered:
+        traced = ordered(traced)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
-    return _prepared(traced, None, starts, micro, settings)
+    return replace(first, traced=traced, program=split(traced, starts, settings.devices))
 
 
 def _trace(
@@ -208,55 +233,95 @@ def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
     return table
 
 
+def _profiles(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], micro: int, settings: Settings
+) -> list[Profile]:
+    """One for each kind of device."""
+    from fxpipe.profiling import profile
+    from fxpipe.profiling.storing import profile_for
+    from fxpipe.sites import kinds_of
+
+    if settings.profile is not None:
+        return [profile_for(traced, settings.profile)] * len(kinds_of(settings.workers))
+    kinds = kinds_of(settings.workers) if settings.hardware is None else settings.workers[:1]
+    return [
+        profile(
+            traced,
+            args,
+            kwargs,
+            micro_batch=micro,
+            budget=settings.profile_budget / len(kinds),
+            threads=_worker_threads(settings.workers),
+            hardware=settings.hardware,
+        )
+        for device in kinds
+    ]
+
+
 def _prepared(
-    traced: Traced, profiled: Profile | None, starts: Sequence[int], micro: int, settings: Settings
+    cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings
 ) -> Prepared:
+    from fxpipe.formulas import flops, stage_bytes
     from fxpipe.rewriting import split
     from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
-    program = split(traced, starts, settings.devices)
-    nodes = traced.nodes
+    traced = cut.traced
+    settings = replace(settings, placement=cut.placement, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
+    program = split(traced, cut.starts, settings.devices)
     made = {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, micro) for n in traced.graph.nodes}
-    ends = [*starts[1:], len(nodes)]
+    names = [node.name for node in traced.nodes]
+    weight = {cost.name: cost.weight.at(micro) for cost in profiles[0].nodes}
+    bytes_of_stages = stage_bytes(cut, profiles, micro)
+    ends = [*cut.starts[1:], len(names)]
     stages = []
-    for j, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        costs = profiled.nodes[start:end] if profiled is not None else ()
-        following = program.stages[j + 1].receives if j + 1 < len(starts) else ()
+    for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
+        load, site = cut.loads[j], cut.sites[j]
+        following = program.stages[j + 1].receives if j + 1 < len(cut.starts) else ()
         stages.append(
             StagePlan(
-                j,
-                str(settings.devices[j]),
-                tuple(n.name for n in nodes[start:end]),
-                program.stages[j].code,
-                sum(c.forward.at(micro) for c in costs),
-                sum(c.backward.at(micro) for c in costs),
-                _attribute_bytes(traced, program.stages[j].attributes),
-                sum(bytes_for(c.output_bytes, profiled.batch, micro) for c in costs) if profiled is not None else 0,
-                sum(made[value.name] for value in following if value.source == j),
+                index=j,
+                device=str(settings.devices[j]),
+                nodes=tuple(names[start:end]),
+                code=program.stages[j].code,
+                forward_seconds=load.forward_seconds,
+                backward_seconds=load.backward_seconds,
+                parameter_bytes=int(load.parameter_bytes),
+                activation_bytes=int(load.received_bytes + load.held_bytes),
+                sent_bytes=sum(made[value.name] for value in following if value.source == j),
+                weight_seconds=sum(weight[name] for name in names[start:end]),
+                recompute=load.recompute,
+                in_flight=site.in_flight,
+                state_bytes=int(load.state_bytes),
+                memory_limit=None if site.memory is None else int(site.memory),
+                bytes=bytes_of_stages[j],
+                flops=flops(profiles[0], {*names[start:end]}),
             )
         )
     plan = Plan(
-        tuple(stages),
-        tuple(Portal(s.name, s.source, s.target, made[s.name]) for s in program.skips),
-        tuple(map(str, settings.devices)),
-        settings.schedule,
-        settings.chunks,
-        micro,
-        settings.checkpoint,
-        settings.balance if isinstance(settings.balance, str) else "by hand",
-        traced.tracer,
-        traced.fingerprint(),
-        traced.why,
-        tuple(map(str, traced.guards.questions)) if traced.guards else (),
-        profiled.estimated_for if profiled is not None else "",
-        settings.placement,
+        stages=tuple(stages),
+        portals=tuple(Portal(s.name, s.source, s.target, made[s.name]) for s in program.skips),
+        devices=tuple(map(str, settings.devices)),
+        schedule=settings.schedule,
+        chunks=settings.chunks,
+        micro_batch=micro,
+        checkpoint=settings.checkpoint,
+        balance=cut.balance,
+        tracer=traced.tracer,
+        fingerprint=fingerprint,
+        why=traced.why,
+        guards=tuple(map(str, traced.guards.questions)) if traced.guards else (),
+        estimated_for=profiles[0].estimated_for,
+        placement=settings.placement,
+        bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
+        sendings=tuple(Sending(t.source, t.target, int(t.bytes), t.seconds) for t in cut.transfers),
     )
-    return Prepared(plan, traced, program)
+    return Prepared(plan, traced, program, settings)
 
 
-def _attribute_bytes(traced: Traced, names: Iterable[str]) -> int:
-    from fxpipe.tracing.containers import bytes_in
-    from fxpipe.tracing.traced import lookup
-
-    wanted = set(names)
-    return sum(bytes_in(lookup(traced, n)) for n in traced.graph.nodes if n.op == "get_attr" and n.target in wanted)
+def _checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
+    """What was left to planning, decided."""
+    if asked != "auto":
+        return asked
+    if len({*recompute}) == 1:
+        return "always" if recompute[0] else "never"
+    return tuple("always" if again else "never" for again in recompute)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING
 
+from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError
 from fxpipe.polynomials import Polynomial
 
@@ -16,9 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """What a stage holds in memory, of one micro-batch of `b` samples."""
+    """What a stage holds in memory beside its parameters, of one micro-batch of `b` samples."""
 
-    trained: int = 0  # of the stage's parameters those that have a gradient and a state of the optimizer
     received: Polynomial = Polynomial()  # kept for backward of what other stages made; for each micro-batch in flight
     held: Polynomial = Polynomial()  # kept for backward beside that; where the stage recomputes, for one in flight
     working: Polynomial = Polynomial()  # held for a moment
@@ -37,11 +37,14 @@ class StagePlan:
     parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
     activation_bytes: int  # kept for backward
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
+    weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
     recompute: bool = False  # does it run its forward again before its backward, rather than keep what that needs
     copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
     in_flight: int = 1  # micro-batches that have gone forward and not yet back, at most
+    state_bytes: int = 0  # gradients of parameters, and the optimizer's state
+    memory_limit: int | None = None  # bytes that it may take; None: no limit is known
     bytes: StageBytes = StageBytes()
-    flops: Polynomial = Polynomial()  # forward and backward of one micro-batch, recomputation not counted
+    flops: Polynomial = Polynomial()  # forward and backward of one micro-batch; recomputation not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,24 @@ class Portal:
     source: int  # stage that makes it
     target: int  # stage that uses it
     bytes: int  # for one micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """All that goes from one stage to another for one micro-batch: to a later one values, to an earlier one gradients."""
+
+    source: int
+    target: int
+    bytes: int
+    seconds: float  # on its way, where the link is known
+
+
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """The stage that a step waits for, had it been cut so."""
+
+    balance: str
+    seconds: float  # of one micro-batch: forward, backward, and what the stage receives
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +93,8 @@ class Plan:
     guards: tuple[str, ...] = ()  # values that forward read; with other ones another graph runs
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
     placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
+    bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
+    sendings: tuple[Sending, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -82,31 +105,61 @@ class Plan:
         """For each worker its device."""
         return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
 
+    # -- formulas in the micro-batch size ------------------------------------------------------------------------------
+
+    def memory(self, stage: int, b: int | None = None) -> sympy.Expr:
+        """Bytes that a stage needs at most: parameters, gradients, optimizer, activations of all in flight.
+
+            print(plan.memory(1))       # 802816*b + 1048576
+            plan.memory(1, b=8)         # 7471104
+
+        Args:
+            stage: its index.
+            b: samples of a micro-batch. None: the formula, in the symbol `b`.
+        """
+        return _at(self._memory(self._stage(stage)), b)
+
+    def flops(self, stage: int, b: int | None = None) -> sympy.Expr:
+        """Floating-point operations of a stage for one micro-batch, forward and backward, as for `memory`."""
+        return _at(self._stage(stage).flops, b)
+
+    def _memory(self, stage: StagePlan) -> Polynomial:
+        kept = stage.bytes.held.times(1 if stage.recompute else stage.in_flight)
+        fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
+        return fixed + stage.bytes.received.times(stage.in_flight) + kept + stage.bytes.working
+
+    def _stage(self, stage: int) -> StagePlan:
+        if not 0 <= stage < len(self.stages):
+            raise ArgumentError(f"stage={stage}: the plan has {len(self.stages)} stages, 0 to {len(self.stages) - 1}")
+        return self.stages[stage]
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        Path(path).write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads what `save` wrote.
 
         Raises:
-            ArgumentError: the file is no plan.
+            ArgumentError: the file is no plan, or a damaged one; says where.
+            OSError: the file cannot be read.
         """
         try:
-            fields = json.loads(Path(path).read_text())
-            stages = tuple(StagePlan(**stage | {"nodes": tuple(stage["nodes"])}) for stage in fields.pop("stages"))
-            portals = tuple(Portal(**portal) for portal in fields.pop("portals"))
-            fields |= {key: tuple(fields.get(key, ())) for key in ("why", "guards", "placement")}
-            if isinstance(fields["checkpoint"], list):
-                fields["checkpoint"] = tuple(fields["checkpoint"])
-            return cls(stages, portals, tuple(fields.pop("devices")), **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ArgumentError(
-                f"{path} is no plan of fxpipe ({type(error).__name__}: {error}); write one with plan.save(path)"
-            ) from None
+            return from_document(cls, json.loads(Path(path).read_bytes().decode()), "the plan")
+        except (ValueError, RecursionError) as error:  # an ArgumentError among them
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise ArgumentError(f"{path} is no plan of fxpipe: {why}; write one with plan.save(path)") from None
 
     def __str__(self) -> str:
         from fxpipe.inspect.tables import plan_table
 
         return plan_table(self)
+
+
+def _at(polynomial: Polynomial, b: int | None) -> sympy.Expr:
+    import sympy
+
+    return polynomial.formula if b is None else sympy.Integer(polynomial(b))

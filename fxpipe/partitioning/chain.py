@@ -57,6 +57,7 @@ class Chain:
     forbidden: Mapping[int, str] = field(default_factory=dict)  # place -> why no cut may stand before it
     low: tuple[int, ...] = ()  # by place: the first stage that may have the node; none: all are free
     high: tuple[int, ...] = ()  # by place: the last one
+    required: tuple[int, ...] = ()  # places before which a cut must stand
 
     def __len__(self) -> int:
         return len(self.forward[0])

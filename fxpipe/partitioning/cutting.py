@@ -97,21 +97,17 @@ def partition(
     if isinstance(balance, str):
         if balance != "block":
             raise ArgumentError(_unknown_balance(balance, nodes))
-        kind, starts = "block", _starts_by_block(stages, nodes)
+        kind, starts = "block", cut_by_block(nodes, stages)
     elif is_by_names(balance, stages):
-        kind, starts = "names", _starts_between(cuts_by_names(balance, stages, nodes), stages, nodes)
+        kind, starts = "names", cut_by_block(nodes, stages, cuts_by_names(balance, stages, nodes))
     else:
         kind, starts = "counts", starts_by_counts(balance, stages, nodes)
     sums = (math.fsum(nodes.costs[start:stop]) for start, stop in pairwise([*starts, len(nodes.costs)]))
     return Partition(starts, tuple(sums), kind)
 
 
-def _starts_by_block(stages: int, nodes: Nodes) -> tuple[int, ...]:
-    return _starts_between((), stages, nodes)
-
-
-def _starts_between(required: Sequence[int], stages: int, nodes: Nodes) -> tuple[int, ...]:
-    """Cuts at the required places, and the others where the largest cost of a stage is least.
+def cut_by_block(nodes: Nodes, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
+    """Where stages begin: at the required places, and elsewhere so that the largest cost of a stage is least.
 
     Between required cuts each part is cut by itself. A stage more makes no part's largest one larger, so to give one at
     a time to the part that has the largest leads to the least bottleneck.

@@ -228,14 +228,17 @@ class Search:
 
 def _until(chain: Chain, stages: int) -> list[list[int]]:
     """For each stage and start the first place from there on that the stage may not have."""
-    n = len(chain)
+    n, required = len(chain), frozenset(chain.required)
+    behind = [n] * (n + 1)  # of each start: the first place that a required cut separates from it
+    for place in reversed(range(n)):
+        behind[place] = place + 1 if place + 1 in required else behind[place + 1]
     if not (chain.low or chain.high):
-        return [[n] * (n + 1)] * stages
+        return [behind] * stages
     low, high = chain.low or (0,) * n, chain.high or (stages - 1,) * n
     rows = []
     for j in range(stages):
         row = [n]
         for place in reversed(range(n)):
-            row.append(row[-1] if low[place] <= j <= high[place] else place)
+            row.append(min(row[-1], behind[place]) if low[place] <= j <= high[place] else place)
         rows.append(row[::-1])
     return rows
