@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.graphs import Inside
+from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
+from fxpipe.profiling import Profile
 from fxpipe.runtime import Driver, StepRecord, Workers
 from fxpipe.runtime.losses import check_reduction
 from fxpipe.scheduling import make_schedule
@@ -274,10 +277,10 @@ class Pipeline(nn.Module):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.settings, self._fxpipe.given)
+        return Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pipeline, (self.model, self._fxpipe.settings, self._fxpipe.given)
+        return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given)
 
     # -- where it is the model ---------------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ class Inside:
     """What a pipe has of its own, out of the way of the model's names: its plan, its graphs and its engine."""
 
     def __init__(self, model: nn.Module, settings: Settings, given: Plan | None, driver: Driver):
-        self.model, self.settings, self.given = model, settings, given
+        self.model, self.asked, self.given = model, settings, given
+        self.settings = settings  # with what planning has decided, once it has
         self.engine = Engine(model, driver)
         self.plan: Plan | None = None
         self.first: Prepared | None = None
@@ -82,7 +83,7 @@ class Inside:
                 # Planned as it will be trained, also where the first call only evaluates.
                 with torch.inference_mode(False), torch.enable_grad():
                     self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
-                self.plan = self.first.plan
+                self.plan, self.settings = self.first.plan, self.first.settings
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
                 if self.first.traced.state == ThreadState.now():
