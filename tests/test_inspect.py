@@ -17,12 +17,11 @@ import fxpipe.planning
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main, parse_balance, parse_devices
 from fxpipe.inspect.document import plan_document
-from fxpipe.inspect.figures import plan_figures, stage_memory
+from fxpipe.inspect.figures import plan_figures
 from fxpipe.inspect.inputs import Shape, make_arguments, parse_input
 from fxpipe.inspect.tables import human_bytes, human_seconds, plan_table, shortened
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import Plan, Portal, StagePlan
-from fxpipe.scheduling.actions import Action
 
 MIB = 2**20
 
@@ -133,11 +132,12 @@ class FakePlan:
 
     def __init__(self) -> None:
         self.model: Any = None
+        self.stages = 0
         self.options: dict[str, Any] = {}
         self.error: Exception | None = None
 
     def __call__(self, model: torch.nn.Module, stages: int, **options: Any) -> Plan:
-        self.model, self.options = model, options
+        self.model, self.stages, self.options = model, stages, options
         if self.error is not None:
             raise self.error
         return make_plan(stages)
@@ -197,21 +197,21 @@ def test_what_1f1b_keeps_of_the_last_micro_batch_adds_to_a_recomputed_one() -> N
     assert memory == [20 + 2 * 4, 20 + 2 * 1 + 2 * 4, 20 + 1 + 4]
 
 
-def test_a_split_backward_holds_until_its_weights_are_done() -> None:
-    actions = list(map(Action.parse, ["0F0", "0B0", "0F1", "0B1", "0W0", "0W1"]))
-    assert stage_memory(parameters=10, activations=3, received=1, actions=actions) == (2, 20 + 2 * 4)
-
-
-def test_without_backward_nothing_is_kept() -> None:
-    actions = list(map(Action.parse, ["0F0", "0F1", "0F2"]))
-    assert stage_memory(parameters=10, activations=3, received=1, actions=actions) == (1, 10 + 4)
-
-
 def test_portals_count_where_they_arrive() -> None:
     figures = plan_figures(make_plan(3, 4, "gpipe", portals=(Portal("skip", 0, 2, 2 * MIB),)))
     assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 7]
     assert [len(stage.portals_in) for stage in figures.stages] == [0, 0, 1]
     assert [len(stage.portals_out) for stage in figures.stages] == [1, 0, 0]
+
+
+def test_stages_on_one_worker_are_counted_each_by_itself() -> None:
+    plan = replace(make_plan(4, 4, "gpipe"), placement=(0, 1, 0, 1))
+    figures = plan_figures(plan)
+    assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4] + [20 + 4 * 5] * 3
+    assert [stage.in_flight for stage in figures.stages] == [4] * 4
+    # Stage j takes j + 1 ms forward and twice that back: of 4 micro-batches 4 * 3 * (2 + 4) ms on the busier worker.
+    assert figures.step_seconds * (1 - min(figures.bubble)) == pytest.approx(4 * 3 * 6e-3)
+    assert len(figures.bubble) == 2
 
 
 def test_bubble_of_equal_stages_is_the_known_one() -> None:
@@ -222,6 +222,14 @@ def test_bubble_of_equal_stages_is_the_known_one() -> None:
     assert figures.step_seconds == pytest.approx(11 * 3e-3)
     assert figures.slowest_to_mean == pytest.approx(1)
     assert plan_figures(make_plan(1, 4)).mean_bubble == pytest.approx(0)
+
+
+def test_table_and_document_say_where_stages_share_a_worker() -> None:
+    plan = replace(make_plan(4), placement=(0, 1, 0, 1))
+    assert plan_table(plan).startswith("4 stages on 2 workers, 4 micro-batches of at most 2 samples\n")
+    document = plan_document(plan)
+    assert (document["devices"], document["placement"]) == (["cpu", "cpu"], [0, 1, 0, 1])
+    assert len(document["totals"]["device_bubbles"]) == 2
 
 
 def test_costs_of_zero_print() -> None:
@@ -436,6 +444,15 @@ def test_options_reach_plan_and_only_those_given(model_file: Path, fake_plan: Fa
     assert not fake_plan.model.training
 
 
+def test_stages_per_device_reach_plan(model_file: Path, fake_plan: FakePlan) -> None:
+    line = "zoo_of_models:make_mlp --input 8x8 --devices cpu,cpu --stages-per-device 2"
+    assert main(line.split()) == 0
+    assert fake_plan.options["stages_per_device"] == 2
+    assert fake_plan.options["devices"] == ("cpu", "cpu")
+    assert fake_plan.stages == 4
+    assert main([*line.split(), "--code", "3"]) == 0
+
+
 @pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_net"])
 def test_targets(target: str, model_file: Path, fake_plan: FakePlan) -> None:
     assert main([target, "--devices", "cpu,cpu"]) == 0
@@ -494,6 +511,10 @@ MISTAKES = {
     "chunks": ("zoo_of_models:make_mlp --chunks 0", "argument --chunks: '0': expected the number of micro-batches"),
     "schedule": ("zoo_of_models:make_mlp --schedule 1b1f", "--schedule: invalid choice: '1b1f'", "gpipe", "1f1b"),
     "option": ("zoo_of_models:make_mlp --chunk 2", "unrecognized arguments: --chunk 2 (see --help)"),
+    "stages": (
+        "zoo_of_models:make_mlp --stages-per-device 0",
+        "argument --stages-per-device: '0': expected the number",
+    ),
     "code": ("zoo_of_models:make_mlp --devices cpu,cpu --code 2", "--code 2: no such stage; stages are 0 to 1"),
     "code_below": ("zoo_of_models:make_mlp --devices cpu,cpu --code -1", "--code -1: no such stage"),
     "code_and_json": ("zoo_of_models:make_mlp --code 1 --json", "not allowed with argument --code"),

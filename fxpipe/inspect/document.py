@@ -32,7 +32,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             activation_bytes of all that the nodes make for one micro-batch
             sent_bytes       to the next stage for one micro-batch, portals not counted
             in_flight        micro-batches that have gone forward and not yet back, at most
-            memory_bytes     at most at one time: `fxpipe.inspect.figures.stage_memory` says of what
+            memory_bytes     at most at one time: `fxpipe.inspect.figures.stage_cost` says of what
         portals              list of {name, source, target, bytes}: two stages, and bytes of one micro-batch
         totals
             slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage

@@ -27,7 +27,7 @@ NOTHING = "-"
 def plan_table(plan: Plan) -> str:
     """The plan as it prints. Seconds and bytes are those of one micro-batch, memory that of a step.
 
-    `memory` is of parameters, their gradients, and what the micro-batches in flight hold: see `figures.stage_memory`.
+    `memory` is of parameters, their gradients, and what the micro-batches in flight hold: see `figures.stage_cost`.
     """
     figures = plan_figures(plan)
     blocks = [_head(plan), _stage_table(plan, figures)]

@@ -43,6 +43,13 @@ gpipe: 2 stages, 2 micro-batches
 device 0: 0F0 0F1 0B1 0R0 0B0
 device 1: 1F0 1F1 1B1 1R0 1B0
 
+A device may have several stages, which then take turns:
+
+>>> print(make_schedule("1f1b", stages=4, micro_batches=2, placement=(0, 1, 0, 1)))
+1f1b: 4 stages, 2 micro-batches
+device 0: 0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1
+device 1: 1F0 1F1 3F0 3B0 3F1 1B0 3B1 1B1
+
 A table of your own is as good, if it can run. What cannot is refused when it is made:
 
 >>> parse_schedule('''
@@ -61,6 +68,7 @@ How long a schedule takes, and how much of that is bubble, says `fxpipe.simulati
 
 from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
 from fxpipe.scheduling.clock import clock_cycles
+from fxpipe.scheduling.in_flight import micro_batches_in_flight
 from fxpipe.scheduling.schedules import (
     CHECKPOINTS,
     SCHEDULES,
@@ -90,6 +98,7 @@ __all__ = [
     "gpipe",
     "inference",
     "make_schedule",
+    "micro_batches_in_flight",
     "one_f_one_b",
     "parse_schedule",
     "validate",

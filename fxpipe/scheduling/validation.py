@@ -31,9 +31,9 @@ will take nothing before 1F0 is taken:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from fxpipe.errors import ScheduleError
@@ -195,65 +195,67 @@ def _find_wrong_order(schedule: Schedule) -> list[Problem]:
 # 3. No row waits for ever
 
 
-@dataclass(slots=True)
-class _Gate:
-    """A place between two actions of a row: numbers of transfers."""
+@dataclass(frozen=True, slots=True)
+class _Gates:
+    """The places between the actions of the rows, with what is handed over there: numbers of transfers.
 
-    opens: list[int] = field(default_factory=list)  # what is handed over here, by this row or to it
-    needs: list[int] = field(default_factory=list)  # what must have been, before the row goes on
+    Transfer 0 stands for none.
+    """
+
+    transfers: list[Transfer | None]
+    gives: list[list[int]]  # by row and gate, of which there are one more than actions: what the action before it made
+    takes: list[list[int]]  # what the action behind it needs
 
 
 def _find_deadlock(schedule: Schedule) -> list[Problem]:
     """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
     cell_of = {action: cell for cell, action in _cells(schedule.rows)}
-    transfers, gates = _gates(schedule, cell_of)
-    place = [0] * len(gates)  # of each device, the gate it stands at
+    have_room = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
+    gates = _gates(cell_of, schedule.rows)
+    transfers, gives, takes = gates.transfers, gates.gives, gates.takes
+    place = [0] * len(schedule.rows)  # of each device, the gate it stands at
     sides = [0] * len(transfers)  # that have opened: it is met by both
+    sides[0] = 2
+    moving: list[int] = list(range(len(schedule.rows)))
 
-    def arrive(d: int) -> Iterator[int]:
-        """Opens what is at the gate of `d`; yields who may go on now."""
-        for t in gates[d][place[d]].opens:
+    def arrive(d: int) -> None:
+        """Opens what is at the gate of `d`; who waits for it may go on."""
+        for t in (gives[d][place[d]], takes[d][place[d]]):
             sides[t] += 1
             if sides[t] == 2:
-                yield from (cell_of[action][0] for action in transfers[t])
+                moving.extend(cell_of[action][0] for action in transfers[t] or ())
 
-    moving = deque(range(len(gates)))
-    for d in range(len(gates)):
-        moving.extend(arrive(d))
+    for d in range(len(schedule.rows)):
+        arrive(d)
     while moving:
-        d = moving.popleft()
-        while place[d] < len(gates[d]) and all(sides[t] == 2 for t in gates[d][place[d]].needs):
+        d = moving.pop()
+        while place[d] < len(gives[d]):
+            if sides[takes[d][place[d]]] < 2 or (sides[gives[d][place[d]]] < 2 and not have_room):
+                break
             place[d] += 1
-            if place[d] < len(gates[d]):
-                moving.extend(arrive(d))
+            if place[d] < len(gives[d]):
+                arrive(d)
 
-    stuck = {
-        d: [transfers[t] for t in row[place[d]].needs if sides[t] < 2]
-        for d, row in enumerate(gates)
-        if place[d] < len(row)
-    }
+    stuck = {}
+    for d in range(len(schedule.rows)):
+        if place[d] < len(gives[d]):
+            needs = (takes[d][place[d]], *(() if have_room else (gives[d][place[d]],)))
+            stuck[d] = [transfer for t in needs if sides[t] < 2 and (transfer := transfers[t])]
     return [_wait(schedule, d, transfer) for d, transfer in _circle(cell_of, stuck)] if stuck else []
 
 
-def _gates(schedule: Schedule, cell_of: dict[Action, Cell]) -> tuple[list[Transfer], list[list[_Gate]]]:
-    """For each row the gates before its first action, between each two, and after the last."""
-    have_room = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
-    gates = [[_Gate() for _ in range(len(row) + 1)] for row in schedule.rows]
-    transfers: list[Transfer] = []
+def _gates(cell_of: dict[Action, Cell], rows: Rows) -> _Gates:
+    gates = _Gates([None], [[0] * (len(row) + 1) for row in rows], [[0] * (len(row) + 1) for row in rows])
     for action, (d, place) in cell_of.items():
         step = NEIGHBOUR.get(action.kind)
         if step is None:
             continue
         maker = Action(action.kind, action.stage + step, action.micro_batch)
         e, before = cell_of.get(maker, (d, 0))
-        if e == d:
-            continue
-        for gate, waits in ((gates[d][place], True), (gates[e][before + 1], not have_room)):
-            gate.opens.append(len(transfers))
-            if waits:
-                gate.needs.append(len(transfers))
-        transfers.append((maker, action))
-    return transfers, gates
+        if e != d:
+            gates.gives[e][before + 1] = gates.takes[d][place] = len(gates.transfers)
+            gates.transfers.append((maker, action))
+    return gates
 
 
 def _circle(cell_of: dict[Action, Cell], stuck: dict[int, list[Transfer]]) -> list[tuple[int, Transfer]]:

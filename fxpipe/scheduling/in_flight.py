@@ -1,0 +1,28 @@
+"""How many micro-batches a stage holds at once, counted, not assumed."""
+
+from __future__ import annotations
+
+from fxpipe.scheduling.actions import Kind, Schedule
+
+
+def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage the most micro-batches that are between the start of F and the end of their last backward.
+
+    Where backward is split the last piece is W. Where nothing goes back a micro-batch is there during its F only.
+
+    >>> from fxpipe.scheduling import make_schedule
+    >>> micro_batches_in_flight(make_schedule("1f1b", stages=3, micro_batches=8))
+    (3, 2, 1)
+    """
+    kinds = {(action.stage, action.kind) for row in schedule.rows for action in row}
+    trains = any(kind is Kind.BACKWARD for _, kind in kinds)
+    last = [Kind.WEIGHT if (j, Kind.WEIGHT) in kinds else Kind.BACKWARD for j in range(schedule.stages)]
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for action in (action for row in schedule.rows for action in row):
+        j = action.stage
+        if action.kind is Kind.FORWARD:
+            now[j] += 1
+            most[j] = max(most[j], now[j])
+        elif action.kind is last[j]:
+            now[j] -= 1
+    return tuple(most) if trains else (1,) * schedule.stages

@@ -1,0 +1,89 @@
+"""What can be read off the actions of a step once it is known when each runs: memory over time, and a drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fxpipe.scheduling import Action, Kind, Schedule
+from fxpipe.stage_costs import StageCost
+
+TIMELINE_COLUMNS = 100  # a timeline is drawn no wider
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a device runs an action."""
+
+    action: Action
+    device: int
+    start: float  # seconds since the step began
+    end: float
+    receiving: float = 0.0  # seconds of it, at its beginning, in which the device copies what it was sent
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The bytes in use over time."""
+
+    steps: tuple[tuple[float, float], ...]  # (seconds since the step began, bytes from then on), in order
+
+    @property
+    def peak(self) -> float:
+        """The most bytes in use at one time."""
+        return max(size for _, size in self.steps)
+
+
+def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
+    """The bytes that some stages take: `spans` has all of their actions, which run one after the other.
+
+    A micro-batch holds what its F was given from its F on, and what autograd saves from its F or, where it is
+    recomputed, from its R on; both to the end of its last piece of backward. Where nothing goes back, nothing is saved,
+    and what F was given goes when F ends.
+    """
+    recomputed = {(s.action.stage, s.action.micro_batch) for s in spans if s.action.kind is Kind.RECOMPUTE}
+    kinds = {(span.action.stage, span.action.kind) for span in spans}
+    held = sorted({j for j, _ in kinds})
+    order = (Kind.WEIGHT, Kind.BACKWARD, Kind.FORWARD)
+    last = {j: next(kind for kind in order if (j, kind) in kinds) for j in held}
+
+    total = sum(stages[j].static_bytes for j in held)
+    steps = [(0.0, total)]
+    for span in spans:
+        kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
+        saved = 0 if last[j] is Kind.FORWARD else cost.saved_bytes
+        if kind is Kind.FORWARD:
+            total += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+        elif kind is Kind.RECOMPUTE:
+            total += saved
+        elif kind is Kind.UPDATE:
+            continue
+        steps.append((span.start, total + cost.working_bytes))
+        if kind is last[j]:
+            total -= cost.input_bytes + saved
+        steps.append((span.end, total))
+    return Memory(tuple(steps))
+
+
+def timeline(schedule: Schedule, spans: Sequence[Span], seconds: float) -> list[str]:
+    """One line for each device, as wide as the step is long: `F0`, `B0===` an action, `.` the bubble.
+
+    Drawn as wide as the shortest action needs for its name; where that would be wider than `TIMELINE_COLUMNS`, as wide
+    as those, and an action that is too short for its name shows the letter of its kind only.
+    """
+    several = len(schedule.rows) < schedule.stages
+    names = [str(s.action) if several else f"{s.action.kind}{s.action.micro_batch}" for s in spans]
+    wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
+    columns = round(min(TIMELINE_COLUMNS, max(wanted, default=0)))
+
+    lines = [["."] * columns for _ in schedule.rows]
+    for span, name in zip(spans, names, strict=True):
+        first, end = (round(time / seconds * columns) if seconds else 0 for time in (span.start, span.end))
+        width = end - first
+        drawn = name.ljust(width - 1, "=") + " " if width > len(name) else str(span.action.kind) * width
+        lines[span.device][first:end] = drawn
+    return ["".join(line) for line in lines]
