@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.recording.draws import Draws, is_draw
 from fxpipe.tracing.recording.fake import NeedsValues, drawn, is_faked
@@ -68,11 +68,6 @@ def generator_states() -> list[Any]:
 
 def same_states(left: list[Any], right: list[Any]) -> bool:
     return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _is_one_function(module: nn.Module) -> bool:
