@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.objects import holds
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input
@@ -24,7 +25,7 @@ from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
-from fxpipe.trees import flatten_output, flatten_with_paths, holds, refuse_hidden, untouched
+from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
 
 _OF_SIZES = (
     "size",
