@@ -8,10 +8,9 @@ besides
 - in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
   noticed when they change, and forward gets the object itself.
 
-Such an object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
-`__init__` and `__post_init__`, which have run where it was made. Nothing is registered for the user's classes: in a
-spec these objects bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with
-lists, one object in two places comes back as two.
+How objects are taken apart: see `fxpipe.objects`. Nothing is registered for the user's classes: in a spec these objects
+bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with lists, one object in two
+places comes back as two.
 """
 
 from __future__ import annotations
@@ -19,22 +18,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import enum
-import functools
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.objects import Parts, base_of, containers_in, holds, is_bare, put_together, take_apart
 
-_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
-_CLOSED = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
 _DICTS = (dict, OrderedDict, defaultdict)
 _LEAF = pytree.tree_structure(0)
 
@@ -55,21 +48,11 @@ class _Size(tuple[int, ...]):
     """The type of the node of a `torch.Size`, of which torch makes a tuple."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Parts:
-    """The context of such a node: all of an object but its children, which are its items, then its attributes."""
-
-    kind: type[Any]
-    base: type[Any]  # object, or the container that its class is a kind of
-    keys: tuple[Any, ...]
-    names: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _SeenParts:
     """The context of an object that is only looked at."""
 
-    parts: _Parts
+    parts: Parts
     value: Any
 
     def __eq__(self, other: object) -> bool:
@@ -77,150 +60,13 @@ class _SeenParts:
         return same and (self.value is other.value or (self.value == other.value) is True)  # type: ignore[attr-defined]
 
 
-def _put_together(children: Any, parts: _Parts) -> Any:
-    children = list(children)
-    items, values = children[: len(parts.keys)], children[len(parts.keys) :]
-    make: Any = parts.base.__new__
-    made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
-    if parts.base is list:
-        list.extend(made, items)
-    elif issubclass(parts.base, dict):
-        for key, item in zip(parts.keys, items, strict=True):
-            parts.base.__setitem__(made, key, item)
-    slots = _slots(parts.kind)
-    for name, value in zip(parts.names, values, strict=True):
-        if name in slots:
-            slots[name].__set__(made, value)  # also where the class is frozen
-        else:
-            made.__dict__[name] = value
-    return made
-
-
 def _never_in_a_tree(value: Any) -> Any:
     raise AssertionError("nodes of this type stand in specs only")
 
 
-pytree.register_pytree_node(_Object, _never_in_a_tree, _put_together)
+pytree.register_pytree_node(_Object, _never_in_a_tree, put_together)
 pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
 pytree.register_pytree_node(_Seen, _never_in_a_tree, lambda _, seen: seen.value)
-
-
-# -- objects ---------------------------------------------------------------------------------------------------------
-
-
-def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
-    return {
-        name: member
-        for cls in reversed(kind.__mro__)
-        if cls.__flags__ & _HEAP_TYPE or cls is defaultdict
-        for name, member in vars(cls).items()
-        if isinstance(member, MemberDescriptorType)
-    }
-
-
-def _base(kind: type[Any]) -> type[Any] | None:
-    """The built-in class under a Python class; None where its objects cannot be taken apart."""
-    if issubclass(kind, _CLOSED):
-        return None
-    base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
-    if base not in _BASES or (base is kind and base is not SimpleNamespace):
-        return None
-    make: Any = base.__new__
-    try:
-        make(kind)
-    except TypeError:  # made in C
-        return None
-    return base
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
-    for name, slot in _slots(type(value)).items():
-        try:
-            found[name] = slot.__get__(value)
-        except AttributeError:  # not set
-            continue
-    return found
-
-
-def _is_bare(value: Any) -> bool:
-    """Is an object nothing but itself?"""
-    return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
-
-
-def _open(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], _Parts]:
-    """Names of the children, the children, and the rest of an object."""
-    attributes = _attributes(value)
-    names: list[pytree.KeyEntry] = []
-    items: dict[Any, Any] = {}
-    if issubclass(base, dict):
-        items = dict(base.items(value))
-        names += map(pytree.MappingKey, items)
-    elif issubclass(base, (list, tuple)):
-        items = dict(enumerate(base.__iter__(value)))
-        names += map(pytree.SequenceKey, items)
-    names += map(pytree.GetAttrKey, attributes)
-    return names, [*items.values(), *attributes.values()], _Parts(type(value), base, tuple(items), tuple(attributes))
-
-
-def holds(value: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Is there anything `wanted` inside a value of any kind, also where it could not be taken apart?
-
-    What modules hold is their own.
-    """
-    return _finds(value, wanted, _inside)
-
-
-def _finds(value: Any, wanted: Callable[[Any], bool], inside: Callable[[Any], Iterator[Any]]) -> bool:
-    seen: dict[int, Any] = {}
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if wanted(item):
-            return True
-        if id(item) not in seen:
-            seen[id(item)] = item
-            todo.extend(inside(item))
-    return False
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """What a value holds; a function holds what it was made over, or bound to."""
-    if isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, MethodType):
-        yield from (value.__self__, value.__func__)
-    elif isinstance(value, BuiltinMethodType):
-        yield value.__self__
-    elif isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # empty
-                continue
-    yield from _inside_data(value)
-
-
-def _inside_data(value: Any) -> Iterator[Any]:
-    if isinstance(value, _CLOSED):
-        return
-    if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (tuple, list, set, frozenset, deque)):
-        yield from value
-    yield from _attributes(value).values()
-
-
-def refuse_hidden(what: str, leaf: Any) -> None:
-    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
-
-    And what forward puts into such an object, as into a cache, would be lost to the caller.
-    """
-    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
-        raise ArgumentError(
-            f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
-            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
-        )
 
 
 # -- trees -----------------------------------------------------------------------------------------------------------
@@ -235,13 +81,25 @@ def _is_dataclass(value: Any) -> bool:
 
 def _holds_tensors(value: Any) -> bool:
     """Not in functions: the recorder finds out whether forward uses what those hold."""
-    return _finds(value, lambda item: isinstance(item, torch.Tensor), _inside_data)
+    return holds(value, lambda item: isinstance(item, torch.Tensor), in_functions=False)
+
+
+def refuse_hidden(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
+
+    And what forward puts into such an object, as into a cache, would be lost to the caller.
+    """
+    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+        raise ArgumentError(
+            f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
+            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
+        )
 
 
 def _kind_of_input(value: Any) -> type[Any] | None:
     if _is_dataclass(value):
         return _Object
-    return None if _is_bare(value) or _holds_tensors(value) else _Seen
+    return None if is_bare(value) or _holds_tensors(value) else _Seen
 
 
 def flatten_with_paths(tree: Any) -> tuple[Paths, pytree.TreeSpec]:
@@ -295,8 +153,8 @@ def _flatten(
         made, context = known.flatten_fn(value)
         children = list(made)
         keys = _keys(value, known, children, context)
-    elif (base := _base(type(value))) is not None and (kind := kind_of(value)) is not None:
-        keys, children, context = _open(value, base)
+    elif (base := base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
+        keys, children, context = take_apart(value, base)
         if kind is _Seen:
             context = _SeenParts(context, value)
     else:
@@ -344,11 +202,11 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
             return [tree[name] for name in names]
     elif type(tree) is wanted or _are_plain_tuples(tree, spec):
         if spec.type is _Object:
-            _, children, context = _open(tree, spec.context.base)
+            _, children, context = take_apart(tree, spec.context.base)
         else:
             made, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
             children = list(made)
-        comparable = isinstance(context, (list, tuple, _Parts))
+        comparable = isinstance(context, (list, tuple, Parts))
         if len(children) == spec.num_children and (not comparable or context == spec.context):
             return children
     raise DiffersError(
@@ -393,7 +251,7 @@ def untouched(spec: pytree.TreeSpec) -> Iterator[None]:
     Raises:
         TraceError: it has. They are put back.
     """
-    before = [(value, inside, copy.copy(inside)) for value in _seen_in(spec) for inside in _containers_in(value)]
+    before = [(value, inside, copy.copy(inside)) for value in _seen_in(spec) for inside in containers_in(value)]
     changed = []
     try:
         yield
@@ -416,21 +274,6 @@ def _seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:
         yield spec.context.value
     for child in spec.children():
         yield from _seen_in(child)
-
-
-def _containers_in(value: Any) -> Iterator[Any]:
-    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
-    seen: dict[int, Any] = {}
-    todo = [value]
-    while todo:
-        item = todo.pop()
-        if id(item) not in seen and not isinstance(item, _CLOSED):
-            seen[id(item)] = item
-            todo.extend(_inside(item))
-            if isinstance(item, (dict, list, set, deque)):
-                yield item
-            if type(attributes := getattr(item, "__dict__", None)) is dict:
-                yield attributes
 
 
 def _items(inside: Any) -> list[Any]:

@@ -482,6 +482,16 @@ def test_tensor_attributes_that_forward_sets():
     assert list(traced.constants) == ["tables.1"]
 
 
+def test_constants_take_no_name_of_the_model():
+    model = Forward(
+        lambda m, x: m.lin(x) * m.constant_0 + torch.as_tensor(np.arange(6, dtype=np.float32)),
+        constant_0=torch.full((6,), 2.0),
+    )
+    traced = trace(model, (x(),))
+    assert list(traced.constants) == ["constant_1"]
+    assert_same_as_model(traced, x(5))
+
+
 def test_batch_norm_statistics_are_known_to_be_written():
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
     traced = trace(model, (x(),))

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.errors import StateError
-from fxpipe.tracing.recording.recorder import generator_states, same_states
+from fxpipe.tracing.recording.draws import generator_states, same_states
 
 T = TypeVar("T")
 

@@ -12,7 +12,6 @@ Assumed: rows of a validated schedule, so that some action is always ready.
 
 from __future__ import annotations
 
-import atexit
 import os
 import queue
 import random
@@ -208,9 +207,8 @@ def _stop(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
         jobs.put(None)
 
 
-@atexit.register
 def close_all() -> None:
-    """A daemon thread that is inside torch when the interpreter ends aborts the process."""
+    """Before the interpreter ends: a daemon thread that is inside torch then aborts the process."""
     for workers in list(_all_workers):
         workers.close()
 

@@ -228,7 +228,7 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
 
 @atexit.register
 def _end_all() -> None:
-    """Another thread that steps, and is inside torch when the interpreter ends, would abort the process."""
+    """A thread that is inside torch when the interpreter ends, a worker or another that steps, aborts the process."""
     close_all()
     for engine in list(_engines):
         engine._end()

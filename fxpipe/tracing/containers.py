@@ -30,6 +30,11 @@ def has_values(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
 def bytes_in(tensor: torch.Tensor) -> int:
     """What a tensor takes; a sparse one is its values and their indices."""
     if tensor.layout == torch.strided:

@@ -23,6 +23,7 @@ from torch import fx
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import NORMS, running_statistics
 from fxpipe.tracing.devices import on_device
+from fxpipe.tracing.evaluation import Values, evaluate
 from fxpipe.tracing.expectations import expected_in_stages, same_answer
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.refusals import CannotRecord
@@ -57,31 +58,29 @@ class Guards:
     def hold(self, traced: Traced, leaves: Sequence[Any], seed: int) -> bool:
         """Are the answers for these inputs those of the recording? `seed` is that of the numbers drawn."""
         asked = {guard.node: guard for guard in self.questions}
-        values: dict[fx.Node, Any] = {}
+        values: Values = {}
         draws = Draws(seed)
         writes = any(_changes(node) for node in self.program)
-        for node in self.program:
-            if node.op == "placeholder":
-                given = leaves[int(node.name.removeprefix("in_"))]
-                values[node] = given.detach().to("cpu", copy=writes)
-            elif node.op == "get_attr":
-                values[node] = lookup(traced, node).detach().to("cpu", copy=writes)
-            else:
-                try:
-                    values[node] = _value(node, values, draws)
-                except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
-                    return False
+
+        def given(node: fx.Node) -> Any:
+            return leaves[traced.place_of(node)].detach().to("cpu", copy=writes)
+
+        def attribute(node: fx.Node) -> torch.Tensor:
+            return lookup(traced, node).detach().to("cpu", copy=writes)
+
+        def work(node: fx.Node, values: Values) -> Any:
+            with applied(node.meta["state"]), torch.no_grad():
+                if node.meta.get("draw"):
+                    return draws.take(lambda: call(node, values.__getitem__))
+                return call(node, values.__getitem__)
+
+        try:
+            for node in evaluate(self.program, values, given, attribute, work):
                 if node in asked and not same_answer(values[node], asked[node].expected):
                     return False
+        except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
+            return False
         return True
-
-
-def _value(node: fx.Node, values: dict[fx.Node, Any], draws: Draws) -> Any:
-    def run() -> Any:
-        with applied(node.meta["state"]), torch.no_grad():
-            return call(node, values.__getitem__)
-
-    return draws.take(run) if node.meta.get("draw") else run()
 
 
 def _short(value: Any) -> str:

@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.checking.effects import Effects, Run, watch
+from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
-from fxpipe.tracing.recording.record import copy_of_input
 from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import DiffersError, leaves_like
@@ -131,8 +131,7 @@ def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -
 
 
 def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
-    copies = [copy_of_input(v) if isinstance(v, torch.Tensor) else v for v in sample]
-    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    args, kwargs = pytree.tree_unflatten(map(copy_of_input, sample), traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.progress import progress
-from fxpipe.thread_state import applied
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import storage_of, tensors_in
+from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, outputs_in, run
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.snapshot import same_values
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+from fxpipe.tracing.traced import Traced, lookup
 
 NORMS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
@@ -86,7 +86,7 @@ def watch(
     """Runs the graph on each of `samples` (flattened inputs, one sample for each size). The model does not change."""
     seen = _Watch(traced.nodes, changed=[set() for _ in traced.nodes])
     runs = []
-    with progress("checking", len(samples) * len(traced.graph.nodes)) as step:
+    with progress("checking", len(samples) * (len(traced.graph.nodes) - 1)) as step:
         for number, sample in enumerate(samples):
             before_each()
             runs.append(_run(traced, sample, number, seen, step))
@@ -104,69 +104,56 @@ def watch(
     return Effects(nodes, place, last, alias, same, writes, seen.requires_grad), runs
 
 
-def _key(number: int, tensor: torch.Tensor) -> Any:
-    """Names the storage of a tensor; a sparse one has several, which nobody shares."""
-    return number, tensor.untyped_storage()._cdata if tensor.layout == torch.strided else (id(tensor),)
-
-
 def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step: Callable[[], object]) -> Run:
     """Every value lives until the end of the run: else one address would name two storages."""
-    values: dict[fx.Node, Any] = {}
-    buffers: dict[Any, tuple[fx.Node, torch.Tensor]] = {}  # by storage
+    values: Values = {}
+    buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     place = {n: p for p, n in enumerate(seen.nodes)}
-    placeholders = {node: p for p, node in traced.placeholders.items()}
     draws = Draws(traced.seed)
-    for node in traced.graph.nodes:
+
+    def given(node: fx.Node) -> Any:
+        return copy_of_input(sample[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = lookup(traced, node)
+        if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        copy = tensor.detach().clone()
+        buffers[storage_of(copy)] = node, copy
+        return copy
+
+    def work(node: fx.Node, values: Values) -> Any:
+        value, changed = _observed(node, values, buffers, draws)
+        seen.changed[place[node]] |= {(number, storage) for storage in changed}
+        is_one = isinstance(value, torch.Tensor)
+        returned = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
+        seen.same[node] = returned if seen.same.get(node, returned) is returned else None
+        return value
+
+    for node in evaluate(traced.graph.nodes, values, given, attribute, work):
+        seen.made(node, values[node], ((number, storage_of(t)) for t in tensors_in(values[node])))
         step()
-        if node.op == "placeholder":
-            value = sample[placeholders[node]]
-            values[node] = value.detach().clone().requires_grad_(value.requires_grad)
-            if value.requires_grad:
-                values[node] = values[node].clone()  # forward may write to it
-        elif node.op == "get_attr":
-            tensor = lookup(traced, node)
-            if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
-                values[node] = tensor.detach().requires_grad_(tensor.requires_grad)
-            else:
-                values[node] = tensor.detach().clone()
-                buffers[_key(number, values[node])] = node, values[node]
-        elif node.op in WORKING:
-            values[node] = _observed(node, values, buffers, number, seen, place[node], draws)
-        else:
-            continue
-        seen.made(node, values[node], (_key(number, t) for t in tensors_in(values[node])))
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    return Run([values[o] if isinstance(o, fx.Node) else o for o in traced.outputs], after)
+    return Run(outputs_in(traced, values), after)
 
 
 def _observed(
-    node: fx.Node,
-    values: dict[fx.Node, Any],
-    buffers: dict[Any, tuple[fx.Node, torch.Tensor]],
-    number: int,
-    seen: _Watch,
-    place: int,
-    draws: Draws,
-) -> Any:
-    """Runs one node and notes what it changed and whether it returns one of its arguments."""
+    node: fx.Node, values: Values, buffers: dict[int, tuple[fx.Node, torch.Tensor]], draws: Draws
+) -> tuple[Any, set[int]]:
+    """What a node makes, and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [t._version for t in read]
-    keys = {_key(number, t) for t in read}
-    before = {key: buffers[key][1].clone() for key in keys if key in buffers}
-    with applied(node.meta["state"]), running():
-        value = call(node, values.__getitem__)
+    before = {key: buffers[key][1].clone() for key in map(storage_of, read) if key in buffers}
+    with running():
+        value = run(node, values)
         if node.meta.get("draw"):
-            value = draws.take(lambda: call(node, values.__getitem__))
-    seen.changed[place] |= {_key(number, t) for t, v in zip(read, versions, strict=True) if t._version != v}
-    seen.changed[place] |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
+            value = draws.take(lambda: run(node, values))
+    changed = {storage_of(t) for t, v in zip(read, versions, strict=True) if t._version != v}
+    changed |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in NORMS:
-        seen.changed[place] |= {_key(number, values[b]) for b in running_statistics(node)}
-    returned = (
-        next((s for s in node.all_input_nodes if values[s] is value), None) if isinstance(value, torch.Tensor) else None
-    )
-    seen.same[node] = returned if seen.same.get(node, returned) is returned else None
-    return value
+        changed |= {storage_of(values[b]) for b in running_statistics(node)}
+    return value, changed
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:

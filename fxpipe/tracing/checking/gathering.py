@@ -19,7 +19,8 @@ from fxpipe.errors import ArgumentError, DecisionError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects, running_statistics
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+from fxpipe.tracing.evaluation import Values, evaluated, outputs_in
+from fxpipe.tracing.traced import Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -90,23 +91,24 @@ def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
-    values: dict[fx.Node, Any] = {}
     # Python that runs as it is may ask for gradients inside; nothing else does.
     grad = any(node.meta.get("opaque") for node in traced.nodes)
-    places = {node: place for place, node in traced.placeholders.items()}
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = sample[places[node]].detach().clone()
-        elif node.op == "get_attr":
-            tensor = lookup(traced, node)
-            values[node] = tensor.detach().clone().requires_grad_(grad and tensor.requires_grad)
-        elif node.op in WORKING:
-            with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
-                values[node] = _calm(node, values)
-    return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
+
+    def given(node: fx.Node) -> Any:
+        return sample[traced.place_of(node)].detach().clone()
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = lookup(traced, node)
+        return tensor.detach().clone().requires_grad_(grad and tensor.requires_grad)
+
+    def work(node: fx.Node, values: Values) -> Any:
+        with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
+            return _calm(node, values)
+
+    return outputs_in(traced, evaluated(traced.graph.nodes, given, attribute, work))
 
 
-def _calm(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+def _calm(node: fx.Node, values: Values) -> Any:
     """What a node makes where nothing is random and batch norm looks at no batch."""
 
     def given(names: Sequence[str]) -> dict[str, Any]:

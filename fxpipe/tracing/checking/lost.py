@@ -16,11 +16,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree
+from fxpipe.tracing.evaluation import evaluated, leaf_copy, outputs_in, run, writable
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+from fxpipe.tracing.traced import Traced, lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +79,9 @@ def _tolerance(value: torch.Tensor) -> float | None:
     return torch.finfo(value.dtype).eps ** 0.5 if value.is_floating_point() or value.is_complex() else None
 
 
-def _copies(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Inputs of their own, and what forward is given: it may write to that."""
-    inputs = [x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x for x in leaves]
-    return inputs, [x.clone() if _is_tensor(x) and x.requires_grad else x for x in inputs]
-
-
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
-    inputs, copies = _copies(leaves)
-    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    inputs = list(map(leaf_copy, leaves))
+    args, kwargs = pytree.tree_unflatten(map(writable, inputs), traced.in_spec)
     outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
@@ -100,23 +94,21 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
 
 
 def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
-    inputs, copies = _copies(leaves)
-    values: dict[fx.Node, Any] = {}
-    places = {node: place for place, node in traced.placeholders.items()}
+    inputs = list(map(leaf_copy, leaves))
     after = {id(tensor): tensor for tensor in slots_of(traced.model).values()}  # a tensor may have several names
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            values[node] = copies[places[node]]
-        elif node.op == "get_attr":
-            tensor = lookup(traced, node)
-            after[id(tensor)] = values[node] = tensor if tensor.requires_grad else tensor.detach().clone()
-        elif node.op in WORKING:
-            with applied(node.meta["state"]):
-                values[node] = call(node, values.__getitem__)
+
+    def given(node: fx.Node) -> Any:
+        return writable(inputs[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = lookup(traced, node)
+        after[id(tensor)] = tensor if tensor.requires_grad else tensor.detach().clone()
+        return after[id(tensor)]
+
+    values = evaluated(traced.graph.nodes, given, attribute, run)
     kept = {slot.name: after[id(tensor)] for slot, tensor in slots_of(traced.model).items()}
     kept |= {name: values[node] for name, node in traced.assigned.items()}
-    outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
-    return _Run(traced.out_spec, _gradients(traced, outputs, inputs), kept)
+    return _Run(traced.out_spec, _gradients(traced, outputs_in(traced, values), inputs), kept)
 
 
 def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:

@@ -25,9 +25,10 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.checking.lost import check_nothing_lost
+from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.recording.hooks import hooks_of
-from fxpipe.tracing.recording.record import copy_of_input, input_leaves, record
+from fxpipe.tracing.recording.record import input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
@@ -97,8 +98,7 @@ def traced_from(
 def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises what the model itself raises on these inputs: that is no matter of a graph."""
     _, spec, values = input_leaves(model, args, kwargs)
-    copies = [copy_of_input(value) if isinstance(value, torch.Tensor) else value for value in values]
-    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    run_args, run_kwargs = pytree.tree_unflatten(map(copy_of_input, values), spec)
     with undone(model):
         model(*run_args, **run_kwargs)
 

@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.fake import drawn, is_faked
 
 
 class Draws:
@@ -68,3 +69,17 @@ class Drawing(TorchFunctionMode):
         if is_one and next(self.lots, True):
             return self.draws.take(lambda: func(*args, **kwargs))
         return result
+
+
+def generator_states() -> list[Any]:
+    """Where torch's generators stand."""
+    if is_faked():
+        return [drawn()]
+    states: list[Any] = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states += [g.get_offset() for g in torch.cuda.default_generators]
+    return states
+
+
+def same_states(left: list[Any], right: list[Any]) -> bool:
+    return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]

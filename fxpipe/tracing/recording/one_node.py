@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.autograd import leaves_under
 from fxpipe.errors import StateError
-from fxpipe.tracing.containers import hidden_tensors, tensors_in
-from fxpipe.tracing.recording.recorder import Recorder, storage_of
+from fxpipe.tracing.containers import hidden_tensors, storage_of, tensors_in
+from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import dice, same_dice, same_values, slots_of

@@ -13,8 +13,10 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.objects import holds
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
+from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.preconditions import refuse_model
@@ -23,7 +25,7 @@ from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
-from fxpipe.trees import flatten_output, flatten_with_paths, holds, refuse_hidden, untouched
+from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
 
 _OF_SIZES = (
     "size",
@@ -90,12 +92,6 @@ def _argument_name(parameters: list[inspect.Parameter], place: int) -> str:
     return parameters[place].name if place < len(parameters) else f"args[{place}]"
 
 
-def copy_of_input(value: torch.Tensor) -> torch.Tensor:
-    """A copy that forward may write to, and an object of its own should one tensor stand in two places."""
-    copy = value.detach().clone()
-    return copy.requires_grad_().clone() if value.requires_grad else copy
-
-
 def record(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -153,7 +149,7 @@ def _record(
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
     recorder = Recorder(model, held, whole, seed, hashable)
-    copies = [copy_of_input(v) if leaf.is_tensor else v for leaf, v in zip(leaves, values, strict=True)]
+    copies = list(map(copy_of_input, values))
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)

@@ -26,53 +26,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.recording.draws import Draws, is_draw
-from fxpipe.tracing.recording.fake import NeedsValues, drawn, is_faked
+from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, same_states
+from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.kept import Kept
+from fxpipe.tracing.recording.names import CONSTANTS, OF_GRADIENTS, PLAIN, READS, TENSOR_ATTRIBUTES, leaves_no_node
+from fxpipe.tracing.recording.origins import Origins
 from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_parameter
 from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead
-from fxpipe.tracing.snapshot import dice, held_in_containers, same_dice, slots_of
+from fxpipe.tracing.snapshot import dice, same_dice
 from fxpipe.tracing.source import user_line
 from fxpipe.tracing.traced import Graph
-
-# Answers that are the same for every run of one graph, or text for people: they run and leave no node.
-_FREE = frozenset(
-    "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
-    "element_size is_contiguous storage_offset data_ptr get_device __hash__ untyped_storage can_cast __dir__ "
-    "result_type promote_types is_storage __len__ is_inference __dlpack_device__ has_names get_default_device "
-    "is_same_size __repr__ __format__ __str__ is_tensor is_grad_enabled "
-    "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
-)
-_READS = frozenset(
-    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal "
-    "allclose".split()
-)
-_STATES = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
-_TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
-_OF_GRADIENTS = frozenset("requires_grad is_leaf grad_fn".split())
-PLAIN = (bool, int, float, complex, str)
-_CONSTANTS = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
-def generator_states() -> list[Any]:
-    """Where torch's generators stand."""
-    if is_faked():
-        return [drawn()]
-    states: list[Any] = [torch.default_generator.get_state()]
-    if torch.cuda.is_initialized():
-        states += [g.get_offset() for g in torch.cuda.default_generators]
-    return states
-
-
-def same_states(left: list[Any], right: list[Any]) -> bool:
-    return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _is_one_function(module: nn.Module) -> bool:
@@ -136,18 +101,12 @@ class Recorder(TorchFunctionMode):
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
-        self._attributes: dict[int, str] = {}
+        self._origins = Origins(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
-        self._held: dict[int, tuple[str, torch.Tensor]] = {}
         self._parameters = {
             p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
-        # A tensor of several names goes by that of the parameter, under which optimizers and `state_dict` know it.
-        for slot, tensor in sorted(slots_of(model).items(), key=lambda item: item[0].kind != "parameter"):
-            self._attributes.setdefault(id(tensor), slot.name)
-        for name, tensor in (*held_in_containers(model).items(), *(held or {}).items()):
-            self._held.setdefault(id(tensor), (name, tensor))
 
     def end(self) -> None:
         """Lets go of all values: sizes live on, in caches of libraries."""
@@ -195,14 +154,14 @@ class Recorder(TorchFunctionMode):
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Under which name the model holds a tensor by itself."""
-        return self._attributes.get(id(tensor))
+        return self._origins.own(tensor)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) in self._known:
             return self._known[id(tensor)][0]
-        name = self._attributes.get(id(tensor))
+        name = self._origins.own(tensor)
         if name is None:
-            name = self._held[id(tensor)][0] if id(tensor) in self._held else self._foreign(tensor)
+            name = self._origins.other(tensor) or self._foreign(tensor)
             if tensor.requires_grad:
                 raise self.refuse(
                     f"uses {name!r}, a tensor that requires grad in a plain container",
@@ -229,13 +188,7 @@ class Recorder(TorchFunctionMode):
             self.refusal = self.refusal or error
             raise error
         self.foreign.append((tensor, error))
-        return self.hold(tensor)
-
-    def hold(self, tensor: torch.Tensor) -> str:
-        """Makes a tensor a constant of the graph, and returns its name."""
-        name = f"constant_{sum(n.startswith('constant_') for n, _ in self._held.values())}"
-        self._held[id(tensor)] = (name, tensor)
-        return name
+        return self._origins.add(tensor)
 
     def argument(self, value: Any) -> Any:
         """A value as the argument of a node."""
@@ -254,7 +207,7 @@ class Recorder(TorchFunctionMode):
             return {key: self.argument(item) for key, item in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.argument, (value.start, value.stop, value.step)))
-        if isinstance(value, _CONSTANTS):
+        if isinstance(value, CONSTANTS):
             return value
         for kind in PLAIN:  # without what a subclass adds: numpy.float64, enumerations
             if isinstance(value, kind):
@@ -327,7 +280,7 @@ class Recorder(TorchFunctionMode):
         name = opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
-        if name in _FREE or name in _STATES or (name.startswith("is_") and name != "is_nonzero"):
+        if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
             return self._attribute(func, name, args)
@@ -345,11 +298,11 @@ class Recorder(TorchFunctionMode):
         if _is_of_numpy(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
-                self.hold(tensor)  # what numpy made of values that were read, or of nothing
+                self._origins.add(tensor)  # what numpy made of values that were read, or of nothing
             return result
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         result, random = self.run(func, args, kwargs)
-        if not any(True for _ in tensors_in(result)) and (name in _READS or _holds_numbers(result)):
+        if not any(True for _ in tensors_in(result)) and (name in READS or _holds_numbers(result)):
             self._read(func, name, node_args, node_kwargs, result)
             return result
         if result is not None and not any(True for _ in tensors_in(result)):
@@ -382,7 +335,7 @@ class Recorder(TorchFunctionMode):
         """
         given = list(tensors_in((args, kwargs)))
         if given:
-            self.outside += [t for t in given if id(t) in self._known or id(t) in self._attributes]
+            self.outside += [t for t in given if self.knows(t) or self.name_of(t)]
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
@@ -398,7 +351,7 @@ class Recorder(TorchFunctionMode):
             name = opname(func)
             if is_faked() and name == "__format__":
                 return repr(args[0])  # text for people, who asked for so many digits
-            if not is_faked() or not (isinstance(error, NeedsValues) or name in _READS):
+            if not is_faked() or not (isinstance(error, NeedsValues) or name in READS):
                 raise
             found = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
@@ -449,10 +402,10 @@ class Recorder(TorchFunctionMode):
         if attribute == "shape":
             return self._sizes(args[0], "size")
         value = func(*args)
-        self.asks_for_gradients |= attribute in _OF_GRADIENTS
+        self.asks_for_gradients |= attribute in OF_GRADIENTS
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
-        if attribute in _TENSOR_ATTRIBUTES and value is not None:
+        if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
 

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.tracing.recording.names import PLAIN
 from fxpipe.tracing.recording.one_node import KeptError, Run, call_as_one_node
-from fxpipe.tracing.recording.recorder import PLAIN, Recorder, Running
+from fxpipe.tracing.recording.recorder import Recorder, Running
 from fxpipe.tracing.snapshot import OWN_NAMES, Slot, held_in_containers, slots_of
 
 _making_locks = threading.Lock()

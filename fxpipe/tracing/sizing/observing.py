@@ -22,9 +22,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
-from fxpipe.thread_state import applied
+from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, run
 from fxpipe.tracing.snapshot import undone
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup, same_constant
+from fxpipe.tracing.traced import WORKING, Traced, lookup, same_constant
 
 MOST_CHOICES = 32  # of inputs to vary
 
@@ -156,37 +156,29 @@ def _listed(numbers: Sequence[int]) -> str:
 def _run(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> dict[fx.Node, Any]:
     """What is seen of each node, up to where the graph raises; if that is before `wanted`, raises as well."""
     seen: dict[fx.Node, Any] = {}
-    values: dict[fx.Node, Any] = {}
-    placeholders = {node: place for place, node in traced.placeholders.items()}
+    values: Values = {}
     last = {source: node for node in traced.graph.nodes for source in node.all_input_nodes}
+
+    def given(node: fx.Node) -> Any:
+        return copy_of_input(sample[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = lookup(traced, node)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return tensor.detach().requires_grad_(tensor.requires_grad) if is_parameter else copy_of_input(tensor)
+
     with undone(traced.model):
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = _copy(sample[placeholders[node]])
-            elif node.op == "get_attr":
-                tensor = lookup(traced, node)
-                if isinstance(tensor, torch.nn.Parameter):
-                    values[node] = tensor.detach().requires_grad_(tensor.requires_grad)
-                else:
-                    values[node] = _copy(tensor)
-            elif node.op in WORKING:
-                try:
-                    with applied(node.meta["state"]):
-                        values[node] = call(node, values.__getitem__)
-                except Exception:
-                    if wanted not in seen:
-                        raise
-                    break
-                seen[node] = pytree.tree_map_only(torch.Tensor, _seen, values[node])
+        try:
+            for node in evaluate(traced.graph.nodes, values, given, attribute, run):
+                if node.op in WORKING:
+                    seen[node] = pytree.tree_map_only(torch.Tensor, _seen, values[node])
                 for source in node.all_input_nodes:
                     if last[source] is node:
                         del values[source]
+        except Exception:
+            if wanted not in seen:
+                raise
     return seen
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone()
-    return copy.requires_grad_().clone() if tensor.requires_grad else copy  # the graph may write to it
 
 
 def _seen(tensor: torch.Tensor) -> SeenTensor:
