@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree
+from fxpipe.tracing.checking.witness import witnessed
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
@@ -88,7 +89,8 @@ def _copies(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs, copies = _copies(leaves)
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
-    outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
+    with witnessed():
+        outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
         slot.name: tensor.detach().clone()

@@ -19,7 +19,7 @@ from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.recorder import Recorder
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
 from fxpipe.tracing.traced import Leaf, Traced
@@ -168,11 +168,7 @@ def _record(
         snapshot.refuse_changes()
         _refuse_handing_on(snapshot, recorder)
         if recorder.rollers:
-            raise CannotRecord(
-                "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
-                "draw with torch (torch.rand, torch.randint) instead",
-                frozenset() if "" in recorder.rollers else frozenset(recorder.rollers),
-            )
+            raise draws_in_python(frozenset() if "" in recorder.rollers else frozenset(recorder.rollers))
         outputs, out_spec = _flat_output(recorder, result)
         recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
     except TraceError:

@@ -30,6 +30,18 @@ class CannotRecord(TraceError):
         self.modules, self.final, self.in_stages = modules, final, in_stages
 
 
+def draws_in_python(modules: frozenset[str] = frozenset()) -> CannotRecord:
+    """The error where these modules draw Python's or numpy's random numbers, or, without any, the model itself."""
+    instead = "draw with torch (torch.rand, torch.randint) instead"
+    if not modules:
+        instead += ", or in a module inside the model, which recording keeps whole (leaf_modules=[name or class])"
+    return CannotRecord(
+        "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; " + instead,
+        modules,
+        final=not modules,
+    )
+
+
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {
     "register_hook": "puts a hook on a tensor",

@@ -1,0 +1,69 @@
+"""What no graph can carry is refused in every way of making one, and at the model itself, which nothing can keep whole.
+
+`tests/test_trace_refusals.py` asks the recorder, about a module inside a model.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_tracing import Forward, x
+from torch import fx, nn
+
+from fxpipe import trace
+from fxpipe.errors import TraceError
+
+TRACERS = {"auto": "auto", "export": "export", "fx": "fx", "function": fx.symbolic_trace}
+
+
+class Model(Forward):
+    """One input, which symbolic tracing can follow."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def _lot_of_numpy(m: Any, a: torch.Tensor) -> torch.Tensor:
+    return m.lin(a) if np.random.rand() < 0.5 else m.lin(a) * 2
+
+
+LOST: dict[str, tuple[Any, str]] = {
+    "python's random numbers": (lambda m, a: m.lin(a) * random.random(), "Python's or numpy's random .*leaf_modules"),
+    "numpy's random numbers": (lambda m, a: m.lin(a) * float(np.random.rand()), "Python's or numpy's random numbers"),
+    "a decision by lot of numpy's": (_lot_of_numpy, "Python's or numpy's random numbers"),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS.values(), ids=TRACERS)
+@pytest.mark.parametrize("name", LOST)
+def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
+    forward, message = LOST[name]
+    with pytest.raises(TraceError, match=message) as caught:
+        trace(Model(forward), (x(),), tracer=tracer)
+    assert "\n- " not in str(caught.value)  # one reason, and not a list of ways that have failed
+
+
+class Inside(nn.Module):
+    """Holds nearly all parameters in one module."""
+
+    def __init__(self, forward: Any, **held: Any) -> None:
+        super().__init__()
+        self.inner, self.out = Model(forward, **held), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x))
+
+
+def test_a_large_module_that_draws_in_python_stays_whole() -> None:
+    model = Inside(lambda m, a: m.lin(a) * random.random())
+    traced = trace(model, (x(),))
+    assert traced.tracer == "record"
+    assert list(traced.whole) == ["inner"]
+    assert traced.largest_whole > 0.5
+    for tracer in ("export", "fx"):
+        with pytest.raises(TraceError, match="Python's or numpy's random numbers"):
+            trace(model, (x(),), tracer=tracer)
