@@ -38,6 +38,35 @@ LOST: dict[str, tuple[Any, str]] = {
 }
 
 
+def _lot(m: Any, a: torch.Tensor) -> torch.Tensor:
+    return m.lin(a) if torch.rand(6).sum() < 9 else m.lin(a) * 2
+
+
+BAKED: dict[str, Any] = {
+    "decided by": _lot,
+    "added": lambda m, a: m.lin(a) + torch.randn(6),
+    "set aside": lambda m, a: m.lin(a) + torch.zeros(6).bernoulli_() * 0,
+}
+
+
+@pytest.mark.parametrize("tracer", ["fx", fx.Tracer, fx.symbolic_trace])
+@pytest.mark.parametrize("name", BAKED)
+def test_random_numbers_drawn_while_a_graph_is_made_are_refused(name: str, tracer: Any) -> None:
+    with pytest.raises(TraceError, match=r"draws random numbers that the graph .*in every step.*tracer='record'"):
+        trace(Model(BAKED[name]), (x(),), tracer=tracer)
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+@pytest.mark.parametrize("training", [True, False])
+def test_random_numbers_that_the_graph_draws_are_none(tracer: str, training: bool) -> None:
+    def forward(m: Any, a: torch.Tensor) -> torch.Tensor:
+        torch.rand_like(a)  # drawn, and not used
+        y = nn.functional.rrelu(m.drop(m.lin(a)), training=m.training) + torch.randn_like(a).abs_()
+        return torch.bernoulli(y.detach().sigmoid()) * y + torch.empty_like(y).normal_()
+
+    trace(Model(forward, drop=nn.Dropout()).train(training), (x(),), tracer=tracer)
+
+
 @pytest.mark.parametrize("tracer", TRACERS.values(), ids=TRACERS)
 @pytest.mark.parametrize("name", LOST)
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:

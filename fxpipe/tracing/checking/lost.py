@@ -20,6 +20,7 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree
 from fxpipe.tracing.checking.witness import witnessed
 from fxpipe.tracing.recording.hooks import run_model
+from fxpipe.tracing.recording.recorder import generator_states, same_states
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
@@ -29,6 +30,7 @@ class _Run:
     spec: pytree.TreeSpec  # of the outputs
     gradients: dict[str, torch.Tensor | None]
     kept: dict[str, torch.Tensor]  # the tensors of the model that are no parameters, after the run
+    generators: list[Any]  # where torch's random generators stand after the outputs
 
 
 def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
@@ -54,6 +56,11 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
     with forked_random():
         torch.manual_seed(seed)
         have = _run_graph(traced, leaves)
+    if not same_states(want.generators, have.generators):
+        raise TraceError(
+            f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
+            "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
+        )
     for name, gradient in want.gradients.items():
         other = have.gradients[name]
         same = gradient is other if gradient is None or other is None else agree(gradient, other, _tolerance(gradient))
@@ -91,6 +98,7 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     with witnessed():
         outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
+    generators = generator_states()
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     kept = {
         slot.name: tensor.detach().clone()
@@ -98,7 +106,7 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
         # What requires grad and is not read is made anew by each forward, as weight_norm does.
         if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
     }
-    return _Run(spec, _gradients(traced, outputs, inputs), kept)
+    return _Run(spec, _gradients(traced, outputs, inputs), kept, generators)
 
 
 def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
@@ -115,10 +123,11 @@ def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
         elif node.op in WORKING:
             with applied(node.meta["state"]):
                 values[node] = call(node, values.__getitem__)
+    generators = generator_states()
     kept = {slot.name: after[id(tensor)] for slot, tensor in slots_of(traced.model).items()}
     kept |= {name: values[node] for name, node in traced.assigned.items()}
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
-    return _Run(traced.out_spec, _gradients(traced, outputs, inputs), kept)
+    return _Run(traced.out_spec, _gradients(traced, outputs, inputs), kept, generators)
 
 
 def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:
