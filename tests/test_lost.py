@@ -67,6 +67,14 @@ def test_random_numbers_that_the_graph_draws_are_none(tracer: str, training: boo
     trace(Model(forward, drop=nn.Dropout()).train(training), (x(),), tracer=tracer)
 
 
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_without_values_nothing_can_be_compared(tracer: str) -> None:
+    with torch.device("meta"):
+        model, given = nn.Sequential(nn.Linear(6, 6), nn.Dropout()), x()
+    with pytest.raises(TraceError, match=r"it or its inputs have no values \(meta or fake\).*tracer='record'"):
+        trace(model, (given,), tracer=tracer)
+
+
 @pytest.mark.parametrize("tracer", TRACERS.values(), ids=TRACERS)
 @pytest.mark.parametrize("name", LOST)
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:

@@ -26,6 +26,7 @@ from fxpipe.errors import TraceError
 from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.checking.lost import check_nothing_lost
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.fake import NeedsValues
 from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import copy_of_input, input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
@@ -90,7 +91,13 @@ def traced_from(
                 with torch.no_grad():
                     tensor.copy_(before[name])
     traced.tracer = tracer
-    check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
+    try:
+        check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
+    except NeedsValues as error:
+        raise TraceError(
+            f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
+            "or fake); leave it to recording (tracer='record'), or trace it with values"
+        ) from error
     return traced
 
 
