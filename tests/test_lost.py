@@ -31,7 +31,45 @@ def _lot_of_numpy(m: Any, a: torch.Tensor) -> torch.Tensor:
     return m.lin(a) if np.random.rand() < 0.5 else m.lin(a) * 2
 
 
+def _freeze(m: Any, a: torch.Tensor) -> torch.Tensor:
+    m.lin.requires_grad_(False)
+    return m.lin(a)
+
+
+def _ask_buffer(m: Any, a: torch.Tensor) -> torch.Tensor:
+    m.mean.requires_grad_()
+    return m.lin(a) + m.mean
+
+
+def _set_parameter(m: Any, a: torch.Tensor) -> torch.Tensor:
+    m.weight = m.lin.weight
+    return m.lin(a)
+
+
+def _set_to_tied(m: Any, a: torch.Tensor) -> torch.Tensor:
+    m.mean = m.lin(a).mean(0)
+    return m.lin(a) + m.mean
+
+
+def _write_tied(m: Any, a: torch.Tensor) -> torch.Tensor:
+    y = m.lin(a)
+    m.mean.copy_(y.mean(0))
+    return y
+
+
+def _default_dtype(m: Any, a: torch.Tensor) -> torch.Tensor:
+    y = m.lin(a)
+    torch.set_default_dtype(torch.float64)
+    return y
+
+
 LOST: dict[str, tuple[Any, str]] = {
+    "gradients switched off": (_freeze, r"gradients of 'lin\.weight'|switches off gradients"),
+    "gradients of a buffer": (_ask_buffer, "gradients of 'mean'|starts to ask for gradients"),
+    "parameter set": (_set_parameter, "sets the parameter 'weight'; set parameters outside forward"),
+    "buffer set to what requires grad": (_set_to_tied, "sets 'mean' to a tensor that requires grad.*detach it"),
+    "what requires grad in a buffer": (_write_tied, "writes into 'mean' a tensor that requires grad.*detach it"),
+    "default dtype": (_default_dtype, r"default dtype.*pass dtype="),
     "python's random numbers": (lambda m, a: m.lin(a) * random.random(), "Python's or numpy's random .*leaf_modules"),
     "numpy's random numbers": (lambda m, a: m.lin(a) * float(np.random.rand()), "Python's or numpy's random numbers"),
     "a decision by lot of numpy's": (_lot_of_numpy, "Python's or numpy's random numbers"),
@@ -79,9 +117,17 @@ def test_without_values_nothing_can_be_compared(tracer: str) -> None:
 @pytest.mark.parametrize("name", LOST)
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
     forward, message = LOST[name]
+    model = Model(forward, mean=torch.zeros(6))
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(TraceError, match=message) as caught:
-        trace(Model(forward), (x(),), tracer=tracer)
+        trace(model, (x(),), tracer=tracer)
     assert "\n- " not in str(caught.value)  # one reason, and not a list of ways that have failed
+    assert torch.get_default_dtype() == torch.float32
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is before[name][0]
+        assert torch.equal(tensor, before[name][1])
+        assert tensor.requires_grad == (name != "mean")
+        assert tensor.grad is None
 
 
 class Inside(nn.Module):

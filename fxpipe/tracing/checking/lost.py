@@ -46,6 +46,7 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
     with undone(traced.model) as snapshot:
         torch.manual_seed(seed)
         want = _run_model(traced, leaves)
+        snapshot.assigned(_read(traced))
     snapshot.refuse_changes()
     if want.spec != traced.out_spec:
         if want.spec.num_leaves != traced.out_spec.num_leaves:
@@ -79,6 +80,11 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
             )
 
 
+def _read(traced: Traced) -> set[str]:
+    """Names of the model's tensors that the graph reads."""
+    return {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -100,7 +106,7 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     with witnessed():
         outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
     generators = generator_states()
-    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    read = _read(traced)
     kept = {
         slot.name: tensor.detach().clone()
         for slot, tensor in slots_of(traced.model).items()
