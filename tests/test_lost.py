@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_tracing import Forward, x
+from test_tracing import Forward, assert_same_as_model, x
 from torch import fx, nn
 
 from fxpipe import trace
 from fxpipe.errors import TraceError
 
-TRACERS = {"auto": "auto", "export": "export", "fx": "fx", "function": fx.symbolic_trace}
+TRACERS = {"auto": "auto", "export": "export", "fx": "fx", "tracer": fx.Tracer}
 
 
 class Model(Forward):
@@ -63,7 +63,47 @@ def _default_dtype(m: Any, a: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _backward(m: Any, a: torch.Tensor) -> torch.Tensor:
+    m.lin(a).sum().backward()
+    return m.lin(a)
+
+
+def _hook(m: Any, a: torch.Tensor) -> torch.Tensor:
+    y = m.lin(a)
+    y.register_hook(lambda gradient: None)
+    return y
+
+
+def _retain(m: Any, a: torch.Tensor) -> torch.Tensor:
+    y = m.lin(a)
+    y.retain_grad()
+    return y
+
+
+_generator = torch.Generator()
+_elsewhere = torch.ones(6, requires_grad=True)
+
+
+class Forwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, _: Any) -> torch.Tensor:
+        return x * 2
+
+
+def _frozen_generator(m: Any, a: torch.Tensor) -> torch.Tensor:
+    return m.lin(a) + torch.zeros(6).normal_(generator=_generator) * 0
+
+
 LOST: dict[str, tuple[Any, str]] = {
+    "backward": (_backward, r"runs backward.*outside forward"),
+    "hook on a tensor": (_hook, r"puts a hook on a tensor at .*\.py:\d+; do so outside|NotImplementedError"),
+    "retain_grad": (_retain, r"keeps the gradient of a tensor at .*\.py:\d+; do so outside forward"),
+    "generator": (
+        lambda m, a: m.lin(a) + torch.rand(6, generator=_generator),
+        "a random generator of its own.*leave out",
+    ),
+    "generator, before the graph": (_frozen_generator, "a random generator of its own.*leave out"),
+    "tensor that requires grad": (lambda m, a: m.lin(a) * _elsewhere, r"a tensor that requires grad.*nn\.Parameter"),
     "gradients switched off": (_freeze, r"gradients of 'lin\.weight'|switches off gradients"),
     "gradients of a buffer": (_ask_buffer, "gradients of 'mean'|starts to ask for gradients"),
     "parameter set": (_set_parameter, "sets the parameter 'weight'; set parameters outside forward"),
@@ -118,6 +158,8 @@ def test_without_values_nothing_can_be_compared(tracer: str) -> None:
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
     forward, message = LOST[name]
     model = Model(forward, mean=torch.zeros(6))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
     before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     with pytest.raises(TraceError, match=message) as caught:
         trace(model, (x(),), tracer=tracer)
@@ -127,7 +169,27 @@ def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
         assert tensor is before[name][0]
         assert torch.equal(tensor, before[name][1])
         assert tensor.requires_grad == (name != "mean")
-        assert tensor.grad is None
+        assert name == "mean" or torch.equal(tensor.grad, torch.ones_like(tensor))
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx"])
+def test_a_backward_that_raises_is_told(tracer: str) -> None:
+    model = Model(lambda m, a: Forwards.apply(m.lin(a), object()))
+    with pytest.raises(TraceError, match="must implement either the backward|loses the backward of Forwards"):
+        trace(model, (x(),), tracer=tracer)
+    with torch.no_grad():
+        assert_same_as_model(trace(model, (x(),), tracer="export"), x(7))
+
+
+def test_backward_on_tensors_of_its_own_is_carried() -> None:
+    def forward(m: Any, a: torch.Tensor) -> torch.Tensor:
+        own = a.detach().requires_grad_()
+        (own * own).sum().backward()
+        return m.lin(own.grad)
+
+    traced = trace(Model(forward), (x(),))
+    assert traced.tracer == "export"
+    assert_same_as_model(traced, x(7))
 
 
 class Inside(nn.Module):

@@ -308,6 +308,19 @@ class Snapshot:
             )
 
 
+@contextlib.contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters begin without gradients; after it each has the one that it had."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
 def _tied(does: str) -> CannotRecord:
     return CannotRecord(
         f"forward {does} a tensor that requires grad, which would tie one step's graph to the next; detach it",

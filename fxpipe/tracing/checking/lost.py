@@ -103,7 +103,7 @@ def _copies(leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs, copies = _copies(leaves)
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
-    with witnessed():
+    with witnessed(traced.model, inputs):
         outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
     generators = generator_states()
     read = _read(traced)
@@ -146,5 +146,12 @@ def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) ->
         return dict.fromkeys(wanted)
     generator = torch.Generator().manual_seed(0)
     directions = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in ends]
-    found = torch.autograd.grad(ends, list(wanted.values()), directions, allow_unused=True)
+    try:
+        found = torch.autograd.grad(ends, list(wanted.values()), directions, allow_unused=True)
+    except Exception as error:
+        raise TraceError(
+            f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "
+            f"backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() if it is not to "
+            "be trained, or leave it to recording (tracer='record')"
+        ) from error
     return dict(zip(wanted, found, strict=True))

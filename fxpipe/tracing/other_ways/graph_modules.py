@@ -30,7 +30,7 @@ from fxpipe.tracing.recording.fake import NeedsValues
 from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import copy_of_input, input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
-from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of, undone
+from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
 from fxpipe.tracing.traced import Traced
 
@@ -106,7 +106,7 @@ def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     _, spec, values = input_leaves(model, args, kwargs)
     copies = [copy_of_input(value) if isinstance(value, torch.Tensor) else value for value in values]
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
-    with undone(model):
+    with undone(model), gradients_aside(model):
         model(*run_args, **run_kwargs)
 
 
