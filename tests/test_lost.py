@@ -175,7 +175,7 @@ def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
 @pytest.mark.parametrize("tracer", ["export", "fx"])
 def test_a_backward_that_raises_is_told(tracer: str) -> None:
     model = Model(lambda m, a: Forwards.apply(m.lin(a), object()))
-    with pytest.raises(TraceError, match="must implement either the backward|loses the backward of Forwards"):
+    with pytest.raises(TraceError, match=r"must implement either the backward|loses the backward of Forwards"):
         trace(model, (x(),), tracer=tracer)
     with torch.no_grad():
         assert_same_as_model(trace(model, (x(),), tracer="export"), x(7))
