@@ -11,7 +11,7 @@ import contextlib
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,6 +173,7 @@ class _Kept:
     version: int
     alias: torch.Tensor  # the storage it had, should someone set `.data`
     value: torch.Tensor | None  # None for parameters, which forward may not write
+    requires_grad: bool
 
 
 @dataclass(slots=True)
@@ -183,6 +184,8 @@ class Snapshot:
     slots: dict[Slot, torch.Tensor]
     written_parameters: list[str] = field(default_factory=list)
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
+    switched: list[str] = field(default_factory=list)  # tensors that do or do not require grad any more
+    tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
     filled: list[str] = field(default_factory=list)  # lists and dicts some of whose items are other tensors now
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
     _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
@@ -190,6 +193,7 @@ class Snapshot:
     )  # path, of a module, its copy
     _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
     _dtype: torch.dtype = torch.float32  # the default one
+    _dtype_changed: bool = False
 
     @classmethod
     def take(cls, model: nn.Module) -> Snapshot:
@@ -201,7 +205,7 @@ class Snapshot:
             if slot.kind != "parameter" and not has_values(tensor):
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
-            snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value)
+            snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value, tensor.requires_grad)
         for path, module in model.named_modules():
             for store in (module.__dict__, module._parameters, module._buffers, module._modules):
                 snapshot._dicts.append((path, store, dict(store)))
@@ -209,6 +213,30 @@ class Snapshot:
                 if key not in OWN_NAMES or "hooks" in key:  # forward may put hooks in
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
+
+    def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
+        """Buffers and tensor attributes that forward has set to other tensors, by name. To be asked before `restore`.
+
+        Args:
+            read: names of the tensors that forward reads.
+
+        Raises:
+            CannotRecord: it has set what no graph can carry to the next step.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for slot, tensor in slots_of(self.model).items():
+            if tensor is self.slots.get(slot):
+                continue
+            if slot.kind == "parameter":
+                raise CannotRecord(
+                    f"forward sets the parameter {slot.name!r}; set parameters outside forward", final=True
+                )
+            if tensor.requires_grad:
+                if slot.kind == "attribute" and slot.name not in read:
+                    continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
+                raise _tied(f"sets {slot.name!r} to")
+            found[slot.name] = tensor
+        return found
 
     def restore(self) -> None:
         """Puts everything back and fills in what was found changed."""
@@ -228,9 +256,18 @@ class Snapshot:
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():
             self._put_back(slot, kept)
+        self._dtype_changed = torch.get_default_dtype() != self._dtype
         torch.set_default_dtype(self._dtype)
 
     def _put_back(self, slot: Slot, kept: _Kept) -> None:
+        if kept.tensor.requires_grad != kept.requires_grad:
+            if kept.tensor.is_leaf:
+                self.switched.append(slot.name)
+                kept.tensor.requires_grad_(kept.requires_grad)
+            else:
+                self.tied.append(slot.name)
+                if not kept.tensor._is_view():  # which cannot be
+                    kept.tensor.detach_()
         changed = kept.tensor._version != kept.version
         if kept.value is None:
             if changed:
@@ -251,12 +288,44 @@ class Snapshot:
                 "buffer (register_buffer), or change the parameter outside forward",
                 final=True,
             )
+        if self.switched:
+            raise CannotRecord(
+                f"forward switches gradients of {self.switched[0]!r} on or off (requires_grad); do so before the model "
+                "is called",
+                final=True,
+            )
+        if self.tied:
+            raise _tied(f"writes into {self.tied[0]!r}")
+        if self._dtype_changed:
+            raise CannotRecord(
+                "forward changes the default dtype; do so outside forward, or pass dtype= to the functions", final=True
+            )
         if self.written_attributes:
             raise CannotRecord(
                 f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 final=True,
             )
+
+
+@contextlib.contextmanager
+def gradients_aside(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters begin without gradients; after it each has the one that it had."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _tied(does: str) -> CannotRecord:
+    return CannotRecord(
+        f"forward {does} a tensor that requires grad, which would tie one step's graph to the next; detach it",
+        final=True,
+    )
 
 
 @contextlib.contextmanager

@@ -99,12 +99,14 @@ def _holding(traced: Traced) -> Traced:
 
 
 def _by_another(model: nn.Module, ways: dict[str, Callable[[], Traced]], recording: TraceError) -> Traced:
-    """The graph by the first of other ways that leads to one."""
+    """The graph by the first of other ways that leads to one; what is final in one of them ends the search."""
     failures = {"recording": str(recording)}
     for name, way in ways.items():
         try:
             traced = way()
         except Exception as error:
+            if isinstance(error, CannotRecord) and error.final:
+                raise error from recording
             failures[name] = _first_line(error)
             continue
         traced.why = (f"not simply recorded: {recording}", *traced.why)

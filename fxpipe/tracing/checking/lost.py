@@ -17,8 +17,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.checking.check import agree
+from fxpipe.tracing.checking.witness import witnessed
 from fxpipe.tracing.evaluation import evaluated, leaf_copy, outputs_in, run, writable
+from fxpipe.tracing.recording.fake import is_faked
 from fxpipe.tracing.recording.hooks import run_model
+from fxpipe.tracing.recording.recorder import generator_states, same_states
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import Traced, lookup
 
@@ -28,6 +31,7 @@ class _Run:
     spec: pytree.TreeSpec  # of the outputs
     gradients: dict[str, torch.Tensor | None]
     kept: dict[str, torch.Tensor]  # the tensors of the model that are no parameters, after the run
+    generators: list[Any]  # where torch's random generators stand after the outputs
 
 
 def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
@@ -42,6 +46,7 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
     with undone(traced.model) as snapshot:
         torch.manual_seed(seed)
         want = _run_model(traced, leaves)
+        snapshot.assigned(_read(traced))
     snapshot.refuse_changes()
     if want.spec != traced.out_spec:
         if want.spec.num_leaves != traced.out_spec.num_leaves:
@@ -53,6 +58,11 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
     with forked_random():
         torch.manual_seed(seed)
         have = _run_graph(traced, leaves)
+    if not is_faked() and not same_states(want.generators, have.generators):
+        raise TraceError(
+            f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
+            "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
+        )
     for name, gradient in want.gradients.items():
         other = have.gradients[name]
         same = gradient is other if gradient is None or other is None else agree(gradient, other, _tolerance(gradient))
@@ -70,6 +80,11 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
             )
 
 
+def _read(traced: Traced) -> set[str]:
+    """Names of the model's tensors that the graph reads."""
+    return {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -82,15 +97,17 @@ def _tolerance(value: torch.Tensor) -> float | None:
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs = list(map(leaf_copy, leaves))
     args, kwargs = pytree.tree_unflatten(map(writable, inputs), traced.in_spec)
-    outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
-    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    with witnessed(traced.model, inputs):
+        outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
+    generators = generator_states()
+    read = _read(traced)
     kept = {
         slot.name: tensor.detach().clone()
         for slot, tensor in slots_of(traced.model).items()
         # What requires grad and is not read is made anew by each forward, as weight_norm does.
         if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
     }
-    return _Run(spec, _gradients(traced, outputs, inputs), kept)
+    return _Run(spec, _gradients(traced, outputs, inputs), kept, generators)
 
 
 def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
@@ -106,9 +123,10 @@ def _run_graph(traced: Traced, leaves: Sequence[Any]) -> _Run:
         return after[id(tensor)]
 
     values = evaluated(traced.graph.nodes, given, attribute, run)
+    generators = generator_states()
     kept = {slot.name: after[id(tensor)] for slot, tensor in slots_of(traced.model).items()}
     kept |= {name: values[node] for name, node in traced.assigned.items()}
-    return _Run(traced.out_spec, _gradients(traced, outputs_in(traced, values), inputs), kept)
+    return _Run(traced.out_spec, _gradients(traced, outputs_in(traced, values), inputs), kept, generators)
 
 
 def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) -> dict[str, torch.Tensor | None]:
@@ -120,5 +138,12 @@ def _gradients(traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any]) ->
         return dict.fromkeys(wanted)
     generator = torch.Generator().manual_seed(0)
     directions = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.device, o.dtype) for o in ends]
-    found = torch.autograd.grad(ends, list(wanted.values()), directions, allow_unused=True)
+    try:
+        found = torch.autograd.grad(ends, list(wanted.values()), directions, allow_unused=True)
+    except Exception as error:
+        raise TraceError(
+            f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "
+            f"backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() if it is not to "
+            "be trained, or leave it to recording (tracer='record')"
+        ) from error
     return dict(zip(wanted, found, strict=True))

@@ -27,7 +27,7 @@ from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.sizing.shapes import asked_dims
-from fxpipe.tracing.snapshot import Slot, undone
+from fxpipe.tracing.snapshot import Slot, gradients_aside, undone
 from fxpipe.tracing.source import line_of_error
 from fxpipe.tracing.traced import Traced
 
@@ -77,7 +77,8 @@ def _exported(model: nn.Module, args: Any, kwargs: Any, dims: Sequence[int | Non
     for value, dim in zip(pytree.tree_leaves((args, kwargs)), dims, strict=True):
         if dim is not None:
             shapes[value] = {dim: Dim.AUTO}
-    with undone(model):  # which attributes forward changes is asked later: export replaces some by itself
+    # Which attributes forward changes is asked later: export replaces some by itself.
+    with undone(model), gradients_aside(model):
         try:
             with _quiet():
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)

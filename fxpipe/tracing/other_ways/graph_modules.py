@@ -27,10 +27,11 @@ from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.checking.lost import check_nothing_lost
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.fake import NeedsValues
 from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
-from fxpipe.tracing.snapshot import held_in_containers, same_values, slots_of, undone
+from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
 from fxpipe.tracing.traced import Traced
 
@@ -91,7 +92,13 @@ def traced_from(
                 with torch.no_grad():
                     tensor.copy_(before[name])
     traced.tracer = tracer
-    check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
+    try:
+        check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
+    except NeedsValues as error:
+        raise TraceError(
+            f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
+            "or fake); leave it to recording (tracer='record'), or trace it with values"
+        ) from error
     return traced
 
 
@@ -99,7 +106,7 @@ def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Raises what the model itself raises on these inputs: that is no matter of a graph."""
     _, spec, values = input_leaves(model, args, kwargs)
     run_args, run_kwargs = pytree.tree_unflatten(map(copy_of_input, values), spec)
-    with undone(model):
+    with undone(model), gradients_aside(model):
         model(*run_args, **run_kwargs)
 
 

@@ -33,7 +33,7 @@ from fxpipe.tracing.recording.following import PATCHING
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.record import flags
 from fxpipe.tracing.recording.recorder import Recorder
-from fxpipe.tracing.snapshot import slots_of, undone
+from fxpipe.tracing.snapshot import gradients_aside, slots_of, undone
 from fxpipe.tracing.source import line_of_error, user_line
 from fxpipe.tracing.traced import Graph, Leaf, Traced
 
@@ -107,7 +107,7 @@ def by_function(
         ArgumentError: the graph has parameters that are not the model's.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
-    with PATCHING, undone(model):
+    with PATCHING, undone(model), gradients_aside(model):
         module = function(model)
     if isinstance(module, ExportedProgram):
         module = module.module()

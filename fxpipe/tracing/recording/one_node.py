@@ -207,7 +207,7 @@ def call_as_one_node(
     if written:
         raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
     if has_run_backward:
-        raise refuse("runs backward", "do so outside forward")
+        raise recorder.refuse(f"runs {name}, kept whole, which runs backward", "do so outside forward", whole=False)
     if moved:
         raise refuse("sets the data of a tensor", "write to it (copy_)")
     if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):

@@ -21,9 +21,9 @@ from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.recorder import Recorder
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
 from fxpipe.tracing.recording.sizes import Size
-from fxpipe.tracing.snapshot import Snapshot, slots_of, undone
+from fxpipe.tracing.snapshot import Snapshot, undone
 from fxpipe.tracing.traced import Leaf, Traced
 from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
 
@@ -158,17 +158,14 @@ def _record(
         with undone(model) as snapshot, untouched(spec):
             with running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
-            assigned = _assigned(model, snapshot, recorder)
+            named = snapshot.assigned(recorder.read_names())
+            assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
         snapshot.refuse_changes()
         _refuse_handing_on(snapshot, recorder)
         if recorder.rollers:
-            raise CannotRecord(
-                "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; "
-                "draw with torch (torch.rand, torch.randint) instead",
-                frozenset() if "" in recorder.rollers else frozenset(recorder.rollers),
-            )
+            raise draws_in_python(frozenset() if "" in recorder.rollers else frozenset(recorder.rollers))
         outputs, out_spec = _flat_output(recorder, result)
         recorder.graph.output((tuple(_output(recorder, o) for o in outputs), assigned))
     except TraceError:
@@ -242,27 +239,6 @@ def _is_recorded(recorder: Recorder, value: Any) -> bool:
     if isinstance(value, Size):
         return value.recorder is recorder
     return isinstance(value, torch.Tensor) and recorder.knows(value)
-
-
-def _assigned(model: nn.Module, snapshot: Snapshot, recorder: Recorder) -> dict[str, fx.Node]:
-    """Buffers and tensor attributes that forward has set to other tensors. To be asked before they are put back."""
-    found: dict[str, fx.Node] = {}
-    for slot, tensor in slots_of(model).items():
-        if tensor is snapshot.slots.get(slot):
-            continue
-        if slot.kind == "parameter":
-            raise CannotRecord(f"forward sets the parameter {slot.name!r}; set parameters outside forward", final=True)
-        is_read = slot.name in recorder.read_names()
-        if tensor.requires_grad:
-            if slot.kind == "attribute" and not is_read:
-                continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
-            raise CannotRecord(
-                f"forward sets {slot.name!r} to a tensor that requires grad, which would tie one step's graph to "
-                "the next; detach it",
-                final=True,
-            )
-        found[slot.name] = recorder.node_of(tensor)
-    return found
 
 
 def _erase_unused_sizes(traced: Traced) -> None:

@@ -179,8 +179,15 @@ class Recorder(TorchFunctionMode):
         """The name of a tensor that neither the graph nor the model has made."""
         if isinstance(tensor, nn.Parameter):
             raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
+        what = f"({tuple(tensor.shape)}, {tensor.dtype})"
+        if tensor.requires_grad and tensor.is_leaf:
+            raise self.refuse(
+                f"uses a tensor that requires grad and is not the model's {what}",
+                "make it a parameter of the module (nn.Parameter), or give it as an input",
+                whole=False,
+            )
         error = self._error(
-            f"uses a tensor of unknown origin ({tuple(tensor.shape)}, {tensor.dtype})",
+            f"uses a tensor of unknown origin {what}",
             "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
             "or keep it in the module (register_buffer)",
         )

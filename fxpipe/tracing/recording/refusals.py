@@ -30,6 +30,18 @@ class CannotRecord(TraceError):
         self.modules, self.final, self.in_stages = modules, final, in_stages
 
 
+def draws_in_python(modules: frozenset[str] = frozenset()) -> CannotRecord:
+    """The error where these modules draw Python's or numpy's random numbers, or, without any, the model itself."""
+    instead = "draw with torch (torch.rand, torch.randint) instead"
+    if not modules:
+        instead += ", or in a module inside the model, which recording keeps whole (leaf_modules=[name or class])"
+    return CannotRecord(
+        "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; " + instead,
+        modules,
+        final=not modules,
+    )
+
+
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {
     "register_hook": "puts a hook on a tensor",
@@ -37,6 +49,8 @@ _REFUSED = {
     "retain_grad": "keeps the gradient of a tensor",
     "backward": "runs backward",
 }
+# Of these, what export and symbolic tracing drop.
+_LOST = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
 _IN_PLACE = frozenset(
     "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
     "__idiv__ __ifloordiv__ __ipow__ setitem".split()
@@ -84,6 +98,17 @@ def refused(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
     return None
+
+
+def lost_in_other_ways(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """What a call does that a graph made in another way does not do, and its remedy."""
+    found = refused(func, name, args, kwargs)
+    if found is None or (found[2] and name not in _LOST):
+        return None
+    what, remedy, _ = found
+    if name in _LOST:
+        remedy += ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+    return what, remedy
 
 
 def written_parameter(
