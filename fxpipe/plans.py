@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError
-from fxpipe.polynomials import Polynomial
+from fxpipe.polynomials import ZERO, Polynomial
 
 if TYPE_CHECKING:
     import sympy
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class StageBytes:
     """What a stage holds in memory beside its parameters, of one micro-batch of `b` samples."""
 
-    received: Polynomial = Polynomial()  # kept for backward of what other stages made; for each micro-batch in flight
-    held: Polynomial = Polynomial()  # kept for backward beside that; where the stage recomputes, for one in flight
-    working: Polynomial = Polynomial()  # held for a moment
+    received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight
+    held: Polynomial = ZERO  # kept for backward beside that; where the stage recomputes, for one in flight
+    working: Polynomial = ZERO  # held for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class StagePlan:
     in_flight: int = 1  # micro-batches that have gone forward and not yet back, at most
     state_bytes: int = 0  # gradients of parameters, and the optimizer's state
     memory_limit: int | None = None  # bytes that it may take; None: no limit is known
-    bytes: StageBytes = StageBytes()
-    flops: Polynomial = Polynomial()  # forward and backward of one micro-batch; recomputation not counted
+    bytes: StageBytes = field(default_factory=StageBytes)
+    flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Portal:
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """All that goes from one stage to another for one micro-batch: to a later one values, to an earlier one gradients."""
+    """All that goes from a stage to another for one micro-batch: to a later one values, to an earlier one gradients."""
 
     source: int
     target: int

@@ -55,6 +55,9 @@ class Polynomial:
         return " + ".join(reversed(terms)).replace("+ -", "- ") or "0"
 
 
+ZERO = Polynomial()
+
+
 def polynomial(coefficients: Iterable[Any]) -> Polynomial:
     """Of any numbers, whole ones as ints."""
     found = [int(c) if c == int(c) else float(c) for c in coefficients]

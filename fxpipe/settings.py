@@ -35,7 +35,7 @@ TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to make a pipeline. Planning decides what was left to it: `placement` may grow, `checkpoint` become a mode."""
+    """How to make a pipeline. Of what is left to planning, `placement` may grow and `checkpoint` become a mode."""
 
     workers: tuple[torch.device, ...]  # for each worker its device
     placement: tuple[int, ...]  # for each stage its worker
@@ -122,8 +122,8 @@ def _pins(pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.d
         balance = "auto"
     if pins and not isinstance(balance, str):
         raise ArgumentError(
-            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or numbers, or pin; give "
-            "one of them"
+            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or "
+            "numbers, or pin; give one of them"
         )
     return pins, balance
 

@@ -38,7 +38,9 @@ def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
 def workers_of(settings: Settings) -> tuple[Worker, ...]:
     """The settings' workers."""
     names = [_kind(device) for device in kinds_of(settings.workers)]
-    limits = settings.memory_limits or tuple(_memory(device, settings.hardware) for device in settings.workers)
+    limits = settings.memory_limits
+    if limits is None:
+        limits = tuple(_memory(device, settings.hardware) for device in settings.workers)
     return tuple(
         Worker(0 if settings.hardware else names.index(_kind(device)), limit)
         for device, limit in zip(settings.workers, limits, strict=True)
@@ -86,9 +88,9 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if torch.cuda.is_available() else str(device)
 
 
-def _memory(device: torch.device, hardware: Hardware | None) -> float | None:
+def _memory(device: torch.device, hardware: Hardware | None) -> int | None:
     memory = hardware.memory if hardware is not None else memory_at_hand(device)
-    return None if memory is None else memory * (1 - MARGIN)
+    return None if memory is None else int(memory * (1 - MARGIN))
 
 
 def _link(settings: Settings, one: int, other: int) -> Link | None:

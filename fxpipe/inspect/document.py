@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.inspect.figures import StageFigures, plan_figures
@@ -27,18 +28,26 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             index, device
             nodes            list of node names in the order in which they run
             code             text, for people
-            forward_seconds, backward_seconds                     of one micro-batch
-            parameter_bytes  of the stage; gradients take as much again
-            activation_bytes of all that the nodes make for one micro-batch
+            forward_seconds, backward_seconds, flops              of one micro-batch
+            parameter_bytes  of the stage
+            state_bytes      of gradients and of the optimizer's state
+            activation_bytes kept for backward of one micro-batch
+            recompute        does it run its forward again before its backward
+            copies           list of nodes that it computes for itself, though another stage does so too
             sent_bytes       to the next stage for one micro-batch, portals not counted
             in_flight        micro-batches that have gone forward and not yet back, at most
-            memory_bytes     at most at one time: `fxpipe.inspect.figures.stage_cost` says of what
+            memory_bytes     at most at one time, of all that
+            memory_limit     bytes that it may take; null where none is known
+            memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch
         portals              list of {name, source, target, bytes}: two stages, and bytes of one micro-batch
+        sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
+                             micro-batch; to a later one values, to an earlier one gradients
+        bottlenecks          list of {balance, seconds}: of the slowest stage, by each way of cutting that was compared
         totals
             slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage
             bubble           share of the device time of a step that is idle
             device_bubbles   the same for each device
-            step_seconds     as simulated: forward and backward of all micro-batches, sending not counted
+            step_seconds     as simulated: all micro-batches forward and backward, and what is sent
             parameter_bytes  of all stages
     """
     figures = plan_figures(plan)
@@ -55,11 +64,13 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "guards": list(plan.guards),
         "devices": list(plan.workers),
         "placement": list(plan.placement),
-        "stages": [_stage(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
+        "stages": [_stage(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)],
         "portals": [
             {"name": portal.name, "source": portal.source, "target": portal.target, "bytes": portal.bytes}
             for portal in plan.portals
         ],
+        "sendings": list(map(asdict, plan.sendings)),
+        "bottlenecks": list(map(asdict, plan.bottlenecks)),
         "totals": {
             "slowest_to_mean": figures.slowest_to_mean,
             "bubble": figures.mean_bubble,
@@ -70,7 +81,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _stage(stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
+def _stage(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
     return {
         "index": stage.index,
         "device": stage.device,
@@ -78,9 +89,15 @@ def _stage(stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
         "code": stage.code,
         "forward_seconds": stage.forward_seconds,
         "backward_seconds": stage.backward_seconds,
+        "flops": stage.flops(plan.micro_batch),
         "parameter_bytes": stage.parameter_bytes,
+        "state_bytes": stage.state_bytes,
         "activation_bytes": stage.activation_bytes,
+        "recompute": stage.recompute,
+        "copies": list(stage.copies),
         "sent_bytes": stage.sent_bytes,
-        "in_flight": figures.in_flight,
+        "in_flight": stage.in_flight,
         "memory_bytes": figures.memory_bytes,
+        "memory_limit": stage.memory_limit,
+        "memory_formula": str(plan.memory(stage.index)),
     }

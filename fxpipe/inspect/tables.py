@@ -25,10 +25,7 @@ NOTHING = "-"
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan as it prints. Seconds and bytes are those of one micro-batch, memory that of a step.
-
-    `memory` is of parameters, their gradients, and what the micro-batches in flight hold: see `figures.stage_cost`.
-    """
+    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is that of a step (`Plan.memory`)."""
     figures = plan_figures(plan)
     blocks = [_head(plan), _stage_table(plan, figures)]
     if plan.portals:
@@ -72,8 +69,14 @@ def _head(plan: Plan) -> str:
         f"{_count(len(plan.stages), 'stage')}{workers}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
         f"schedule {plan.schedule}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
-        + (f"\nseconds are estimates for {plan.estimated_for}: the model has no values" if plan.estimated_for else "")
+        + (f"\nseconds are estimates for {plan.estimated_for}" if plan.estimated_for else "")
+        + (f"\nslowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "")
     )
+
+
+def _bottlenecks(plan: Plan) -> str:
+    """What a step waits for, by the ways of cutting that were compared."""
+    return ", ".join(f"{human_seconds(found.seconds)} by {found.balance}" for found in plan.bottlenecks)
 
 
 def _checkpoint(plan: Plan) -> str:
@@ -94,12 +97,17 @@ def _stage_row(stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
         human_bytes(stage.parameter_bytes),
         human_seconds(stage.forward_seconds),
         human_seconds(stage.backward_seconds),
-        str(figures.in_flight),
-        human_bytes(figures.memory_bytes),
+        str(stage.in_flight),
+        _memory_cell(stage, figures),
         human_bytes(stage.sent_bytes) if stage.sent_bytes else NOTHING,
         _portal_cell(figures.portals_in),
         _portal_cell(figures.portals_out),
     )
+
+
+def _memory_cell(stage: StagePlan, figures: StageFigures) -> str:
+    of = f" of {human_bytes(stage.memory_limit)}" if stage.memory_limit is not None else ""
+    return human_bytes(figures.memory_bytes) + of
 
 
 def _portal_cell(portals: tuple[Portal, ...]) -> str:
@@ -119,8 +127,13 @@ def _portal_table(portals: tuple[Portal, ...]) -> str:
 
 
 def _lists(plan: Plan) -> list[str]:
-    """How the graph came to be, where that is not plain recording, and the values of inputs that it holds for."""
-    lists = (("how it was traced", plan.why), ("holds where (asked once for each mini-batch)", plan.guards))
+    """Formulas; how the graph came to be, where that is not plain recording; the values of inputs that it holds for."""
+    memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
+    lists = (
+        ("memory in bytes, with micro-batches of b samples", memory),
+        ("how it was traced", plan.why),
+        ("holds where (asked once for each mini-batch)", plan.guards),
+    )
     return ["\n".join([head, *_items(lines)]) for head, lines in lists if lines]
 
 

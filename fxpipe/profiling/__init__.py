@@ -21,6 +21,7 @@ from torch import fx
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.costs import NodeCost, Profile, Seconds
+from fxpipe.profiling.counting import count
 from fxpipe.profiling.estimate import Estimate, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.measure import measure
@@ -70,6 +71,7 @@ def profile(
     costs: dict[fx.Node, Estimate] = {}
     with _threads(threads), faked(traced.model, leaves) as leaves:
         device = _device(traced, leaves)
+        counts = count(traced, effects, leaves, micro_batch)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
@@ -81,13 +83,30 @@ def profile(
                 costs[n] = Estimate(Seconds(0.0, forward), Seconds(0.0, backward), Seconds(), m.bytes)
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: c.bytes for n, c in costs.items()}, micro_batch)
+    nodes = (
+        NodeCost(
+            n.name,
+            c.forward,
+            c.backward,
+            parameters[n],
+            outputs[n],
+            c.weight,
+            counts.nodes[n].flops,
+            counts.nodes[n].backward_flops,
+            counts.nodes[n].saved_bytes,
+            counts.nodes[n].temporary_bytes,
+            counts.nodes[n].working_bytes,
+        )
+        for n, c in costs.items()
+    )
     return Profile(
-        tuple(NodeCost(n.name, c.forward, c.backward, parameters[n], outputs[n], c.weight) for n, c in costs.items()),
+        tuple(nodes),
         micro_batch,
         traced.batch,
         str(device),
         "" if chosen is None else chosen.name,
-        fingerprint=traced.fingerprint(),
+        counts.saved,
+        traced.fingerprint(),
     )
 
 

@@ -47,6 +47,7 @@ class NodeCost:
     backward_flops: sympy.Expr = NOTHING
     saved_bytes: sympy.Expr = NOTHING  # storages kept for backward that no node before it keeps; see `Saved`
     temporary_bytes: sympy.Expr = NOTHING  # held for a moment while it runs, beside what it reads, returns and saves
+    working_bytes: sympy.Expr = NOTHING  # what a stage needs for a moment, going through it; see `working`
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "fxpipe profile", 1
 
 _SECONDS = ("forward", "backward", "weight")
-_FORMULAS = ("parameter_bytes", "output_bytes", "flops", "backward_flops", "saved_bytes", "temporary_bytes")
+_FORMULAS = (
+    "parameter_bytes",
+    "output_bytes",
+    "flops",
+    "backward_flops",
+    "saved_bytes",
+    "temporary_bytes",
+    "working_bytes",
+)
 _FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "nodes", "saved")
 
 
