@@ -739,7 +739,9 @@ def test_scheduling_is_plain_data(source):
             assert ours or name.split(".")[0] in sys.stdlib_module_names, name
 
 
-@pytest.mark.parametrize("name", ["scheduling", "scheduling.clock", "scheduling.in_flight", "scheduling.schedules", "scheduling.text"])
+@pytest.mark.parametrize(
+    "name", ["scheduling", "scheduling.clock", "scheduling.in_flight", "scheduling.schedules", "scheduling.text"]
+)
 def test_examples_in_docstrings_print_what_they_say(name):
     result = doctest.testmod(importlib.import_module(f"fxpipe.{name}"))
     assert result.attempted
