@@ -12,7 +12,8 @@ known by name would take at least. The model stays as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fxpipe.profiling.costs import NodeCost, Profile, Seconds
 from fxpipe.profiling.counting import count
 from fxpipe.profiling.estimate import Estimate, estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
+from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
 from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.recording.fake import faked, is_faked
@@ -68,46 +70,51 @@ def profile(
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
     chosen = None if hardware is None else parse_hardware(hardware)
     leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
-    costs: dict[fx.Node, Estimate] = {}
     with _threads(threads), faked(traced.model, leaves) as leaves:
         device = _device(traced, leaves)
         counts = count(traced, effects, leaves, micro_batch)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
-            costs = estimate(traced, effects, leaves, micro_batch, chosen)
+            sizes = (micro_batch, *itertools.islice(other_sizes(traced, micro_batch), 1))
+            found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
             measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
-            for n, m in measured.items():
-                forward, backward = m.forward_seconds / micro_batch, m.backward_seconds / micro_batch
-                costs[n] = Estimate(Seconds(0.0, forward), Seconds(0.0, backward), Seconds(), m.bytes)
+            found = {
+                micro_batch: {
+                    n: Estimate(m.forward_seconds, m.backward_seconds, 0.0, m.bytes) for n, m in measured.items()
+                }
+            }
+    here = found[micro_batch]
     parameters = parameter_bytes(traced)
-    outputs = output_bytes(traced, effects, {n: c.bytes for n, c in costs.items()}, micro_batch)
-    nodes = (
-        NodeCost(
-            n.name,
-            c.forward,
-            c.backward,
-            parameters[n],
-            outputs[n],
-            c.weight,
-            counts.nodes[n].flops,
-            counts.nodes[n].backward_flops,
-            counts.nodes[n].saved_bytes,
-            counts.nodes[n].temporary_bytes,
-            counts.nodes[n].working_bytes,
+    outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
+
+    def seconds(of: Callable[[Estimate], float], node: fx.Node) -> Seconds:
+        return line({size: of(estimates[node]) for size, estimates in found.items()}, micro_batch)
+
+    costs = []
+    for node in here:
+        weight = seconds(lambda m: m.weight_seconds, node)
+        backward = seconds(lambda m: m.backward_seconds - m.weight_seconds, node) + weight
+        forward = seconds(lambda m: m.forward_seconds, node)
+        counted = counts.nodes[node]
+        costs.append(
+            NodeCost(
+                node.name,
+                forward,
+                backward,
+                parameters[node],
+                outputs[node],
+                weight,
+                counted.flops,
+                counted.backward_flops,
+                counted.saved_bytes,
+                counted.temporary_bytes,
+                counted.working_bytes,
+            )
         )
-        for n, c in costs.items()
-    )
-    return Profile(
-        tuple(nodes),
-        micro_batch,
-        traced.batch,
-        str(device),
-        "" if chosen is None else chosen.name,
-        counts.saved,
-        traced.fingerprint(),
-    )
+    name = "" if chosen is None else chosen.name
+    return Profile(tuple(costs), micro_batch, traced.batch, str(device), name, counts.saved, traced.fingerprint())
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

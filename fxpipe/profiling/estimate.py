@@ -1,4 +1,4 @@
-"""Seconds that cannot be measured, estimated: what each node would take on some hardware, as a line in the batch size.
+"""Seconds that cannot be measured, estimated: what each node would take on some hardware.
 
 An operation takes as long as its arithmetic, its memory traffic or its launch does, whichever is longest (Williams,
 Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
@@ -7,10 +7,10 @@ autocast and TF32 heeded; the traffic is each tensor that is read or written, on
 is `fxpipe.hardware`'s to say. Nothing is said of caches, nor of kernels that other devices would choose: operations are
 those that torch runs on the device that the model is on.
 
-The graph is walked at two batch sizes, which gives each node its line: what a node with many weights takes at any size,
-and what it takes for each sample. A walk makes every value as a tensor without values (`tracing.recording.fake`), and
-runs each *kind* of node once more under a clock, forward and backward on tensors of its own. Kinds are those of
-`tracing.sizing.alike`, and what gradients there are: a model of eighty equal layers costs as much as one layer.
+The graph is walked once for a batch size, and every value made as a tensor without values (`tracing.recording.fake`).
+Each *kind* of node runs once more under a clock that goes on by what operations would take, forward and backward on
+tensors of its own. Kinds are calls that are alike (`tracing.sizing.alike`) and have the same gradients: eighty equal
+layers take little longer than one.
 
 A function that asks for values has no fake result. If the model has values, it is then walked on them, node by node.
 """
@@ -31,7 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from fxpipe.hardware import Hardware
-from fxpipe.profiling.costs import Seconds
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
@@ -58,67 +57,20 @@ _SAME_WORK = {  # operations without a formula -> those that have it
 class Estimate:
     """What one node would take."""
 
-    forward: Seconds
-    backward: Seconds
-    weight: Seconds  # the part of backward without which no parameter would have a gradient
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float  # the part of backward that makes gradients of parameters, and of nothing else
     bytes: int  # of all tensors that it returns
 
 
 def estimate(
     traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
 ) -> dict[fx.Node, Estimate]:
-    """Estimates every working node, from flattened inputs with so many samples. The model stays as it is.
-
-    At `samples` the lines give just what that size takes. Where the graph holds for this size only, all of it is taken
-    to grow with the batch.
-    """
+    """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is."""
     if not is_faked():
         with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
-            return _estimate(traced, effects, fakes, samples, hardware)
-    return _estimate(traced, effects, leaves, samples, hardware)
-
-
-def _estimate(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
-) -> dict[fx.Node, Estimate]:
-    other = _other_size(traced, samples)
-    with (
-        forked_random(),
-        running(),
-        torch.inference_mode(False),
-        progress("estimating", len(effects.nodes) * (1 if other is None else 2)) as step,
-    ):
-        here = _walked(traced, effects, leaves, hardware, step)
-        if other is None:
-            there, other = {}, samples
-        else:
-            there = _walked(traced, effects, _resized(traced, leaves, other), hardware, step)
-
-    def line(node: fx.Node, part: Callable[[_Cost], float]) -> Seconds:
-        at_here = part(here[node][0])
-        return _line(samples, at_here, other, part(there[node][0]) if there else at_here)
-
-    return {
-        node: Estimate(
-            line(node, lambda c: c.forward), line(node, lambda c: c.backward), line(node, lambda c: c.weight), size
-        )
-        for node, (_, size) in here.items()
-    }
-
-
-def _line(size: int, seconds: float, other: int, other_seconds: float) -> Seconds:
-    """Through both points, but neither part negative; at `size` it is exact."""
-    if other == size:
-        return Seconds(0.0, seconds / size)
-    fixed = (seconds * other - other_seconds * size) / (other - size)
-    fixed = min(max(fixed, 0.0), seconds)
-    return Seconds(fixed, (seconds - fixed) / size)
-
-
-def _other_size(traced: Traced, samples: int) -> int | None:
-    """Another number of samples for which the graph holds."""
-    candidates = (2 * samples, samples // 2, samples + 1, samples - 1)
-    return next((size for size in candidates if size > 0 and all(r.holds(size) for r in traced.batch_reads)), None)
+            return _walked(traced, effects, _resized(traced, fakes, samples), hardware)
+    return _walked(traced, effects, _resized(traced, leaves, samples), hardware)
 
 
 def _resized(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
@@ -126,7 +78,7 @@ def _resized(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
     found = []
     with torch.no_grad():
         for leaf, dim in zip(leaves, traced.in_dims, strict=True):
-            if dim is None or not isinstance(leaf, torch.Tensor):
+            if dim is None or not isinstance(leaf, torch.Tensor) or leaf.shape[dim] == size:
                 found.append(leaf)
                 continue
             times = -(-size // leaf.shape[dim])
@@ -139,23 +91,24 @@ def _resized(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Cost:
-    """Seconds of one kind of node, and what gradients come of it."""
+    """One kind of node, and what gradients come of it."""
 
-    forward: float
-    backward: float
-    weight: float
+    estimate: Estimate
     gives_grad: tuple[bool, ...]  # by tensor of its value: does it require grad
     leaves_grad: bool  # do tensors that it writes to require grad afterwards
 
 
-def _walked(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware, step: Callable[[], object]
-) -> dict[fx.Node, tuple[_Cost, int]]:
-    """For each working node its cost, and the bytes of what it returns."""
-    if is_faked():
-        with contextlib.suppress(ChangedInPlaceError):
-            return _Walk(traced, effects, leaves, hardware, step, Alike()).run()
-    return _Walk(traced, effects, leaves, hardware, step, None).run()
+def _walked(traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware) -> dict[fx.Node, Estimate]:
+    with (
+        forked_random(),
+        running(),
+        torch.inference_mode(False),
+        progress("estimating", len(effects.nodes)) as step,
+    ):
+        if is_faked():
+            with contextlib.suppress(ChangedInPlaceError):
+                return _Walk(traced, effects, leaves, hardware, step, Alike()).run()
+        return _Walk(traced, effects, leaves, hardware, step, None).run()
 
 
 @dataclass(slots=True)
@@ -168,11 +121,11 @@ class _Walk:
     alike: Alike | None  # None: each node is a kind of its own
     values: dict[fx.Node, Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
-    weights: set[fx.Node] = field(default_factory=set)  # whose gradients are those of parameters and of nothing else
-    known: dict[Hashable, tuple[_Cost, int]] = field(default_factory=dict)
+    fixed: set[fx.Node] = field(default_factory=set)  # hang on no input: their gradients are those of parameters
+    known: dict[Hashable, _Cost] = field(default_factory=dict)
     classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
 
-    def run(self) -> dict[fx.Node, tuple[_Cost, int]]:
+    def run(self) -> dict[fx.Node, Estimate]:
         self._hold()
         found = {}
         for place, node in enumerate(self.effects.nodes):
@@ -198,34 +151,32 @@ class _Walk:
             if node.op not in ("placeholder", "get_attr"):
                 continue
             tensor = self.leaves[places[node]] if node in places else usable(lookup(self.traced, node))
-            is_weight = node not in places and isinstance(tensor, torch.nn.Parameter)
-            self.grads[node] = (tensor.requires_grad and (node in places or is_weight),)
-            if is_weight and tensor.requires_grad:
-                self.weights.add(node)
+            self.grads[node] = (tensor.requires_grad and (node in places or isinstance(tensor, torch.nn.Parameter)),)
+            if node not in places:
+                self.fixed.add(node)
             is_copied = self.effects.alias[node] in written or tensor.is_inference()
             self.values[node] = tensor.detach().clone() if is_copied else tensor
             self.classes[self.effects.alias[node]].append(node)
 
-    def _visit(self, node: fx.Node, place: int) -> tuple[_Cost, int]:
+    def _visit(self, node: fx.Node, place: int) -> Estimate:
         inputs = node.all_input_nodes
         written = [self.effects.alias[n] in self.effects.writes[place] for n in inputs]
-        roles = [(self.grads[n], n in self.weights, is_written) for n, is_written in zip(inputs, written, strict=True)]
+        roles = [(self.grads[n], n in self.fixed, is_written) for n, is_written in zip(inputs, written, strict=True)]
         key = self.alike.key(node, self.values) if self.alike is not None else None
         kind = node if key is None else (key, tuple(roles))
         before = None if kind in self.known else self._own(node)
         value = self._value(node, key)
         if before is not None:
-            cost = self._cost(node, before, [n for n, is_written in zip(inputs, written, strict=True) if is_written])
-            self.known[kind] = cost, sum(t.numel() * t.element_size() for t in tensors_in(value))
-        cost, size = self.known[kind]
+            changed = [n for n, is_written in zip(inputs, written, strict=True) if is_written]
+            self.known[kind] = self._cost(node, before, changed)
+        cost = self.known[kind]
         self.values[node], self.grads[node] = value, cost.gives_grad
         self.classes[self.effects.alias[node]].append(node)
-        with_grad = [n for n in inputs if any(self.grads[n])]
-        if with_grad and all(n in self.weights for n in with_grad):
-            self.weights.add(node)
+        if all(n in self.fixed for n in inputs):
+            self.fixed.add(node)
         if cost.leaves_grad:
             self._spread_grad(self.effects.writes[place])
-        return cost, size
+        return cost.estimate
 
     def _value(self, node: fx.Node, key: Hashable | None) -> Value:
         value = self.alike.known(key) if self.alike is not None else None
@@ -260,14 +211,15 @@ class _Walk:
             ends = _distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
             starts = {n: [t for t in _tensors(v) if t.requires_grad] for n, v in own.items()}
             backward = clock.backward_seconds(ends, _distinct(t for ts in starts.values() for t in ts))
-            others = _distinct(t for n, ts in starts.items() if n not in self.weights for t in ts)
+            others = _distinct(t for n, ts in starts.items() if n not in self.fixed for t in ts)
             weight = backward
             if len(others) == sum(map(len, starts.values())):
                 weight = 0.0
             elif others:
                 weight = max(0.0, backward - clock.backward_seconds(ends, others))
+        size = sum(t.numel() * t.element_size() for t in tensors_in(value))
         gives_grad = tuple(t.requires_grad for t in _tensors(value))
-        return _Cost(forward, backward, weight, gives_grad, any(t.requires_grad for t in changed))
+        return _Cost(Estimate(forward, backward, weight, size), gives_grad, any(t.requires_grad for t in changed))
 
 
 def _alone(value: Value, grads: Sequence[bool]) -> Value:

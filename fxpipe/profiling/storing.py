@@ -15,7 +15,7 @@ a file of another kind, a damaged one or a forged one is an `ArgumentError`, and
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -156,7 +156,7 @@ def _saved(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str
 def _seconds(value: Any, where: str) -> Seconds:
     numbers = _list(value, where)
     for number in numbers:
-        if type(number) not in (int, float) or not 0 <= number < math.inf:
+        if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
             raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
     if len(numbers) != 2:
         raise ArgumentError(f"{where}: expected two numbers, got {len(numbers)}")

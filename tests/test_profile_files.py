@@ -1,0 +1,282 @@
+"""Profiles as files: what is saved is what is loaded; what is damaged or of another graph is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from fractions import Fraction
+
+import pytest
+import sympy
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._sympy.functions import FloorDiv
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
+from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
+from fxpipe.profiling.storing import profile_for
+
+b = sympy.Symbol("b", integer=True, positive=True)
+
+numbers = st.one_of(st.integers(-(10**20), 10**20), st.fractions(max_denominator=10**6))
+polynomials = st.lists(numbers, max_size=6).map(tuple)
+
+
+def _trimmed(found):
+    while found and found[-1] == 0:
+        found = found[:-1]
+    return found
+
+
+# -- coefficients ----------------------------------------------------------------------------------------------------
+
+
+@given(polynomials)
+def test_coefficients_make_the_formula_that_they_are_of(given_ones):
+    assert coefficients(formula(given_ones, b), b) == _trimmed(given_ones)
+    assert from_json(json.loads(json.dumps(as_json(given_ones)))) == given_ones
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (sympy.Integer(0), ()),
+        (100352 * b + 64, (64, 100352)),
+        (4 * b * (b - 1), (0, -4, 4)),
+        (b / 2, (0, Fraction(1, 2))),
+        (sympy.Float(0.5) * b, (0, Fraction(1, 2))),
+    ],
+)
+def test_coefficients_of_polynomials(expression, expected):
+    assert coefficients(expression, b) == expected
+
+
+ROUNDED = [
+    sympy.floor(b / 2),
+    4 * b - 2 * sympy.floor(b / 3),
+    sympy.ceiling(b / 3) * 8,
+    12 * FloorDiv(b + 1, 2) + 7,
+    b * FloorDiv(b, 2),
+    sympy.floor(b / 3) ** 2,
+    sympy.Max(b, 4) * 8,
+    sympy.Min(b, 100),
+    64 - sympy.Min(b, 4) + b,
+    sympy.Mod(b, 3) * 4,
+    9 - sympy.Mod(b, 3) * 4,
+]
+
+
+@pytest.mark.parametrize("expression", ROUNDED, ids=str)
+def test_what_is_no_polynomial_is_bounded_by_one(expression):
+    bound = formula(coefficients(expression, b), b)
+    for size in range(1, 200):
+        exact, kept = expression.subs(b, size), bound.subs(b, size)
+        assert exact <= kept
+        assert kept <= 4 * exact + 100 * size  # near enough to be of use
+
+
+@pytest.mark.parametrize(
+    "expression", [1 / b, sympy.sqrt(b), b * sympy.Symbol("u0"), b**30, sympy.nan, sympy.oo, (b - 3) * FloorDiv(b, 2)]
+)
+def test_a_formula_without_a_bound_is_refused(expression):
+    with pytest.raises(ArgumentError, match="cannot be saved"):
+        coefficients(expression, b)
+
+
+NO_COEFFICIENTS = [1, "1", None, {}, [1.0], [True], ["1"], [[1]], [None], [1] * 99, [10**100]]
+NO_FRACTIONS = ["1/0", "1/-2", "__import__('os')/1", "1/2/3", "1" * 5000 + "/1", "²/1", " 1/2", "1/2\n"]
+
+
+@pytest.mark.parametrize("values", [*NO_COEFFICIENTS, *([text] for text in NO_FRACTIONS)], ids=lambda x: str(x)[:20])
+def test_what_is_no_coefficient_is_refused(values):
+    with pytest.raises(ArgumentError, match="expected a"):
+        from_json(values)
+
+
+# -- round trips -----------------------------------------------------------------------------------------------------
+
+seconds = st.builds(Seconds, st.floats(0, 1e6), st.floats(0, 1e6))
+sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: formula(found, b))
+names = st.text(max_size=10)
+
+
+@st.composite
+def profiles(draw):
+    count = draw(st.integers(0, 4))
+    nodes = tuple(
+        draw(st.builds(NodeCost, names, seconds, seconds, sizes, sizes, seconds, sizes, sizes, sizes, sizes))
+        for _ in range(count)
+    )
+    places = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
+    saved = draw(st.lists(st.builds(Saved, sizes, st.integers(-1, count - 1), places), max_size=3)) if count else ()
+    return Profile(nodes, draw(st.integers(1, 2**40)), b, draw(names), draw(names), tuple(saved), draw(names))
+
+
+@given(profiles())
+@example(Profile((NodeCost("\ud800", Seconds(), Seconds(), b, b),), 1, b, "cpu"))  # half a character
+def test_a_profile_is_what_was_saved(tmp_path_factory, profile):
+    path = tmp_path_factory.mktemp("profiles") / "profile.json"
+    profile.save(path)
+    assert Profile.load(path) == profile
+
+
+class Model(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x)[::2].repeat_interleave(2, 0).relu())
+
+
+X = torch.ones(8, 8)
+
+
+def _profiled(model=None):
+    traced = fxpipe.trace(Model() if model is None else model, (X,))
+    return traced, fxpipe.profile(traced, (X,), hardware="cpu")
+
+
+def test_a_real_profile_comes_back_for_its_graph(tmp_path):
+    traced, profile = _profiled()
+    profile.save(tmp_path / "p.json")
+    loaded = profile_for(traced, tmp_path / "p.json")
+    assert profile_for(traced, str(tmp_path / "p.json")) == loaded
+    assert profile_for(traced, profile) is profile
+    assert loaded.seconds == profile.seconds
+    assert loaded.fingerprint == traced.fingerprint()
+    for have, want in zip(loaded.nodes, profile.nodes, strict=True):
+        assert have.output_bytes.subs(b, 8) >= want.output_bytes.subs(b, 8)
+        assert have.parameter_bytes == want.parameter_bytes
+    assert str(loaded).count("\n") == str(profile).count("\n")
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_stale_profile_is_refused_and_how_to_make_a_new_one_is_said(tmp_path):
+    _, profile = _profiled()
+    profile.save(tmp_path / "p.json")
+
+    class Longer(Model):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    traced = fxpipe.trace(Longer(), (X,))
+    message = r"made for another graph \(fingerprint {}, here {}\).*fxpipe.profile\(traced, args\).save\(path\)"
+    for given_one in (profile, tmp_path / "p.json"):
+        with pytest.raises(ArgumentError, match=message.format(profile.fingerprint, traced.fingerprint())):
+            profile_for(traced, given_one)
+    with pytest.raises(ArgumentError, match=r"p\.json"):
+        profile_for(traced, tmp_path / "p.json")
+    with pytest.raises(ArgumentTypeError, match="profile is a int"):
+        profile_for(traced, 3)
+
+
+def test_a_profile_with_other_nodes_is_refused(tmp_path):
+    traced, profile = _profiled()
+    document = _document(profile, tmp_path)
+    document["nodes"].pop()
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    with pytest.raises(ArgumentError, match="does not have the nodes"):
+        profile_for(traced, tmp_path / "p.json")
+
+
+def test_a_missing_file_is_an_error_of_the_system(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        Profile.load(tmp_path / "none.json")
+
+
+def _document(profile, tmp_path):
+    profile.save(tmp_path / "good.json")
+    return json.loads((tmp_path / "good.json").read_text())
+
+
+def _refused(tmp_path, content, words="is no profile of fxpipe, or is damaged"):
+    path = tmp_path / "p.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ArgumentError, match=words):
+        Profile.load(path)
+
+
+OTHERS = ["", "{", "[]", "null", "3", '"text"', "{}", b"\xff\xfe\x00", "[" * 100_000, '{"a":' * 100_000, "1" * 10_000]
+OTHERS += ["NaN", '{"format": "fxpipe profile"}', '{"format": "fxpipe profile", "version": true}']
+
+
+@pytest.mark.parametrize("content", OTHERS, ids=lambda content: str(content[:20]))
+def test_files_of_another_kind_are_refused(tmp_path, content):
+    _refused(tmp_path, content)
+
+
+CHANGES = [
+    (("version",), 2, "version 2, and this fxpipe reads version 1"),
+    (("micro_batch",), 0, "micro_batch: expected a whole number from 1"),
+    (("micro_batch",), 1.0, "micro_batch"),
+    (("micro_batch",), 10**400, "micro_batch"),
+    (("device",), None, "device: expected text"),
+    (("fingerprint",), 5, "fingerprint: expected text"),
+    (("nodes",), {}, "nodes: expected a list"),
+    (("nodes", 0), [], r"nodes\[0\]: expected an object"),
+    (("nodes", 0), {"name": "x"}, r"nodes\[0\]: expected the fields name, forward"),
+    (("nodes", 0, "more"), 1, "expected the fields"),
+    (("nodes", 0, "name"), 3, r"nodes\[0\].name: expected text"),
+    (("nodes", 0, "forward"), [1.0], "expected two numbers, got 1"),
+    (("nodes", 0, "forward"), [1.0, -1e-9], r"nodes\[0\].forward: expected finite seconds, 0 or more, got -1e-09"),
+    (("nodes", 0, "forward"), [1.0, float("nan")], "NaN is no number"),
+    (("nodes", 0, "forward"), [float("inf"), 1.0], "Infinity is no number"),
+    (("nodes", 0, "forward"), [True, 1.0], "expected finite seconds"),
+    (("nodes", 0, "forward"), [10**400, 1.0], "expected finite seconds"),
+    (("nodes", 0, "forward"), "11", "expected a list"),
+    (("nodes", 0, "flops"), [-1], r"nodes\[0\].flops: .* less than 0"),
+    (("nodes", 0, "flops"), [100, -1], "less than 0"),
+    (("nodes", 0, "flops"), [-100, 1], "less than 0"),
+    (("nodes", 0, "flops"), ["b**2"], "expected a coefficient"),
+    (("nodes", 0, "flops"), [1.5], "expected a coefficient"),
+    (("nodes", 0, "flops"), [0] * 100, "list of at most"),
+    (("saved",), None, "saved: expected a list"),
+    (("saved", 0), {"bytes": [1], "maker": -1}, r"saved\[0\]: expected the fields"),
+    (("saved", 0, "maker"), -2, "from -1 to"),
+    (("saved", 0, "maker"), 99, r"saved\[0\].maker"),
+    (("saved", 0, "savers"), [], "ascending"),
+    (("saved", 0, "savers"), [1, 1], "ascending"),
+    (("saved", 0, "savers"), [99], r"saved\[0\].savers"),
+    (("saved", 0, "savers"), [[[0]]], "got a list"),
+]
+
+
+@pytest.mark.parametrize(("where", "value", "words"), CHANGES, ids=lambda x: str(x)[:40])
+def test_damage_is_refused_and_the_place_named(tmp_path, where, value, words):
+    costs = tuple(NodeCost(f"n{i}", Seconds(1.0, 2.0), Seconds(), 4 * b, b + 1) for i in range(3))
+    document = _document(Profile(costs, 4, b, "cpu", saved=(Saved(8 * b, 0, (1, 2)),)), tmp_path)
+    *path, key = where
+    inside = document
+    for step in path:
+        inside = inside[step]
+    inside[key] = value
+    _refused(tmp_path, json.dumps(document), words)
+
+
+def test_a_lost_field_is_refused(tmp_path):
+    document = _document(_profiled()[1], tmp_path)
+    for key in document:
+        rest = {k: v for k, v in document.items() if k != key}
+        _refused(tmp_path, json.dumps(rest))
+
+
+@given(st.data())
+def test_a_file_with_damaged_bytes_is_a_profile_or_refused(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damaged") / "p.json"
+    costs = tuple(NodeCost(f"n{i}", Seconds(1.0, 2e-5), Seconds(), 4 * b, b / 2) for i in range(2))
+    Profile(costs, 4, b, "cpu", saved=(Saved(8 * b, 0, (1,)),)).save(path)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    with contextlib.suppress(ArgumentError):
+        loaded = Profile.load(path)
+        loaded.save(path)
+        assert Profile.load(path) == loaded
