@@ -21,8 +21,9 @@ from fxpipe.runtime.assembly import Tensors
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import has_values
+from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import without_values
-from fxpipe.tracing.recording.record import flags, input_leaves
+from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import flatten
 

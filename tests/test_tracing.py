@@ -25,6 +25,7 @@ from fxpipe import trace
 from fxpipe.errors import ArgumentTypeError, TraceError
 from fxpipe.thread_state import applied
 from fxpipe.tracing import Traced
+from fxpipe.tracing.flags import flags, modules_of
 from fxpipe.tracing.traced import WORKING, call, lookup
 
 Pair = namedtuple("Pair", "left right")
@@ -504,17 +505,83 @@ def test_batch_norm_statistics_are_known_to_be_written():
 # -- flags -----------------------------------------------------------------------------------------------------------
 
 
+def _training(traced: Traced) -> list[bool]:
+    return [training for _, training, *_ in traced.flags]
+
+
 def test_training_flags_are_the_key_of_a_graph():
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
     training = trace(model, (x(),))
-    assert [flag for _, flag, *_ in training.flags] == [True] * 4
+    assert _training(training) == [True] * 4
     model[2].eval()  # a frozen batch norm in a training model
     frozen = trace(model, (x(),))
-    assert [flag for _, flag, *_ in frozen.flags] == [True, True, True, False]
+    assert _training(frozen) == [True, True, True, False]
     assert not frozen.matches([x()], frozen.in_spec, training.flags)
     assert_same_as_model(frozen, x(3))
     model.eval()
     assert not any(node.meta["random"] for node in trace(model, (x(),)).nodes)
+
+
+def _add_class(m: Any) -> None:
+    m[0].__class__ = type("Other", (nn.Linear,), {})
+
+
+def _take_attribute(m: Any) -> None:
+    del m.gain
+
+
+FLAGS: dict[str, Any] = {
+    "training": lambda m: m[1].eval(),
+    "module": lambda m: m.__setitem__(1, nn.Dropout(0.5)),
+    "one module more": lambda m: m.append(nn.ReLU()),
+    "one module less": lambda m: m.__delitem__(1),
+    "class": _add_class,
+    "attribute": lambda m: setattr(m[0], "forward", m[0].forward),
+    "attribute less": _take_attribute,
+    "parameter": lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(6))),
+    "parameter less": lambda m: setattr(m[2], "weight", None),
+    "buffer": lambda m: m.register_buffer("mask", torch.ones(6)),
+    "buffer less": lambda m: setattr(m[2], "running_var", None),
+    "hook": lambda m: m[0].register_forward_hook(print),
+    "hook before": lambda m: m[0].register_forward_pre_hook(print),
+    "hook of backward": lambda m: m[0].register_full_backward_hook(print),
+    "hook before backward": lambda m: m[0].register_full_backward_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("change", FLAGS.values(), ids=FLAGS)
+def test_flags_tell_whatever_decides_which_python_runs(change):
+    model: Any = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.BatchNorm1d(6))
+    model.gain = 1.0
+    before = flags(model)
+    model.gain = 2.0  # is what forward reads, and no matter of flags
+    model.register_buffer("mask", None)
+    model[0].weight = nn.Parameter(torch.ones(6, 6))
+    assert flags(model) == before
+    change(model)
+    assert flags(model) != before
+
+
+class _Lister(nn.Module):
+    """Says by itself which modules it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.hidden = nn.Linear(6, 6), [nn.Dropout(0.5)]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_modules(*args, **kwargs)
+        yield "hidden", self.hidden[0]
+
+
+def test_flags_are_those_of_all_modules():
+    shared = nn.Linear(6, 6)
+    for model in (
+        nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": shared, "b": nn.ReLU()})),
+        nn.Sequential(nn.ReLU(), _Lister()),
+    ):
+        assert {*modules_of(model)} == {*model.modules()}
+        assert len(flags(model)) == len(list(model.modules()))
 
 
 def test_matches_asks_for_everything_that_a_graph_hangs_on():

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
+from fxpipe.tracing.flags import modules_of
 from fxpipe.tracing.recording.sizes import SizeRead
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Traced:
     leaves: tuple[Leaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    flags: tuple[Any, ...]  # of all modules (`record.flags`): other ones are another graph
+    flags: tuple[Any, ...]  # of all modules (`fxpipe.tracing.flags`): other ones are another graph
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
@@ -107,10 +108,10 @@ class Traced:
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
-    _modules: tuple[nn.Module, ...] = field(init=False)  # held: their ids in `flags` must not come again
+    _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
 
     def __post_init__(self) -> None:
-        self._modules = tuple(self.model.modules())
+        self._modules = modules_of(self.model)
 
     @property
     def nodes(self) -> list[fx.Node]:

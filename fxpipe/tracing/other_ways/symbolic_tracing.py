@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.flags import flags
 from fxpipe.tracing.other_ways.graph_modules import (
     Values,
     named_in,
@@ -31,7 +32,6 @@ from fxpipe.tracing.other_ways.graph_modules import (
 )
 from fxpipe.tracing.recording.following import PATCHING
 from fxpipe.tracing.recording.preconditions import refuse_model
-from fxpipe.tracing.recording.record import flags
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import gradients_aside, slots_of, undone
 from fxpipe.tracing.source import line_of_error, user_line

@@ -17,6 +17,7 @@ from fxpipe.objects import holds
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input
+from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.preconditions import refuse_model
@@ -37,24 +38,6 @@ _OF_SIZES = (
     operator.floordiv,
     operator.mod,
 )
-
-
-def flags(model: nn.Module) -> tuple[Any, ...]:
-    """What decides which Python a model runs: its modules, their `training` flags, their hooks (by torch's numbers).
-
-    And which attributes, parameters and buffers each has: forward may ask, and one set later hides that of the class.
-    """
-    return tuple(
-        (
-            *(id(m), m.training, hash((type(m), *m.__dict__)), hash((*_given(m._parameters), 0, *_given(m._buffers)))),
-            *(*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks),
-        )
-        for m in model.modules()
-    )
-
-
-def _given(store: dict[str, Any]) -> list[str]:
-    return [name for name, tensor in store.items() if tensor is not None]
 
 
 def input_leaves(
