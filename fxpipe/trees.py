@@ -129,6 +129,17 @@ def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[
     return [leaf for _, leaf in leaves], spec
 
 
+def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The same for what goes in and out of one node: of all objects only dataclasses are taken apart."""
+    leaves: Paths = []
+
+    def kind_of(value: Any) -> type[Any] | None:
+        return _Object if _is_dataclass(value) and holds(value, is_recorded) else None
+
+    spec = _flatten(tree, kind_of, (), (), leaves)
+    return [leaf for _, leaf in leaves], spec
+
+
 def mapped(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """The tree with `function(tensor)` for each tensor."""
     leaves, spec = flatten(tree)

@@ -51,6 +51,16 @@ class Zoo:
     small = staticmethod(make_mlp)
 
 
+class Guarded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y.relu() if x.isfinite().all() else y)
+
+
 make_net = Net
 ready = make_mlp()
 number = 3
@@ -650,3 +660,15 @@ def test_a_module_kept_whole_is_one_node(model_file: Path, capsys: pytest.Captur
     assert document["why"] == ["module '2' is kept whole: asked for by leaf_modules"]
     assert main([f"{model_file}:make_mlp", "--input", "4x8", "--leaf", "nowhere"]) == 2
     assert "has no module 'nowhere'" in capsys.readouterr().err
+
+
+def test_guards_of_a_real_model(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["zoo_of_models:Guarded", "--input", "8x8", "--devices", "cpu,cpu", "--chunks", "2"]
+    line = next(n for n, text in enumerate(MODEL_FILE.split("\n"), 1) if "isfinite" in text)
+    found = subprocess.run(
+        [sys.executable, "-m", "fxpipe.inspect", *argv], capture_output=True, text=True, timeout=120, check=True
+    )
+    shown = found.stdout.partition("holds where (asked once for each mini-batch)\n")[2].split("\n")[0]
+    assert shown == f"- bool of all_1 was True at zoo_of_models.py:{line}"
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["guards"] == [shown.removeprefix("- ")]

@@ -20,6 +20,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import StateError
+from fxpipe.runtime import engine as engine_module
 
 
 class Watched(torch.autograd.Function):
@@ -578,6 +579,82 @@ def test_the_interpreter_ends_with_a_live_pipe(name):
     assert ran.returncode == code, ran.stderr
     assert "terminate" not in ran.stderr
     assert "Fatal" not in ran.stderr
+
+
+class _Asked:
+    """A lock that says when somebody begins to wait for it."""
+
+    def __init__(self, lock):
+        self.lock, self.begun = lock, threading.Event()
+
+    def acquire(self, **how):
+        if "timeout" in how:
+            self.begun.set()
+        return self.lock.acquire(**how)
+
+    def release(self):
+        self.lock.release()
+
+
+def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP", 30)
+    engine = engine_module.Engine(Model(), None)
+    engine._busy = asked = _Asked(engine._busy)
+    order, is_running = [], threading.Event()
+
+    def step():
+        with engine.running():
+            is_running.set()
+            assert asked.begun.wait(20)
+            order.append("step")
+
+    def end():
+        engine._end()
+        order.append("end")
+
+    threads = [threading.Thread(target=step), threading.Thread(target=end)]
+    threads[0].start()
+    assert is_running.wait(20)
+    threads[1].start()
+    for thread in threads:
+        thread.join(20)
+    assert order == ["step", "end"]
+    with pytest.raises(StateError, match="already running a step"), engine.running():  # none begins any more
+        pass
+
+
+def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP", 30)
+    engine = engine_module.Engine(Model(), None)
+    engine._busy = asked = _Asked(engine._busy)
+    with engine.running():
+        engine._end()
+    assert not asked.begun.is_set()
+
+
+def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
+    monkeypatch.setattr(engine_module, "LAST_STEP", 0.01)
+    engines = [engine_module.Engine(Model(), None) for _ in range(2)]
+    monkeypatch.setattr(engine_module, "_engines", engines)
+    monkeypatch.setattr(engine_module, "close_all", lambda: None)
+    is_running, go = threading.Event(), threading.Event()
+
+    def step():
+        with engines[0].running():
+            is_running.set()
+            go.wait(20)
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        assert is_running.wait(20)
+        engine_module._end_all()
+        assert engines[0]._busy.locked()  # by the step that goes on
+        assert engines[1]._busy.locked()  # for good
+    finally:
+        go.set()
+        thread.join(20)
+    assert not engines[0]._busy.locked()
 
 
 FORK = """

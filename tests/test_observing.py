@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from test_shapes import Forward, shapes, traced
-from torch import nn
+from torch import library, nn
 from torch._subclasses import FakeTensor
 
 import fxpipe
@@ -62,7 +62,7 @@ class Shapes(torch.autograd.Function):
         return x.new_zeros(3 * x.shape[0] + 2, 4), x.T.double(), x.sum()
 
 
-@torch.library.custom_op("fxpipe_tests::doubled", mutates_args=())
+@library.custom_op("fxpipe_tests::doubled", mutates_args=())
 def doubled(x: torch.Tensor) -> torch.Tensor:
     """An operator without a rule for fake tensors."""
     return x * 2

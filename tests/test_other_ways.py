@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from test_tracing import Forward, assert_same_as_model, x
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
@@ -23,6 +25,7 @@ from fxpipe.tracing.other_ways.exporting import export
 from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic, symbolic_graph
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import add_shapes
+from fxpipe.tracing.traced import WORKING, call, lookup
 
 Way = Callable[..., Traced]
 WAYS = {"export": export, "fx": symbolic}
@@ -220,6 +223,65 @@ def test_the_output_has_the_models_structure(way: Way) -> None:
 
     traced = traced_by(way, Ordered(), x())
     assert_same_as_model(traced, x(7))
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+    factor: int = 3
+
+
+class Paired(nn.Module):
+    """Dataclasses in and out, among other trees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, pairs: list[Pair], *, more: dict[str, Pair], scale: float = 2.0) -> tuple[Pair, dict[str, Any]]:
+        y = self.lin(pairs[0].first) * pairs[0].factor + more["a"].first * scale
+        return Pair(y, pairs[0].first), {"pair": Pair(y + 1, factor=4), "none": None}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_dataclasses_go_in_and_out(way: Way) -> None:
+    def inputs(samples: int) -> tuple[Any, Any]:
+        return ([Pair(x(samples))],), {"scale": 3.0, "more": {"a": Pair(x(samples), None, 5)}}
+
+    model = Paired()
+    args, kwargs = inputs(4)
+    traced = traced_by(way, model, *args, **kwargs)
+    args, kwargs = inputs(7)
+    have, want = ran(traced, args, kwargs), model(*args, **kwargs)
+    assert type(have[0]) is Pair
+    assert type(have[1]["pair"]) is Pair
+    assert have[1]["pair"].factor == 4
+    for mine, models in ((have[0].first, want[0].first), (have[0].second, want[0].second)):
+        torch.testing.assert_close(mine, models)
+    torch.testing.assert_close(have[1]["pair"].first, want[1]["pair"].first)
+
+
+def ran(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a graph, in the model's structure."""
+    leaves = input_leaves(traced.model, args, kwargs)[2]
+    values: dict[fx.Node, Any] = {node: leaves[place] for place, node in traced.placeholders.items()}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            values[node] = lookup(traced, node)
+        elif node.op in WORKING:
+            values[node] = call(node, values.__getitem__)
+    return pytree.tree_unflatten([values[o] if isinstance(o, fx.Node) else o for o in traced.outputs], traced.out_spec)
+
+
+def test_inputs_by_name_come_in_any_order() -> None:
+    class Named(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a - b * 2
+
+    a, b = x(), x()
+    traced = traced_by(export, Named(), b=b, a=a)
+    torch.testing.assert_close(ran(traced, (), {"b": b, "a": a}), a - b * 2)
 
 
 def test_hooks_on_modules_are_refused() -> None:

@@ -356,6 +356,53 @@ def test_every_cut(name, schedule):
                 every.check(starts, 3, schedule, checkpoint_mode)
 
 
+@dataclass(frozen=True)
+class Tokens:
+    values: torch.Tensor
+    scale: float = 2.0
+    parts: tuple[torch.Tensor, ...] = ()
+
+
+class Passes(Model):
+    """Gives the inner module a dataclass and takes one."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.first(x)
+        found = self.inner(Tokens(first, 3.0, (first * 2,)))
+        return self.last(found.values * found.scale + found.parts[0])
+
+
+def _of_tokens(m, tokens):
+    return Tokens(m.lin(tokens.values).tanh() * tokens.scale, 0.5, (tokens.parts[0] + 1,))
+
+
+def test_dataclasses_go_in_and_out():
+    model = Passes(Inner(_of_tokens))
+    plain = copy.deepcopy(model)
+    assert len([n for n in whole(model).nodes if n.meta.get("whole")]) == 1
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        for _ in range(2):
+            assert_step(pipe, plain, x())
+
+
+def test_a_dataclass_that_is_changed_is_refused():
+    @dataclass
+    class Changing:
+        values: torch.Tensor
+
+    class Changes(Model):
+        def forward(self, x):
+            given = Changing(self.first(x))
+            return self.last(self.inner(given) + given.values)
+
+    def change(m, given):
+        given.values = m.lin(given.values)
+        return given.values * 2
+
+    with pytest.raises(TraceError, match=r"Inner, kept whole, which changes an object that it is given.*make a new one"):
+        whole(Changes(Inner(change)))
+
+
 # -- buffers, random numbers -----------------------------------------------------------------------------------------
 
 

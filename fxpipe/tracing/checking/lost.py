@@ -24,6 +24,7 @@ from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.recording.recorder import generator_states, same_states
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import Traced, lookup
+from fxpipe.trees import flatten_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,10 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs = list(map(leaf_copy, leaves))
     args, kwargs = pytree.tree_unflatten(map(writable, inputs), traced.in_spec)
     with witnessed(traced.model, inputs):
-        outputs, spec = pytree.tree_flatten(run_model(traced.model, args, kwargs))
+        result = run_model(traced.model, args, kwargs)
+    outputs, spec = pytree.tree_flatten(result)
+    if spec != traced.out_spec:  # there may be objects in it
+        outputs, spec = flatten_output(result, _is_tensor)
     generators = generator_states()
     read = _read(traced)
     kept = {

@@ -6,11 +6,12 @@ So a scripted function inside forward comes out as the operators it consists of.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.snapshot import Slot, gradients_aside, undone
 from fxpipe.tracing.source import line_of_error
 from fxpipe.tracing.traced import Traced
+from fxpipe.trees import flatten, flatten_output
 
 _LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
 
@@ -49,15 +51,15 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_d
     dims = asked_dims(leaves, in_dims)
     with PATCHING:
         try:
-            program = _exported(model, *_large_enough(values, dims, spec), dims)
+            program, out_spec = _exported(model, _large_enough(values, dims), spec, dims)
         except TraceError:
             run_plainly(model, args, kwargs)
             raise
     constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
-    return traced_from(model, args, kwargs, _Program(model, program), constants, "export")
+    return traced_from(model, args, kwargs, _Program(model, program, out_spec), constants, "export")
 
 
-def _large_enough(values: Sequence[Any], dims: Sequence[int | None], spec: pytree.TreeSpec) -> tuple[Any, Any]:
+def _large_enough(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
     """Copies of the inputs, each an object of its own; a single sample twice, since export takes 1 as fixed."""
     single = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None} == {1}
     copies = []
@@ -68,17 +70,22 @@ def _large_enough(values: Sequence[Any], dims: Sequence[int | None], spec: pytre
             copies.append(torch.cat([value.detach()] * 2, dim).requires_grad_(value.requires_grad))
         else:
             copies.append(value.detach().clone().requires_grad_(value.requires_grad))
-    args, kwargs = pytree.tree_unflatten(copies, spec)
-    return args, kwargs
+    return copies
 
 
-def _exported(model: nn.Module, args: Any, kwargs: Any, dims: Sequence[int | None]) -> ExportedProgram:
+def _exported(
+    model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec, dims: Sequence[int | None]
+) -> tuple[ExportedProgram, pytree.TreeSpec]:
+    """The program, and the structure of the model's output."""
     shapes: Any = ShapesCollection()  # export's annotation leaves it out
-    for value, dim in zip(pytree.tree_leaves((args, kwargs)), dims, strict=True):
+    for value, dim in zip(values, dims, strict=True):
         if dim is not None:
             shapes[value] = {dim: Dim.AUTO}
     # Which attributes forward changes is asked later: export replaces some by itself.
     with undone(model), gradients_aside(model):
+        forward = _Forward(model.forward, values, spec)
+        args, kwargs = forward.inputs
+        model.__dict__["forward"] = forward.as_function()
         try:
             with _quiet():
                 program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -89,7 +96,42 @@ def _exported(model: nn.Module, args: Any, kwargs: Any, dims: Sequence[int | Non
             raise TraceError(
                 f"torch.export does not take the model: {type(error).__name__}: {first} (at {line_of_error(error)})"
             ) from error
-    return program
+    out_spec: pytree.TreeSpec = program.call_spec.out_spec if forward.out_spec is None else forward.out_spec
+    return program, out_spec
+
+
+class _Forward:
+    """A model's forward for export, which knows no dataclasses: where there are such, it takes and gives lists."""
+
+    def __init__(self, forward: Callable[..., Any], values: Sequence[Any], spec: pytree.TreeSpec):
+        self.forward, self.values, self.spec = forward, values, spec
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        self.takes_list = pytree.tree_structure((args, kwargs)) != spec
+        self.inputs = (([x for x in values if isinstance(x, torch.Tensor)],), {}) if self.takes_list else (args, kwargs)
+        self.out_spec: pytree.TreeSpec | None = None  # of an output that is given as a list
+
+    def as_function(self) -> Callable[..., Any]:
+        if self.takes_list:
+            return self._of_tensors
+
+        @functools.wraps(self.forward)  # export asks for the names of its arguments
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._given(self.forward(*args, **kwargs))
+
+        return forward
+
+    def _of_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
+        given = iter(tensors)
+        values = [next(given) if isinstance(value, torch.Tensor) else value for value in self.values]
+        args, kwargs = pytree.tree_unflatten(values, self.spec)
+        return self._given(self.forward(*args, **kwargs))
+
+    def _given(self, output: Any) -> Any:
+        leaves, spec = flatten_output(output, lambda value: isinstance(value, torch.Tensor))
+        if spec == pytree.tree_structure(output):
+            return output
+        self.out_spec = spec
+        return leaves
 
 
 @contextlib.contextmanager
@@ -133,8 +175,8 @@ class _Others:
 class _Program:
     """An exported program that runs in the model's place, on the model's own tensors."""
 
-    def __init__(self, model: nn.Module, program: ExportedProgram):
-        self.model, self.program = model, program
+    def __init__(self, model: nn.Module, program: ExportedProgram, out_spec: pytree.TreeSpec):
+        self.model, self.program, self.out_spec = model, program, out_spec
         placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
         self.inputs = list(zip(placeholders, program.graph_signature.input_specs, strict=True))
         self.assigned = self._take_assignments()
@@ -152,7 +194,7 @@ class _Program:
         return found
 
     def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-        given = iter(pytree.tree_leaves((args, kwargs)))
+        given = iter(self._leaves(args, kwargs))
         values: Values = {}
         for node, spec in self.inputs:
             values[node] = next(given) if spec.kind is InputKind.USER_INPUT else self._kept(spec)
@@ -162,7 +204,14 @@ class _Program:
             Slot(path, "buffer", key).store(self.model)[key] = values[node]
         specs = self.program.graph_signature.output_specs
         result = [o for o, spec in zip(outputs, specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT]
-        return pytree.tree_unflatten(result, self.program.call_spec.out_spec)
+        return pytree.tree_unflatten(result, self.out_spec)
+
+    def _leaves(self, args: Any, kwargs: Any) -> list[Any]:
+        """What the program is given: all leaves, or, where export does not know the trees, the tensors."""
+        leaves, spec = flatten((args, kwargs))
+        if spec == pytree.tree_structure((args, kwargs)):
+            return leaves
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _kept(self, spec: InputSpec) -> Any:
         """A tensor that the model holds, or one that export found in its code."""

@@ -24,6 +24,7 @@ from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import dice, same_dice, same_values, slots_of
+from fxpipe.trees import DiffersError, flatten_dataclasses, leaves_like
 
 F = TypeVar("F", bound=Callable[..., Any])
 # What runs: (tensors that its node is given beside the arguments, arguments, keyword arguments) -> its result.
@@ -38,7 +39,11 @@ active = _Active()  # which recorder records in this thread
 
 
 class KeptError(Exception):
-    """What runs as one node has kept something for its next run."""
+    """What runs as one node has kept something for its next run, or for others."""
+
+    def __init__(self, what: str, remedy: str = "keep what forward changes in a buffer (register_buffer)"):
+        super().__init__(what)
+        self.remedy = remedy
 
 
 def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> Any:
@@ -116,7 +121,8 @@ def call_as_one_node(
         error.final = final and not in_module
         return error
 
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten_dataclasses((args, kwargs), lambda x: isinstance(x, (torch.Tensor, Size)))
+    has_objects = pytree.tree_structure((args, kwargs)) != spec  # which the node makes anew
     nodes: list[Any] = []
     fixed: dict[int, Any] = {}  # arguments that are no matter of a graph
     for place, leaf in enumerate(leaves):
@@ -129,7 +135,7 @@ def call_as_one_node(
         if any(recorder.knows(t) for t in hidden_tensors(leaf)):
             raise refuse(
                 f"is given a {type(leaf).__module__}.{type(leaf).__qualname__} that holds tensors",
-                "give it tensors in tuples, lists or dicts",
+                "give it tensors in tuples, lists, dicts or dataclasses",
             )
         nodes.append(None)
         fixed[place] = leaf
@@ -140,7 +146,7 @@ def call_as_one_node(
         filled = [fixed.get(place, value) for place, value in enumerate(values)]
         a, k = pytree.tree_unflatten(filled, spec)
         try:
-            made, made_spec = pytree.tree_flatten(run(given, a, k))
+            made, made_spec = flatten_dataclasses(run(given, a, k), _is_tensor)
         except KeptError as error:
             if not first:
                 raise
@@ -149,6 +155,8 @@ def call_as_one_node(
                 "(register_buffer)"
             ) from None
         if not first:
+            if has_objects and _is_changed((a, k), spec, filled):
+                raise KeptError("changes an object that it is given", "make a new one, and return it")
             first.extend((made_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in made]))
         elif made_spec != first[0] or not all(map(_is_as_before, made, first[1])):
             raise StateError(
@@ -172,7 +180,7 @@ def call_as_one_node(
     try:
         made, random = recorder.run(whole, (own, plain), {})
     except KeptError as error:
-        raise refuse(str(error), "keep what forward changes in a buffer (register_buffer)") from error
+        raise refuse(str(error), error.remedy) from error
     outside = list(recorder.outside)
     rolled = not same_dice(before, dice())
     recorder.skip_dice()
@@ -213,13 +221,25 @@ def call_as_one_node(
     if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):
         raise refuse(
             "returns an object that holds tensors and is unknown to torch",
-            "return tuples, lists or dicts, or register it (torch.utils._pytree.register_pytree_node)",
+            "return tuples, lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)",
         )
     node = recorder.add("call_function", whole, node_args)
     node.meta.update(random=random or rolled, dice=rolled, opaque=True)
     node.meta["changes"] |= {storage_of(t) for t in changed_buffers}
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_changed(given: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
+    """Has what runs put something else into its arguments?"""
+    try:
+        return any(now is not leaf for now, leaf in zip(leaves_like(given, spec), leaves, strict=True))
+    except DiffersError:
+        return True
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
