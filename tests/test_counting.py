@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 from collections.abc import Callable
 from fractions import Fraction
@@ -71,7 +72,7 @@ def test_polynomials_are_found_in_random_counts() -> None:
 def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tuple[int, int], ...]) -> None:
     assert polynomial(counted) is None
     formula = fitted(counted, 4, b)
-    assert formula == 3 * b  # 10 for 4, rounded up
+    assert formula == sympy.Rational(5, 2) * b
     assert fitted(((4, 0),), 4, b) == 0
 
 
@@ -237,6 +238,10 @@ def test_working_is_what_is_not_kept_and_the_gradients() -> None:
     # 2 forward: 48 b and its temporary; back: 24 b.
     assert working(storages, temporaries, b, 4) == (72 * b + 4, 24 * b + 4, 48 * b + 400)
     assert peak(storages, temporaries, 0, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
+    # A stage of 1 and 2 has the 8 received bytes to its end; one of 2 writes to them, and so to a clone.
+    assert peak(storages, temporaries, 1, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
+    writes = (dataclasses.replace(storages[0], savers=(), writers=(2,)), *storages[1:])
+    assert peak(writes, temporaries, 2, 3, b, 1) == (8 + 8 + 16 + 32 + 400, 8 + 8 + 16 + 16 + 4)
     assert larger(8 * b + 1, 3 * b + 7, b, 1) == 8 * b + 7
     assert larger(8 * (b // 2), 3 * b, b, 2) == 8 * (b // 2)
     assert larger(8 * (b // 2), 3 * b, b, 1) == 3 * b

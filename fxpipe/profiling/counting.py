@@ -147,7 +147,8 @@ def _storage(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: 
     if maker < 0 and seen.writers:
         maker = seen.writers[0]  # the stage that writes to an input does so to a clone
     formula = _bytes(traced, seen, runs, samples)
-    return Storage(formula, maker, tuple(sorted(seen.users)), tuple(seen.savers), seen.returns)
+    users, savers, writers = (tuple(sorted(places)) for places in (seen.users, seen.savers, seen.writers))
+    return Storage(formula, maker, users, savers, seen.returns, writers)
 
 
 def _saved(seen: Seen, storage: Storage) -> Saved:
