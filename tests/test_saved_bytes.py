@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -97,10 +98,15 @@ def counted(traced: Traced, leaves: list[Any], samples: int) -> Counts:
         return count(traced, traced.effects, leaves, samples)
 
 
-def number(formula: sympy.Expr, traced: Traced, samples: int) -> int:
-    found = formula.subs(traced.batch, samples)
+@functools.cache
+def value(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
+    found = formula.subs(batch, samples)
     assert found.is_integer
     return int(found)
+
+
+def number(formula: sympy.Expr, traced: Traced, samples: int) -> int:
+    return value(formula, traced.batch, samples)
 
 
 def of_stages(counts: Counts, traced: Traced, starts: tuple[int, ...], samples: int) -> list[int]:
