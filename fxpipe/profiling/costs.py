@@ -47,7 +47,7 @@ class NodeCost:
     backward_flops: sympy.Expr = NOTHING
     saved_bytes: sympy.Expr = NOTHING  # storages kept for backward that no node before it keeps; see `Saved`
     temporary_bytes: sympy.Expr = NOTHING  # held for a moment while it runs, beside what it reads, returns and saves
-    working_bytes: sympy.Expr = NOTHING  # what a stage needs for a moment, going through it; see `working`
+    working_bytes: sympy.Expr = NOTHING  # held for a moment, forward or back, beside what is saved; see `working`
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Saved:
     """One storage that autograd keeps from forward to backward. The model's own tensors are not among them."""
 
     bytes: sympy.Expr
-    maker: int  # place of the node that made it; -1: an input of the model
+    maker: int  # place of the node that made it, or wrote to it last before it was saved; -1: an input of the model
     savers: tuple[int, ...]  # places of the nodes whose backward needs it, ascending
 
 

@@ -1,6 +1,6 @@
 """Bytes that autograd keeps, bytes that are taken for a moment, and FLOPs: counted, and said for every batch size.
 
-The graph runs once with the samples of one micro-batch and at two other sizes, the smallest that the graph holds for.
+The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
 What is saved is as seen in the first run: whether `reshape` copies hangs on the size, and so do kernels. How much it is
 comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
 """
@@ -29,7 +29,7 @@ from fxpipe.tracing.sizing.shapes import bytes_for
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
 
-TRIES = 12  # other sizes that are tried, from 2 upwards
+MOST = 13  # samples that are tried in other runs, where there are fewer in a micro-batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def count(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int)
 def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, Followed]:
     """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
     runs = {samples: _run(traced, effects, leaves, samples)}
-    for size in (size for size in range(2, TRIES + 2) if size != samples and is_same_graph(traced, size)):
+    for size in _other_sizes(traced, samples):
         if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
             break
         try:
@@ -120,6 +120,14 @@ def _run(traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, onc
             with contextlib.suppress(ChangedInPlaceError):
                 return follow(traced, effects, sample, once)
         return follow(traced, effects, sample)
+
+
+def _other_sizes(traced: Traced, samples: int) -> list[int]:
+    """In the order in which they are to be tried: small ones; of a few samples also twice as many, since what small
+    ones take may all fit into the one page of memory that a library allots."""
+    twice = [2 * samples] if 1 < samples <= 4 else []
+    sizes = dict.fromkeys([2, *twice, *range(3, MOST + 1)])
+    return [size for size in sizes if size != samples and is_same_graph(traced, size)]
 
 
 def _grows_unevenly(runs: Mapping[int, Followed]) -> bool:
@@ -139,7 +147,8 @@ def _storage(traced: Traced, seen: Seen, runs: Mapping[int, Followed], samples: 
     if maker < 0 and seen.writers:
         maker = seen.writers[0]  # the stage that writes to an input does so to a clone
     formula = _bytes(traced, seen, runs, samples)
-    return Storage(formula, maker, tuple(sorted(seen.users)), tuple(seen.savers), seen.returns)
+    users, savers, writers = (tuple(sorted(places)) for places in (seen.users, seen.savers, seen.writers))
+    return Storage(formula, maker, users, savers, seen.returns, writers)
 
 
 def _saved(seen: Seen, storage: Storage) -> Saved:

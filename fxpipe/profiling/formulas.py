@@ -67,12 +67,12 @@ def fitted(counted: tuple[tuple[int, int], ...], samples: int, batch: sympy.Symb
     """The polynomial of least degree through what was counted, as pairs of (number of samples, count).
 
     One point more than it needs must lie on it, but for a line through two. Where there is none up to degree 2 (another
-    kernel for another size), the count for `samples` samples is taken to grow with the batch, rounded up: right there,
-    a guess elsewhere.
+    kernel for another size, memory that is allotted in pages), the count for `samples` samples is taken to grow with
+    the batch: right there, a guess elsewhere.
     """
     coefficients = polynomial(counted)
     if coefficients is None:
-        coefficients = (Fraction(0), Fraction(-(-dict(counted)[samples] // samples)))
+        coefficients = (Fraction(0), Fraction(dict(counted)[samples], samples))
     return sympy.Add(*(sympy.Rational(c.numerator, c.denominator) * batch**k for k, c in enumerate(coefficients)))
 
 

@@ -37,7 +37,6 @@ from fxpipe.tracing.snapshot import held_in_containers, slots_of
 from fxpipe.tracing.traced import Traced, call, lookup
 
 INPUT = -1  # the maker of an input
-_ASKS_FOR_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,6 @@ class _Run:
         self.probes: dict[fx.Node, Probe] = {}
         self.same: dict[fx.Node, fx.Node] = {}
         self.draws = Draws(traced.seed)
-        self.keeps = any(n.target in _ASKS_FOR_GRADIENTS for n in effects.nodes)  # forward itself goes back
 
     def run(self, leaves: Sequence[Any]) -> Followed:
         self._begin(leaves)
@@ -204,8 +202,15 @@ class _Run:
             seen.users.add(place)
         versions = [_version(t) for t in read]
         self.saved = []
-        with applied(node.meta["state"]), saved_tensors_hooks(self._pack, _unpack):
-            value = self._call(node)
+        with applied(node.meta["state"]):
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    value = self._call(node)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                value = self._call(node)  # `torch.func.grad` allows no hooks
+                self.saved = [_Token(tensor) for tensor in saved_under(value, read)]
         for tensor, version in zip(read, versions, strict=True):
             if _version(tensor) != version:
                 for seen in self._all([tensor]):
@@ -242,17 +247,15 @@ class _Run:
                     self.seen[number] = Seen(Inside(node, index), storage.nbytes(), place)
                 if place not in self.seen[number].savers[-1:]:
                     self.seen[number].savers.append(place)
-        if not self.keeps:
-            for token in self.saved:
-                token.tensor = None
+        for token in self.saved:
+            token.tensor = None
 
     def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
         """Tensors that an `autograd.Function` keeps as plain attributes of its context, which hooks do not see."""
         for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
             if isinstance(context, torch.autograd.function.BackwardCFunction):
                 yield from hidden_tensors(vars(context))
-                if not self.keeps:
-                    vars(context).clear()
+                vars(context).clear()
 
     def _note_gradients(self, values: Any) -> None:
         for tensor in tensors_in(values):
@@ -265,6 +268,21 @@ class _Run:
             for number in self.storages.numbers(tensor):
                 if number in self.seen:
                     yield self.seen[number]
+
+
+def saved_under(value: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What the functions of autograd between `inputs` and `value` say that they keep."""
+    seen = {t.grad_fn for t in inputs} | {None}
+    waiting = [t.grad_fn for t in tensors_in(value)]
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        waiting += [following for following, _ in function.next_functions]
+        for name in dir(function):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                yield from tensors_in(getattr(function, name))
 
 
 def _unpack(token: _Token) -> torch.Tensor:

@@ -34,6 +34,7 @@ class Storage:
     users: tuple[int, ...]  # places of the nodes that read it, ascending; the number of nodes: the model's output
     savers: tuple[int, ...] = ()  # places of the nodes whose backward needs it, ascending
     returns: bool = False  # does a gradient come back to it
+    writers: tuple[int, ...] = ()  # places of the nodes that write to it, ascending; a stage does so to a clone
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,10 @@ def peak(
 ) -> tuple[int, int]:
     """Most bytes at one time of one micro-batch in the stage of the places `start` to `stop` - 1: forward, backward.
 
-    Counted are values (received ones from the start on, those that are sent until the end), what autograd keeps,
-    gradients of values (those that come from a later stage from the start on) and temporaries. A received value that
-    gets a gradient is there until the end of its backward: it is a leaf, and autograd holds its leaves. Parameters,
-    their gradients and the inputs of the model are not counted.
+    Counted are values (those that are sent until the end), what autograd keeps, gradients of values (those that come
+    from a later stage from the start on) and temporaries. What is received is there as long as forward runs, and if it
+    gets a gradient until the end of backward: it is a leaf, and autograd holds its leaves. Parameters, their gradients
+    and the inputs of the model are not counted.
     """
     ahead, back = _Level(start, stop), _Level(start, stop)
     for s in storages:
@@ -87,13 +88,19 @@ def peak(
         if s.maker < 0 or not (is_made or savers or users):
             continue
         size = bytes_for(s.bytes, batch, samples)
-        is_sent = is_made and any(p >= stop for p in s.users)
-        is_leaf = not is_made and s.returns
         first = s.maker if is_made else start
         last = max((first, *users, *savers))
-        ahead.add(size, first, stop - 1 if savers or is_sent or is_leaf else last)
-        if savers or is_leaf:
-            back.add(size, start if is_leaf else savers[0], stop - 1)
+        is_own = is_made or any(start <= p < stop for p in s.writers)  # or a clone of what is received
+        is_sent = is_own and any(p >= stop for p in s.users)
+        is_leaf = not is_made and s.returns
+        if not is_made:
+            ahead.add(size, start, stop - 1)
+        if is_leaf:
+            back.add(size, start, stop - 1)
+        if is_own:
+            ahead.add(size, first, stop - 1 if savers or is_sent else last)
+        if savers and (is_own or not is_leaf):
+            back.add(size, savers[0], stop - 1)
         if s.returns:
             back.add(size, first, stop - 1 if is_sent else last)
     for place in range(start, stop):
