@@ -24,7 +24,7 @@ from fxpipe.tracing.functions import opname
 
 # What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
 # copy has the value of then, not that of now.
-_VIEWS = frozenset(
+VIEWS = frozenset(
     "__getitem__ adjoint chunk detach diagonal dsplit expand expand_as getattr getitem hsplit imag movedim moveaxis "
     "narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind "
     "unflatten unfold unsqueeze view view_as view_as_complex view_as_real vsplit".split()
@@ -70,7 +70,7 @@ def _source(effects: Effects, node: fx.Node) -> fx.Node | None:
     name = opname(node.target)
     if node in effects.same:
         return effects.same[node] if name != "contiguous" else None
-    if name not in _VIEWS:
+    if name not in VIEWS:
         return None
     return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
 

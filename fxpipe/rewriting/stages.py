@@ -24,6 +24,7 @@ from torch import fx
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
+from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.effects import Effects
@@ -45,7 +46,7 @@ def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]
         for node, source in row.items()
         if INPUT < source < stage - 1
     ]
-    ordinals = {n: k for k, n in enumerate(n for n in cut.effects.nodes if n.meta.get("random"))}
+    ordinals = random_ordinals(cut.effects.nodes)
     stages = []
     for stage, draft in enumerate(drafts):
         sends = list(dict.fromkeys(n for row in table for n, source in row.items() if source == stage))
