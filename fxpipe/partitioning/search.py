@@ -179,7 +179,8 @@ class Search:
     def reach(self, limit: int | None) -> Starts | None:
         """Where each stage can start if all before it keep the limit; None if the stages cannot reach the end."""
         allowed = self._allowed(limit)
-        starts, found = [], 1
+        starts: Starts = []
+        found = 1
         for options, following in zip(self._options, [*allowed[1:], 0], strict=True):
             starts.append(found & allowed[len(starts)])
             found = 0
@@ -221,18 +222,24 @@ class Search:
         return bool(allowed[-1] >> start & 1)
 
     def _windows(self, limit: int | None) -> list[tuple[int, int]] | None:
-        """For each stage the first and last place where it can start, by computation alone; None if it takes longer."""
-        if limit is None:
-            return [(0, self._n - 1)] * len(self._sites)
-        first = [self._n]
-        for work in reversed(self._work):
-            first.append(bisect_left(work, work[first[-1]] - limit))
-        if first.pop() > 0:
+        """For each stage the first and last place where it can start, if no stage is empty and only computation takes
+        time; None if it takes longer."""
+        stages = len(self._sites)
+        if len(self._places) < stages:
             return None
-        last = [0]
-        for work in self._work[:-1]:
-            last.append(min(bisect_right(work, work[last[-1]] + limit) - 1, self._n - 1))
-        return list(zip([0, *first[:0:-1]], last, strict=True))
+        first, last = [0, *self._places[: stages - 1]], [0, *self._places[-stages:-1]]
+        if limit is not None:
+            place = self._n
+            for j in reversed(range(stages)):
+                place = bisect_left(self._work[j], self._work[j][place] - limit)
+                first[j] = max(first[j], place)
+            if place > 0:
+                return None
+            place = 0
+            for j in range(stages - 1):
+                place = bisect_right(self._work[j], self._work[j][place] + limit) - 1
+                last[j + 1] = min(last[j + 1], place)
+        return list(zip(first, last, strict=True))
 
     def _lower_bound(self) -> int:
         """The least bottleneck if nothing but computation counted."""
