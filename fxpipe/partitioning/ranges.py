@@ -57,11 +57,11 @@ class Crossing:
 class Clock:
     """The seconds of stages on one site.
 
-    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used behind it, and G(e) all gradients
-    that cross a cut at e, a stage takes C(e) - C(s) + A(s) + G(e) at most; and just that if nothing of it skips the
-    stage. So nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e); only
-    those that are past it and have something that skips the stage are looked at one by one. (Where transfers overlap,
-    C(e) - C(s) is one such test and A(s) + G(e) another.)
+    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used behind it, and G(e) all
+    gradients that cross a cut at e, a stage takes C(e) - C(s) + A(s) + G(e) at most; and just that if nothing of it
+    skips the stage. So nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e);
+    only those that are past it and have something that skips the stage are looked at one by one. (Where transfers
+    overlap, C(e) - C(s) is one such test and A(s) + G(e) another.)
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Clock:
         n = len(work) - 1
         self.work = work  # prefix sums
         self._arrivals, self._gradients, self._overlaps = arrivals, gradients, overlaps
+        self._limit, self._found = -1, dict[int, int]()  # the last limit, and its ends by start
         own = [0] * (n + 1) if overlaps else work
         self._gain = [own[s] - arrivals.total(s) for s in range(n + 1)]
         ranked = sorted((own[e] + gradients.total(e), e) for e in ends)
@@ -86,6 +87,13 @@ class Clock:
 
     def ends(self, start: int, limit: int) -> int:
         """The ends, as bits, of the stages from `start` that take `limit` at most."""
+        if limit != self._limit:
+            self._limit, self._found = limit, {}
+        if start not in self._found:
+            self._found[start] = self._find_ends(start, limit)
+        return self._found[start]
+
+    def _find_ends(self, start: int, limit: int) -> int:
         if limit < 0:
             return 0
         stop = bisect_right(self.work, self.work[start] + limit, lo=start)
@@ -210,13 +218,11 @@ class Bytes:
         self._kept = Shared(n, first, self._of_older(recompute=False))
         self._held = Shared(n, first, self._of_older(recompute=True))
 
-    def limit(self, memory: float, spare: float) -> int | None:
-        """The bytes of a site, and some more, in the unit of `memory`, rounded down; None: no limit."""
-        if memory == float("inf"):
-            return None
-        return int((Fraction(memory) + Fraction(spare)) * self.unit)
+    def exact(self, *numbers: float) -> int:
+        """The sum of numbers of bytes in the unit of `memory`, rounded down."""
+        return int(sum(map(Fraction, numbers)) * self.unit)
 
-    def memory(self, site: Site, start: int, end: int, recompute: bool) -> int:
+    def memory(self, site: Site, recompute: bool, start: int, end: int) -> int:
         """All that a stage has in memory; it never falls as `end` grows."""
         lasting = self._with_state(site.state).bytes(start, end) + self._largest_working(start, end)
         if recompute:

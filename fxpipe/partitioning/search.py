@@ -2,17 +2,90 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from fxpipe.partitioning.chain import Chain, Site
+from fxpipe.partitioning.loads import ways_to_run
 from fxpipe.partitioning.ranges import Bytes, Clock, Seconds, below, bits_of, places_of
 
 FIRST_STEP = 64  # the first limit above the lower bound is greater by this fraction
 NEAR = 1024  # the values between two limits are listed where these differ by this fraction
 
 Starts = list[int]  # for each stage the places where it can start, as bits
+
+
+class Room:
+    """How far the stages on one site go within its memory."""
+
+    def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
+        self._memory, self._most, self._n = memory, most, n  # of a stage from start to end, which grows with the end
+        self._known: dict[int, int] = {}
+
+    def last_end(self, start: int) -> int:
+        """The last end of a stage that fits; `start` if there is none."""
+        if start in self._known:
+            return self._known[start]
+        low, high = start, self._n + 1  # the one fits, the other does not
+        end, step = max(self._known.get(start - 1, self._n), start + 1), 1  # near the one known for a neighbour
+        while high - low > 1:
+            if not low < end < high:
+                end = (low + high) // 2
+            if self._memory(start, end) <= self._most:
+                low, end = end, end + step
+            else:
+                high, end = end, end - step
+            step *= 2
+        self._known[start] = low
+        return low
+
+
+class Options:
+    """What stages on sites that are alike may do: where they end, by their start."""
+
+    def __init__(self, clocks: Sequence[Clock | None], rooms: Sequence[Room | None], until: list[int]) -> None:
+        self.plain, self.again = clocks  # without recomputation, and with it; None: not allowed
+        self._plain_room, self._again_room = rooms  # None: no limit
+        self._until = until  # by start, the first place from there on that such a stage may not have
+        self._limit: int | None = -1
+        self._ends: dict[int, tuple[int, int]] = {}  # for that limit
+
+    def last_ends(self, start: int) -> tuple[int, int]:
+        """The last end within memory and bounds without recomputation, and the last one of all."""
+        until = self._until[start]
+        plain = start if self.plain is None else until
+        if self.plain is not None and self._plain_room is not None:
+            plain = min(until, self._plain_room.last_end(start))
+        if plain == until or self.again is None:
+            return plain, plain
+        again = until if self._again_room is None else min(until, self._again_room.last_end(start))
+        return plain, max(plain, again)
+
+    def ends(self, start: int, limit: int | None) -> tuple[int, int]:
+        """The ends, as bits, within memory and the limit: without recomputation, and those that need it with it."""
+        if limit != self._limit:
+            self._limit, self._ends = limit, {}
+        if start not in self._ends:
+            plain, last = self.last_ends(start)
+            without = _in_time(self.plain, start, limit) & below(plain + 1) if plain > start else 0
+            with_it = _in_time(self.again, start, limit) & below(last + 1) & ~below(plain + 1) if last > plain else 0
+            self._ends[start] = without, with_it
+        return self._ends[start]
+
+    def seconds(self, start: int, end: int) -> int | None:
+        """Of a stage that recomputes only if it must; None if it does not fit."""
+        plain, last = self.last_ends(start)
+        clock = self.plain if end <= plain else self.again if end <= last else None
+        return None if clock is None else clock.seconds(start, end)
+
+
+def _in_time(clock: Clock | None, start: int, limit: int | None) -> int:
+    if clock is None:
+        return 0
+    return ~below(start + 1) if limit is None else clock.ends(start, limit)
 
 
 class Search:
@@ -31,36 +104,60 @@ class Search:
         limited = any(site.memory is not None for site in sites)
         self._bytes = Bytes(chain, sites) if limited else None
         self._spare = spare
+        self._bounded = bool(chain.low or chain.high)
         self._until = _until(chain, len(sites))
-        self._last: dict[tuple[float, int, float, bool], dict[int, int]] = {}
+        self._rooms: dict[tuple[float, int, float, bool], Room] = {}
+        self._known: dict[Hashable, Options] = {}
+        self._options = [self._options_of(j) for j in range(len(sites))]
         self._work = [self._seconds.work(j, site.must_recompute) for j, site in enumerate(sites)]
-        self._limit: int | None = None
-        self._ends: dict[Clock, dict[int, int]] = {}  # of that limit
+
+    def _options_of(self, j: int) -> Options:
+        site = self._sites[j]
+        ways = ways_to_run(site)
+        clocks = [self._seconds.clock(j, way) if way in ways else None for way in (False, True)]
+        rooms = [self._room(site, way) if way in ways else None for way in (False, True)]
+        key = (*clocks, *rooms, j if self._bounded else 0)
+        if key not in self._known:
+            self._known[key] = Options(clocks, rooms, self._until[j])
+        return self._known[key]
+
+    def _room(self, site: Site, recompute: bool) -> Room | None:
+        if self._bytes is None or site.memory is None or site.memory == math.inf:
+            return None
+        key = (site.memory, site.in_flight, site.state, recompute)
+        if key not in self._rooms:
+            memory = functools.partial(self._bytes.memory, site, recompute)
+            self._rooms[key] = Room(memory, self._bytes.exact(site.memory, self._spare), self._n)
+        return self._rooms[key]
 
     def fits(self) -> bool:
         """Whether there is a cut within memory, however long it takes."""
-        return self.reach(None) is not None
+        return self.can_keep(None)
 
     def least_bottleneck(self) -> int | None:
         """The least limit that a cut can keep, in the unit of `seconds`; None if none fits into memory."""
         low = self._lower_bound()
-        if self.reach(low) is not None:
+        if self.can_keep(low):
             return low
-        if not self.fits():
+        if (self._bytes is not None or self._bounded or len(self._places) < len(self._sites)) and not self.fits():
             return None
         step = max(1, low // FIRST_STEP)
         high = low + step
-        while (starts := self.reach(high)) is None:
+        while not self.can_keep(high):
             low, step = high, 2 * step
             high = low + step
         while high - low > max(1, low // NEAR):
             middle = (low + high) // 2
-            if (reached := self.reach(middle)) is None:
-                low = middle
+            if self.can_keep(middle):
+                high = middle
             else:
-                high, starts = middle, reached
-        values = self._values_between(low, high, starts)
-        return values[bisect_left(values, True, hi=len(values) - 1, key=lambda value: self.reach(value) is not None)]
+                low = middle
+        values = self._values_between(low, high)
+        return values[bisect_left(values, True, hi=len(values) - 1, key=self.can_keep)]
+
+    def can_keep(self, limit: int | None) -> bool:
+        """Whether there is a cut within memory and this limit; None: within memory."""
+        return self._finds_even_cut(limit) or self.reach(limit) is not None
 
     def cut(self, limit: int | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         """The starts of the stages and which of them recompute, for a limit that can be kept; (3) and (4)."""
@@ -70,7 +167,7 @@ class Search:
         place, count = 0, min(fewest[0])
         cut, recompute = [], []
         for j in range(len(self._sites)):
-            plain, again = self._ends_of(j, place, limit)
+            plain, again = self._options[j].ends(place, limit)
             options = [(end, False) for end in places_of(plain & fewest[j + 1].get(count, 0))]
             options += [(end, True) for end in places_of(again & fewest[j + 1].get(count - 1, 0))]
             cut.append(place)
@@ -81,91 +178,68 @@ class Search:
 
     def reach(self, limit: int | None) -> Starts | None:
         """Where each stage can start if all before it keep the limit; None if the stages cannot reach the end."""
-        earliest = self._earliest(limit)
-        if earliest[0] > 0:
-            return None
-        final = len(self._sites) - 1
-        last = bits_of(
-            start
-            for start in places_of((self._all | 1) & below(self._n) & ~below(earliest[final]))
-            if self._may_be_last(start, limit)
-        )
-        starts, found = [], 1
-        for j in range(final):
-            starts.append(found)
+        allowed = self._allowed(limit)
+        starts: Starts = []
+        found = 1
+        for options, following in zip(self._options, [*allowed[1:], 0], strict=True):
+            starts.append(found & allowed[len(starts)])
             found = 0
-            for start in places_of(starts[-1]):
-                plain, again = self._ends_of(j, start, limit)
-                found |= plain | again
-            found &= below(self._n) & ~below(earliest[j + 1])
-            if not found or not last:
-                return None
-        starts.append(found & last)
+            for start in places_of(starts[-1] if following else 0):
+                plain, again = options.ends(start, limit)
+                found |= plain
+                if again:
+                    found |= again
+            found &= following
         return starts if starts[-1] else None
 
-    def _may_be_last(self, start: int, limit: int | None) -> bool:
-        final = len(self._sites) - 1
-        plain, any_way = self._last_ends(final, start)
-        if any_way < self._n:
-            return False
-        return limit is None or self._seconds.clock(final, plain < self._n).seconds(start, self._n) <= limit
-
-    def _ends_of(self, stage: int, start: int, limit: int | None) -> tuple[int, int]:
-        """The ends within memory and the limit: without recomputation, and of those that need it with it."""
-        plain, any_way = self._last_ends(stage, start)
-        without = self._in_time(stage, False, start, limit) & below(plain + 1) if plain > start else 0
-        if any_way == plain:
-            return without, 0
-        return without, self._in_time(stage, True, start, limit) & below(any_way + 1) & ~below(plain + 1)
-
-    def _in_time(self, stage: int, recompute: bool, start: int, limit: int | None) -> int:
-        if limit is None:
-            return self._all & ~below(start + 1)
-        if limit != self._limit:
-            self._limit, self._ends = limit, {}
-        clock = self._seconds.clock(stage, recompute)
-        ends = self._ends.setdefault(clock, {})
-        if start not in ends:
-            ends[start] = clock.ends(start, limit)
-        return ends[start]
-
-    def _last_ends(self, stage: int, start: int) -> tuple[int, int]:
-        """The last end within memory and bounds without recomputation, and the last one of all."""
-        site, until = self._sites[stage], self._until[stage][start]
-        plain = start if site.must_recompute else min(until, self._last_end(site, start, False))
-        if plain == until or not (site.must_recompute or site.may_recompute):
-            return plain, plain
-        return plain, max(plain, min(until, self._last_end(site, start, True)))
-
-    def _last_end(self, site: Site, start: int, recompute: bool) -> int:
-        """The last end of a stage that fits into memory; `start` if there is none."""
-        limit = self._bytes.limit(site.memory, self._spare) if self._bytes and site.memory is not None else None
-        if self._bytes is None or site.memory is None or limit is None:
-            return self._n
-        known = self._last.setdefault((site.memory, site.in_flight, site.state, recompute), {})
-        if start in known:
-            return known[start]
-        low, high = start, self._n + 1  # the one fits, the other does not
-        end, step = max(known.get(start - 1, known.get(start + 1, self._n)), start + 1), 1
-        while high - low > 1:
-            if not low < end < high:
-                end = (low + high) // 2
-            if self._bytes.memory(site, start, end, recompute) <= limit:
-                low, end = end, end + step
-            else:
-                high, end = end, end - step
-            step *= 2
-        known[start] = low
-        return low
-
-    def _earliest(self, limit: int | None) -> list[int]:
-        """How early each stage can start so that it and the later ones can compute all from there on."""
-        if limit is None:
+    def _allowed(self, limit: int | None) -> Starts:
+        """Where each stage can start by computation alone; the last one exactly."""
+        windows = self._windows(limit)
+        if windows is None:
             return [0] * len(self._sites)
-        places = [self._n]
-        for work in reversed(self._work):
-            places.append(bisect_left(work, work[places[-1]] - limit))
-        return places[:0:-1]
+        allowed = [(self._all | 1) & below(last + 1) & ~below(first) for first, last in windows]
+        allowed[-1] = bits_of(start for start in places_of(allowed[-1]) if self._may_be_last(start, limit))
+        return allowed if allowed[-1] else [0] * len(allowed)
+
+    def _may_be_last(self, start: int, limit: int | None) -> bool:
+        seconds = self._options[-1].seconds(start, self._n)
+        return seconds is not None and (limit is None or seconds <= limit)
+
+    def _finds_even_cut(self, limit: int | None) -> bool:
+        """Whether it is enough to end each stage as near to an even share of what is left as can be."""
+        allowed = self._allowed(limit)
+        start = 0
+        for j, following in enumerate(allowed[1:]):
+            plain, again = self._options[j].ends(start, limit)
+            ends = (plain | again) & following
+            if not ends:
+                return False
+            work = self._work[j]
+            share = (work[-1] - work[start]) // (len(self._sites) - j)
+            target = bisect_left(work, work[start] + share)
+            before, behind = ends & below(target + 1), ends >> target << target
+            start = before.bit_length() - 1 if before else (behind & -behind).bit_length() - 1
+        return bool(allowed[-1] >> start & 1)
+
+    def _windows(self, limit: int | None) -> list[tuple[int, int]] | None:
+        """For each stage the first and last place where it can start, if no stage is empty and only computation takes
+        time; None if it takes longer."""
+        stages = len(self._sites)
+        if len(self._places) < stages:
+            return None
+        first, last = [0, *self._places[: stages - 1]], [0, *self._places[-stages:-1]]
+        if limit is not None:
+            place = self._n
+            for j in reversed(range(stages)):
+                place = bisect_left(self._work[j], self._work[j][place] - limit)
+                first[j] = max(first[j], place)
+            if place > 0:
+                return None
+            place = 0
+            for j in range(stages - 1):
+                place = bisect_right(self._work[j], self._work[j][place] + limit) - 1
+                last[j + 1] = min(last[j + 1], place)
+        return list(zip(first, last, strict=True))
 
     def _lower_bound(self) -> int:
         """The least bottleneck if nothing but computation counted."""
@@ -186,13 +260,16 @@ class Search:
             place = max(place, self._places[count - 1] if count else 0)
         return place == self._n
 
-    def _values_between(self, low: int, high: int, starts: Starts) -> list[int]:
-        """The seconds of stages from these starts that are more than `low`, and `high` at most."""
+    def _values_between(self, low: int, high: int) -> list[int]:
+        """The seconds that a stage may have in a cut that keeps `high`, if they are more than `low`."""
+        windows = self._windows(high)
+        assert windows is not None
         by_clock: Counter[Clock] = Counter()
-        for j, site in enumerate(self._sites):
-            for recompute in (False, True):
-                if site.must_recompute <= recompute <= (site.must_recompute or site.may_recompute):
-                    by_clock[self._seconds.clock(j, recompute)] |= starts[j]
+        for options, (first, last) in zip(self._options, windows, strict=True):
+            bits = (self._all | 1) & below(last + 1) & ~below(first)
+            for clock in (options.plain, options.again):
+                if clock is not None:
+                    by_clock[clock] |= bits
         return sorted(
             {
                 clock.seconds(start, end)
@@ -207,9 +284,9 @@ class Search:
         rows: list[dict[int, int]] = [{0: 1 << self._n}]
         for j in reversed(range(len(self._sites))):
             later, row = rows[-1], Counter[int]()
-            counts = sorted(later)
+            counts, ends_of = sorted(later), self._options[j].ends
             for start in places_of(starts[j]):
-                plain, again = self._ends_of(j, start, limit)
+                plain, again = ends_of(start, limit)
                 options = [count for count in counts if plain & later[count]][:1]
                 options += [count + 1 for count in counts if again & later[count]][:1]
                 if options:
@@ -219,8 +296,8 @@ class Search:
 
     def _unevenness(self, stage: int, start: int, end: int, recompute: bool) -> tuple[float, float, int]:
         """What an end of a stage is chosen by; see (4)."""
-        unit = self._seconds.unit
-        seconds = self._seconds.clock(stage, recompute).seconds(start, end) / unit
+        unit, clock = self._seconds.unit, self._seconds.clock(stage, recompute)
+        seconds = clock.seconds(start, end) / unit
         left = [(work[-1] - work[end]) / unit for work in self._work[stage + 1 :]]
         mean = 1 / sum(1 / seconds for seconds in left) if left and min(left) > 0 else 0.0
         return max(seconds, mean), seconds, end
