@@ -151,7 +151,7 @@ def _worker(argument: str, name: str, given: Any, workers: Sequence[torch.device
     if isinstance(given, int) and not isinstance(given, bool):
         if not 0 <= given < len(workers):
             raise ArgumentError(
-                f"{argument}[{name!r}]={given}: there are {len(workers)} devices ({listed}), from 0 to {len(workers) - 1}"
+                f"{argument}[{name!r}]={given}: there are {len(workers)} devices ({listed}), 0 to {len(workers) - 1}"
             )
         return given
     if not isinstance(given, (str, torch.device)):

@@ -38,7 +38,7 @@ class Cut:
 
     traced: Traced  # in the order in which its nodes will run
     starts: tuple[int, ...]  # the place of the first node of each stage
-    placement: tuple[int, ...]  # by stage: its worker
+    settings: Settings  # with the placement of the stages
     sites: tuple[Site, ...]
     loads: tuple[StageLoad, ...]
     balance: str  # "block", "optimal", "by hand"
@@ -91,7 +91,7 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
     for way in ways:
         required = _required(traced, nodes, settings, len(way.placement))
         bounded = replace(chain, low=way.low, high=way.high, required=required)
-        yield from _cuts_of(_Case(traced, bounded, nodes, settings, way.placement))
+        yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement)))
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -119,6 +119,19 @@ def _possible(places: set[int], traced: Traced, stages: int, nodes: Nodes) -> se
     return places
 
 
+def _placed(settings: Settings, placement: Sequence[int]) -> Settings:
+    """With these stages, and no worker that has none."""
+    used = sorted(set(placement))
+    workers = tuple(settings.workers[k] for k in used)
+    limits = settings.memory_limits
+    return replace(
+        settings,
+        workers=workers,
+        placement=tuple(map(used.index, placement)),
+        memory_limits=None if limits is None else tuple(limits[k] for k in used),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     """One graph with all conditions, and stages on their devices."""
@@ -127,11 +140,10 @@ class _Case:
     chain: Chain
     nodes: Nodes
     settings: Settings
-    placement: tuple[int, ...]
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        return sites_of(self.settings, self.placement, self.settings.chunks)
+        return sites_of(self.settings)
 
 
 def _cuts_of(case: _Case) -> Iterator[Cut]:
@@ -148,13 +160,13 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.placement):
+    for starts, recompute in _solved(chain, sites, case.settings.placement):
         loads = stage_loads(case.chain, sites, starts, recompute)
         if balance == "optimal":
             bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
-        yield Cut(case.traced, starts, case.placement, sites, loads, balance, bottlenecks, transfers, simulation)
+        yield Cut(case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation)
 
 
 def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
@@ -215,6 +227,8 @@ def _transfers(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> It
 
 def _simulated(case: _Case, loads: Sequence[StageLoad], transfers: Sequence[Transfer]) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    schedule = make_schedule(case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.placement)
+    schedule = make_schedule(
+        case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.settings.placement
+    )
     costs = [StageCost(load.forward_seconds, load.backward_seconds) for load in loads]
     return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
@@ -135,9 +136,7 @@ def prepare(
     `seed` is that of the numbers that forward draws and reads.
     """
     from fxpipe.deciding import decide, is_by_hand
-
-    ordered = lambda t: t
-    in_order = lambda t, n: t
+    from fxpipe.rewriting.ordering import ordered
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.snapshot import undone
 
@@ -149,18 +148,40 @@ def prepare(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
+        if given is not None:
+            return _as_planned(traced, given, settings)
         with undone(model):  # hooks, and modules kept whole, run as they are
             profiles = _profiles(traced, args, kwargs, micro, settings)
-    if given is not None:
-        by_name = {node.name: node for node in traced.nodes}
-        settings = replace(settings, balance=tuple(len(stage.nodes) for stage in given.stages))
-        orders = [in_order(traced, [by_name[name] for stage in given.stages for name in stage.nodes])]
-    elif is_by_hand(traced, settings):
-        orders = [traced]
-    else:
-        orders = [traced, ordered(traced)]
+    orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
     cut = decide(orders, profiles, micro, settings)
     return _prepared(cut, traced.fingerprint(), profiles, micro, settings)
+
+
+def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
+    """The stages of a plan. Its figures stay: they are of the devices and micro-batches that it was made for."""
+    from fxpipe.rewriting import split
+    from fxpipe.rewriting.ordering import in_order
+
+    by_name = {node.name: node for node in traced.nodes}
+    names = [name for stage in given.stages for name in stage.nodes]
+    if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in given.stages):
+        raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
+    reordered = in_order(traced, [by_name[name] for name in names])
+    starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
+    program = split(reordered, starts, settings.devices)
+    stages = tuple(
+        replace(stage, device=str(device), code=made.code)
+        for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
+    )
+    plan = replace(
+        given,
+        stages=stages,
+        devices=tuple(map(str, settings.devices)),
+        schedule=settings.schedule,
+        chunks=settings.chunks,
+        checkpoint=settings.checkpoint,
+    )
+    return Prepared(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
 
 
 def prepare_beside(
@@ -169,6 +190,7 @@ def prepare_beside(
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import follow
     from fxpipe.rewriting import forbidden_cuts, split
+    from fxpipe.rewriting.ordering import ordered
     from fxpipe.tracing.placement import moved, on_one_device
 
     model = first.traced.model
@@ -176,7 +198,7 @@ def prepare_beside(
         args, kwargs = moved((args, kwargs), device)
         traced, _ = _trace(model, args, kwargs, settings, seed)
     if first.is_reordered:
-        pass
+        traced = ordered(traced)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
     return replace(first, traced=traced, program=split(traced, starts, settings.devices))
 
@@ -267,7 +289,7 @@ def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: in
     from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
     traced = cut.traced
-    settings = replace(settings, placement=cut.placement, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
+    settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
     made = {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, micro) for n in traced.graph.nodes}
     names = [node.name for node in traced.nodes]

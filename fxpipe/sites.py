@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.hardware import Hardware, link_at_hand, link_between, memory_at_hand
 from fxpipe.partitioning.chain import Link, Site
-from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling import make_schedule, micro_batches_in_flight
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +46,12 @@ def workers_of(settings: Settings) -> tuple[Worker, ...]:
     )
 
 
-def sites_of(settings: Settings, placement: Sequence[int], micro_batches: int) -> tuple[Site, ...]:
+def sites_of(settings: Settings) -> tuple[Site, ...]:
     """A site for each stage; stages on one worker share its memory alike."""
-    workers = workers_of(settings)
-    flights = in_flight(settings.schedule, placement, micro_batches)
+    workers, placement = workers_of(settings), settings.placement
+    schedule = make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
+    flights = micro_batches_in_flight(schedule)
+    modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     sites = []
     for j, k in enumerate(placement):
         memory = workers[k].memory
@@ -60,23 +61,12 @@ def sites_of(settings: Settings, placement: Sequence[int], micro_batches: int) -
                 memory=None if memory is None else memory / placement.count(k),
                 link=_link(settings, placement[j - 1], k) if j else None,
                 in_flight=flights[j],
-                may_recompute=settings.checkpoint == "auto" and memory is not None,
-                must_recompute=settings.checkpoint in ("always", "except_last"),
+                may_recompute=modes[j] == "auto" and memory is not None,
+                must_recompute=modes[j] in ("always", "except_last"),
                 state=1.0 + settings.optimizer_state,
             )
         )
     return tuple(sites)
-
-
-def in_flight(schedule: str, placement: Sequence[int], micro_batches: int) -> tuple[int, ...]:
-    """For each stage how many micro-batches have gone forward and not yet back, at most."""
-    made = make_schedule(schedule, len(placement), micro_batches, placement=tuple(placement))
-    now, most = [0] * len(placement), [0] * len(placement)
-    for row in made.rows:
-        for action in row:
-            now[action.stage] += (action.kind is Kind.FORWARD) - (action.kind is Kind.BACKWARD)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-    return tuple(most)
 
 
 def _kind(device: torch.device) -> str:

@@ -25,7 +25,7 @@ NOTHING = "-"
 
 
 def plan_table(plan: Plan) -> str:
-    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is that of a step (`Plan.memory`)."""
+    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is a step's (`Plan.memory`)."""
     figures = plan_figures(plan)
     blocks = [_head(plan), _stage_table(plan, figures)]
     if plan.portals:

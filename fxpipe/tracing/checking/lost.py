@@ -19,9 +19,9 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.checking.check import agree
 from fxpipe.tracing.checking.witness import witnessed
 from fxpipe.tracing.evaluation import evaluated, leaf_copy, outputs_in, run, writable
+from fxpipe.tracing.recording.draws import generator_states, same_states
 from fxpipe.tracing.recording.fake import is_faked
 from fxpipe.tracing.recording.hooks import run_model
-from fxpipe.tracing.recording.recorder import generator_states, same_states
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten_output
