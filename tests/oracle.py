@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -112,6 +113,28 @@ def assert_same_state(ours: nn.Module, plain: nn.Module, *, exact: bool = True) 
             )
         else:
             torch.testing.assert_close(have[name], value, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_step(ours: Any, plain: nn.Module, *args: torch.Tensor, one_pass: bool = False) -> None:
+    """A step of a pipe is that of the plain model on the whole mini-batch: output, loss, gradients, to a tolerance.
+
+    `one_pass`: by `forward_backward`.
+    """
+    for model in (ours, plain):
+        model.zero_grad()
+    want = plain(*(a.clone() for a in args))
+    target = torch.ones_like(want)
+    loss = F.mse_loss(want, target)
+    loss.backward()
+    if one_pass:
+        have_loss = ours.forward_backward(*(a.clone() for a in args), target=target, loss_fn=F.mse_loss)
+    else:
+        have = ours(*(a.clone() for a in args))
+        torch.testing.assert_close(have, want)
+        have_loss = F.mse_loss(have, target)
+        have_loss.backward()
+    torch.testing.assert_close(have_loss, loss)
+    assert_same_gradients(ours, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import closing
+from oracle import assert_step, closing
 from torch import nn
 
 import fxpipe
@@ -49,28 +49,6 @@ def positive(batch: int = 8) -> torch.Tensor:
 def mixed_signs(batch: int = 8) -> torch.Tensor:
     """The first half is positive, the second is not: micro-batches disagree."""
     return torch.cat([positive(batch // 2), -positive(batch - batch // 2)])
-
-
-def assert_step(pipe: fxpipe.Pipeline, plain: nn.Module, *args: Any, one_pass: bool = False) -> None:
-    """A step of the pipe is that of the plain model on the whole mini-batch."""
-    for model in (pipe, plain):
-        model.zero_grad()
-    want = plain(*(a.clone() for a in args))
-    target = torch.randn_like(want)
-    loss = F.mse_loss(want, target)
-    loss.backward()
-    if one_pass:
-        have_loss = pipe.forward_backward(*(a.clone() for a in args), target=target, loss_fn=F.mse_loss)
-    else:
-        have = pipe(*(a.clone() for a in args))
-        torch.testing.assert_close(have, want)
-        have_loss = F.mse_loss(have, target)
-        have_loss.backward()
-    torch.testing.assert_close(have_loss, loss)
-    for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def pipe_of(model: nn.Module, **options: Any) -> Any:

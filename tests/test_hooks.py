@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_same_gradients, assert_same_state, closing
+from oracle import assert_same_gradients, assert_same_state, assert_step, closing
 from torch import nn
 from torch.nn.utils import prune
 
@@ -45,21 +45,6 @@ def x(batch: int = 6) -> torch.Tensor:
 
 def pipe_of(model: nn.Module, **options: Any) -> Any:
     return closing(fxpipe.pipeline(model, **{"devices": ["cpu", "cpu"], "chunks": 3} | options))
-
-
-def assert_step(pipe: fxpipe.Pipeline, plain: nn.Module, one_pass: bool = False, batch: int = 6) -> None:
-    given = x(batch)
-    for model in (pipe, plain):
-        model.zero_grad()
-    want = plain(given)
-    F.mse_loss(want, torch.ones_like(want)).backward()
-    if one_pass:
-        pipe.forward_backward(given, target=torch.ones_like(want), loss_fn=F.mse_loss)
-    else:
-        have = pipe(given)
-        torch.testing.assert_close(have, want)
-        F.mse_loss(have, torch.ones_like(want)).backward()
-    assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
 # -- on a module inside ----------------------------------------------------------------------------------------------
@@ -136,8 +121,8 @@ def test_hooks_inside(name, mode):
     plain = copy.deepcopy(model)
     with pipe_of(model, checkpoint=mode, tracer="record") as pipe:
         for batch in (6, 5):
-            assert_step(pipe, plain, batch=batch)
-            assert_step(pipe, plain, one_pass=True, batch=batch)
+            assert_step(pipe, plain, x(batch))
+            assert_step(pipe, plain, x(batch), one_pass=True)
         assert bool(pipe.plan.why) == (name in ("of the module", "backward", "backward pre", "backward and forward"))
 
 
@@ -154,7 +139,7 @@ def test_a_hook_that_observes_runs_for_each_micro_batch_on_its_stage():
         assert torch.equal(torch.cat([output for _, output, _ in seen]), have)
         assert threading.get_ident() not in {thread for _, _, thread in seen}
         seen.clear()
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
 
 
 def test_a_hook_runs_once_more_where_its_micro_batch_is_recomputed():
@@ -182,8 +167,8 @@ def test_hooks_put_on_taken_off_and_changed_after_planning():
             if step in (3, 5):
                 for handle in handles:
                     handle.remove()
-            assert_step(pipe, plain)
-            assert_step(pipe, plain, one_pass=True)
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)
 
 
 def test_a_hook_that_takes_itself_off_is_gone_after_the_step():
@@ -204,7 +189,7 @@ def test_a_hook_that_takes_itself_off_is_gone_after_the_step():
         assert seen == [2, 2, 2]
         assert not model.block._forward_hooks
         seen.clear()
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
         assert not seen
 
 
@@ -255,12 +240,12 @@ def test_a_hook_with_another_kind_of_output_is_an_error_of_the_step():
     model.block.register_forward_hook(lambda m, a, y: y * 2 if state["on"] else None)
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
         state["on"] = False
         with pytest.raises(StateError, match="gives another kind of output than when it was traced"):
             pipe(x())
         state["on"] = True
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
 
 
 def test_a_hook_put_on_by_forward_is_refused():
@@ -287,13 +272,13 @@ def test_what_a_hook_raises_is_its_own():
     model.block.register_forward_hook(raising)
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
         state["bad"] = True
         with pytest.raises(LookupError, match="bad") as caught:
             pipe(x())
         assert any("block" in note for note in caught.value.__notes__)
         state["bad"] = False
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
 
 
 def test_graphs_made_in_other_ways_have_no_hooks_and_say_so():
@@ -326,7 +311,7 @@ def test_hooks_on_the_model_see_the_mini_batch_in_the_callers_thread():
         assert not seen
         pipe(x())
         assert seen == [(model, (6, 6), threading.get_ident())] * 2
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
 
 
 def test_hooks_on_the_model_with_kwargs_and_put_on_later():
@@ -344,13 +329,13 @@ def test_hooks_on_the_model_with_kwargs_and_put_on_later():
         return output * kwargs["scale"]
 
     with pipe_of(model) as pipe:
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
         handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in (model, plain)]
         handles += [m.register_forward_hook(after, with_kwargs=True) for m in (model, plain)]
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
         for handle in handles:
             handle.remove()
-        assert_step(pipe, plain)
+        assert_step(pipe, plain, x())
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -403,7 +388,7 @@ def test_forward_backward_makes_no_mini_batch_for_hooks_on_the_model(add):
         with pytest.raises(StateError, match=r"the model has the hook .*hook.remove\(\)"):
             pipe.forward_backward(x(), target=torch.ones(6, 6), loss_fn=F.mse_loss)
         handle.remove()
-        assert_step(pipe, plain, one_pass=True)
+        assert_step(pipe, plain, x(), one_pass=True)
 
 
 def test_hooks_on_the_pipe_are_its_own():
@@ -449,8 +434,8 @@ def test_hooks_of_torch_are_part_of_the_computation(wrap, is_model):
     with pipe_of(model, devices=stages) as pipe:
         assert pipe(x()).shape == (6, 6)
         for _ in range(2):
-            assert_step(pipe, plain)
-            assert_step(pipe, plain, one_pass=True)
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)
             with torch.no_grad():
                 for m in (model, plain):
                     for p in m.parameters():
@@ -479,5 +464,5 @@ def test_a_pruning_method_of_ones_own():
     model, plain = make(), make()
     with pipe_of(model, tracer="record") as pipe:
         for _ in range(2):
-            assert_step(pipe, plain)
-            assert_step(pipe, plain, one_pass=True)
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_cut import EveryCut
-from oracle import assert_same_gradients, assert_same_state, closing, draw_seed
+from oracle import assert_same_state, assert_step, closing, draw_seed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -66,21 +66,6 @@ def whole(model: nn.Module, *args: Any, leaf_modules: Any = ("inner",)) -> fxpip
 def pipe_of(model: nn.Module, **options: Any) -> Any:
     given = {"devices": ["cpu", "cpu"], "chunks": 3, "leaf_modules": ["inner"]} | options
     return closing(fxpipe.pipeline(model, **given))
-
-
-def assert_step(pipe: fxpipe.Pipeline, plain: nn.Module, given: torch.Tensor, one_pass: bool = False) -> None:
-    for model in (pipe, plain):
-        model.zero_grad()
-    want = plain(given)
-    loss = F.mse_loss(want, torch.ones_like(want))
-    loss.backward()
-    if one_pass:
-        pipe.forward_backward(given, target=torch.ones_like(want), loss_fn=F.mse_loss)
-    else:
-        have = pipe(given)
-        torch.testing.assert_close(have, want)
-        F.mse_loss(have, torch.ones_like(want)).backward()
-    assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
 
 
 # -- which modules ---------------------------------------------------------------------------------------------------
@@ -637,7 +622,7 @@ def test_what_cannot_be_copied_runs_in_one_stage_at_a_time():
     plain.load_state_dict(model.state_dict())
     with pipe_of(model, chunks=6, balance=[6, 6]) as pipe:
         for one_pass in (False, True, False, True):
-            assert_step(pipe, plain, x(12), one_pass)
+            assert_step(pipe, plain, x(12), one_pass=one_pass)
 
 
 def test_a_guard_on_what_a_module_kept_whole_changes_is_no_guard():

@@ -171,7 +171,7 @@ def call_as_one_node(
     with recorder.pause():
         own = list(map(_own, tensors))
         plain, ends = _cut(leaves)
-        storages = [t.untyped_storage()._cdata for t in own]
+        storages = list(map(storage_of, own))
         others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
         buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     recorder.note_dice()
@@ -196,7 +196,7 @@ def call_as_one_node(
         changed_buffers = [t for t, old in buffers if not same_values(t, old)]
         written = [key for key, tensor, version in others if tensor._version != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
-        moved = [t.untyped_storage()._cdata for t in own] != storages
+        moved = list(map(storage_of, own)) != storages
     if outside:
         raise refuse(
             f"uses {_names(recorder, outside)} from outside (a closure, a patched method)",
