@@ -179,6 +179,18 @@ class Square(torch.autograd.Function):
         return 2 * grad * ctx.saved_tensors[0]
 
 
+class Part(torch.autograd.Function):
+    """Returns a part of something larger, all of which stays with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x, x.new_ones(len(x), 5)], 1)[:, 2:6]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
 def views(m: Any, x: torch.Tensor) -> torch.Tensor:
     """Small views of something large, of each other, and expanded ones."""
     h = m.linear(x)
@@ -286,6 +298,7 @@ SMALL = {
     "no grad": no_grad,
     "unused": unused,
     "frozen": frozen,
+    "part": lambda m, x: m.linear(Part.apply(m.linear(x))),
     "autograd function": lambda m, x: Square.apply(m.linear(Square.apply(m.linear(x)))) * m.weight,
 }
 LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {

@@ -3,6 +3,13 @@
 The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
 What is saved is as seen in the first run: whether `reshape` copies hangs on the size, and so do kernels. How much it is
 comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
+
+What cannot be exact:
+
+- another micro-batch than the one that was looked at, where views become copies or other kernels run there;
+- memory that a library allots in steps (the workspace of an LSTM in oneDNN), for other sizes; fake tensors show none;
+- a view that is sent to another device: the copy there takes the size of the view, not that of its storage;
+- what a function keeps in other places than autograd and the attributes of its context.
 """
 
 from __future__ import annotations
