@@ -72,7 +72,7 @@ def make_llama() -> tuple[Any, Any]:
 CASES = {
     "400 blocks": Case(lambda: make_blocks(400), "1,600 nodes, values, measured"),
     "2500 blocks": Case(lambda: make_blocks(2500), "10,000 nodes, values, measured"),
-    "llama 70B, meta": Case(make_llama, "no values, estimated for an H100"),
+    "llama 70B, meta": Case(make_llama, "no values, estimated for an A100"),
 }
 COLUMNS = ("nodes", "imports", "trace", "profile", "cut", "whole plan", "whole, CPU", "MiB before", "MiB at most")
 
@@ -101,9 +101,8 @@ def run_passes(case: Case) -> dict[str, float]:
         return result
 
     traced = timed("trace", lambda: fxpipe.trace(model, (x,), chunks=CHUNKS))
-    hardware = "h100" if next(model.parameters()).is_meta else None
     size = len(x) // CHUNKS
-    costs = timed("profile", lambda: fxpipe.profile(traced, (x,), micro_batch=size, hardware=hardware))
+    costs = timed("profile", lambda: fxpipe.profile(traced, (x,), micro_batch=size))
     timed("cut", lambda: fxpipe.partition(costs.seconds, DEVICES))
     return found | {"nodes": len(traced.nodes)}
 
