@@ -312,8 +312,6 @@ def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: in
                 activation_bytes=int(load.received_bytes + load.held_bytes),
                 sent_bytes=sum(made[value.name] for value in following if value.source == j),
                 weight_seconds=sum(weight[name] for name in names[start:end]),
-                recompute=load.recompute,
-                in_flight=site.in_flight,
                 state_bytes=int(load.state_bytes),
                 memory_limit=None if site.memory is None else int(site.memory),
                 bytes=bytes_of_stages[j],

@@ -14,13 +14,15 @@ from fxpipe.polynomials import ZERO, Polynomial
 if TYPE_CHECKING:
     import sympy
 
+    from fxpipe.scheduling import Schedule
+
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
     """What a stage holds in memory beside its parameters, of one micro-batch of `b` samples."""
 
     received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight
-    held: Polynomial = ZERO  # kept for backward beside that; where the stage recomputes, for one in flight
+    held: Polynomial = ZERO  # kept for backward beside that; of one that is to be recomputed, from then on
     working: Polynomial = ZERO  # held for a moment
 
 
@@ -38,9 +40,7 @@ class StagePlan:
     activation_bytes: int  # kept for backward
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
     weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
-    recompute: bool = False  # does it run its forward again before its backward, rather than keep what that needs
     copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
-    in_flight: int = 1  # micro-batches that have gone forward and not yet back, at most
     state_bytes: int = 0  # gradients of parameters, and the optimizer's state
     memory_limit: int | None = None  # bytes that it may take; None: no limit is known
     bytes: StageBytes = field(default_factory=StageBytes)
@@ -105,6 +105,22 @@ class Plan:
         """For each worker its device."""
         return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
 
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """For each stage its checkpoint mode."""
+        return (self.checkpoint,) * len(self.stages) if isinstance(self.checkpoint, str) else self.checkpoint
+
+    def in_flight(self, stage: int) -> int:
+        """Micro-batches that have gone forward in a stage and not yet back, at most."""
+        from fxpipe.scheduling import micro_batches_in_flight
+
+        return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
+
+    def _schedule(self) -> Schedule:
+        from fxpipe.scheduling import make_schedule
+
+        return make_schedule(self.schedule, len(self.stages), self.chunks, self.checkpoint, self.placement)
+
     # -- formulas in the micro-batch size ------------------------------------------------------------------------------
 
     def memory(self, stage: int, b: int | None = None) -> sympy.Expr:
@@ -124,9 +140,12 @@ class Plan:
         return _at(self._stage(stage).flops, b)
 
     def _memory(self, stage: StagePlan) -> Polynomial:
-        kept = stage.bytes.held.times(1 if stage.recompute else stage.in_flight)
+        from fxpipe.scheduling import activations_in_flight
+
         fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
-        return fixed + stage.bytes.received.times(stage.in_flight) + kept + stage.bytes.working
+        received = stage.bytes.received.times(self.in_flight(stage.index))
+        held = stage.bytes.held.times(activations_in_flight(self._schedule())[stage.index])
+        return fixed + received + held + stage.bytes.working
 
     def _stage(self, stage: int) -> StagePlan:
         if not 0 <= stage < len(self.stages):

@@ -32,7 +32,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             parameter_bytes  of the stage
             state_bytes      of gradients and of the optimizer's state
             activation_bytes kept for backward of one micro-batch
-            recompute        does it run its forward again before its backward
+            checkpoint       its mode
             copies           list of nodes that it computes for itself, though another stage does so too
             sent_bytes       to the next stage for one micro-batch, portals not counted
             in_flight        micro-batches that have gone forward and not yet back, at most
@@ -93,10 +93,10 @@ def _stage(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict[str, Any
         "parameter_bytes": stage.parameter_bytes,
         "state_bytes": stage.state_bytes,
         "activation_bytes": stage.activation_bytes,
-        "recompute": stage.recompute,
+        "checkpoint": plan.modes[stage.index],
         "copies": list(stage.copies),
         "sent_bytes": stage.sent_bytes,
-        "in_flight": stage.in_flight,
+        "in_flight": plan.in_flight(stage.index),
         "memory_bytes": figures.memory_bytes,
         "memory_limit": stage.memory_limit,
         "memory_formula": str(plan.memory(stage.index)),

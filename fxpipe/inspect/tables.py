@@ -85,11 +85,11 @@ def _checkpoint(plan: Plan) -> str:
 
 
 def _stage_table(plan: Plan, figures: PlanFigures) -> str:
-    rows = [_stage_row(stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
+    rows = [_stage_row(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
     return _table(rows, STAGE_HEADERS, left=("device",))
 
 
-def _stage_row(stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
+def _stage_row(plan: Plan, stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
     return (
         str(stage.index),
         stage.device,
@@ -97,7 +97,7 @@ def _stage_row(stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
         human_bytes(stage.parameter_bytes),
         human_seconds(stage.forward_seconds),
         human_seconds(stage.backward_seconds),
-        str(stage.in_flight),
+        str(plan.in_flight(stage.index)),
         _memory_cell(stage, figures),
         human_bytes(stage.sent_bytes) if stage.sent_bytes else NOTHING,
         _portal_cell(figures.portals_in),

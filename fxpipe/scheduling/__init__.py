@@ -68,7 +68,7 @@ How long a schedule takes, and how much of that is bubble, says `fxpipe.simulati
 
 from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
 from fxpipe.scheduling.clock import clock_cycles
-from fxpipe.scheduling.in_flight import micro_batches_in_flight
+from fxpipe.scheduling.in_flight import activations_in_flight, micro_batches_in_flight
 from fxpipe.scheduling.schedules import (
     CHECKPOINTS,
     SCHEDULES,
@@ -91,6 +91,7 @@ __all__ = [
     "Kind",
     "Rows",
     "Schedule",
+    "activations_in_flight",
     "backward_part",
     "clock_cycles",
     "dependencies",

@@ -1,4 +1,4 @@
-"""How many micro-batches a stage holds at once, counted, not assumed."""
+"""How many micro-batches a stage holds at once, and of how many it has all activations: counted, not assumed."""
 
 from __future__ import annotations
 
@@ -26,3 +26,25 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
         elif action.kind is last[j]:
             now[j] -= 1
     return tuple(most) if trains else (1,) * schedule.stages
+
+
+def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage of how many micro-batches it has all that backward needs, at most.
+
+    That is from F on or, where the micro-batch is recomputed, from R on.
+
+    >>> from fxpipe.scheduling import make_schedule
+    >>> activations_in_flight(make_schedule("1f1b", stages=3, micro_batches=8, checkpoint="always"))
+    (1, 1, 1)
+    """
+    recomputed = {
+        (action.stage, action.micro_batch) for row in schedule.rows for action in row if action.kind is Kind.RECOMPUTE
+    }
+    split = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT}
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for action in (action for row in schedule.rows for action in row):
+        j, last = action.stage, Kind.WEIGHT if action.stage in split else Kind.BACKWARD
+        made = Kind.RECOMPUTE if (j, action.micro_batch) in recomputed else Kind.FORWARD
+        now[j] += (action.kind is made) - (action.kind is last)
+        most[j] = max(most[j], now[j])
+    return tuple(most)
