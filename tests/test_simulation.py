@@ -71,6 +71,12 @@ def test_loops_over_the_devices_make_the_bubble_of_gpipe_as_many_times_shorter()
         assert simulation.busy == (3.0 * p * rounds * v,) * p
 
 
+def test_loops_of_gpipe_take_no_longer_than_stages_that_are_as_many_times_as_long():
+    for p, v, m in product(range(1, 5), range(1, 5), (1, 2, 4, 7, 12)):
+        loops = simulate("gpipe", p * v, m, placement=tuple(range(p)) * v)
+        assert loops.step_seconds <= simulate("gpipe", p, m, stages=[StageCost(v, 2 * v)] * p).step_seconds
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_device_has_no_bubble(name):
     assert simulate(name, n=1, m=5).bubble == (0.0,)

