@@ -3,7 +3,7 @@
 For each stage, in this order:
 
 1. Which earlier values do its nodes need? Each is received from the stage that made it or, where a stage in between has
-   changed it in place, from the last one that did.
+   changed it in place, from the last one that did. Those in `copies` it computes itself, from what these need.
 2. A stage that will write to memory it received clones it at entry, and makes again from the clone every alias that
    it, or a later stage, still uses. So no stage writes to what another one holds.
 3. Its own nodes are copied, with the state of the thread set where it changes, random nodes seeded and devices
@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.errors import InternalError
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
+from fxpipe.rewriting.copies import cones
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
@@ -32,9 +34,19 @@ from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.traced import Traced, lookup
 
 
-def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]) -> Program:
-    """Stages that begin at the places `starts` (the first is 0), for one device each."""
-    cut = _Cut.of(traced, starts)
+def split(
+    traced: Traced,
+    starts: Sequence[int],
+    devices: Sequence[torch.device],
+    copies: Sequence[Collection[str]] = (),
+) -> Program:
+    """Stages that begin at the places `starts` (the first is 0), for one device each.
+
+    Args:
+        copies: for each stage the names of earlier nodes that it computes itself where it needs them, instead of
+            receiving their values (`fxpipe.rewriting.copies`); none: no stage does.
+    """
+    cut = _Cut.of(traced, starts, copies)
     drafts = [_draft(cut, stage) for stage in range(cut.count)]
     outputs = dict.fromkeys(o for o in traced.outputs if isinstance(o, fx.Node))
     # By receiver, the end of the pipe last: what it gets, and from which stage.
@@ -64,7 +76,7 @@ def split(traced: Traced, starts: Sequence[int], devices: Sequence[torch.device]
                 tuple(n.name for n in sends),
                 tuple(draft.assigns),
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
-                {n.name: Location(n.meta["module"], n.meta["source"]) for n in draft.nodes},
+                {n.name: Location(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
                 stage_code(builder.graph, stage),
             )
         )
@@ -90,7 +102,7 @@ class _Draft:
     nodes: list[fx.Node]
     needs: list[fx.Node]  # received
     clones: list[fx.Node]  # received, to be cloned at entry
-    again: list[fx.Node]  # views made again from the clones
+    again: list[fx.Node]  # made again here: views, from the clones; and copies
     assigns: dict[str, fx.Node]  # buffers that get a new value here
 
 
@@ -105,16 +117,20 @@ class _Cut:
     attributes: list[fx.Node]
     states: set[int | None]  # alias classes of parameters and buffers
     writes: list[set[int]]  # by stage: the alias classes it changes
+    copies: list[frozenset[str]]  # by stage: earlier nodes that it computes itself
 
     @classmethod
-    def of(cls, traced: Traced, starts: Sequence[int]) -> _Cut:
+    def of(cls, traced: Traced, starts: Sequence[int], copies: Sequence[Collection[str]]) -> _Cut:
         effects = traced.effects
         assert effects is not None
         attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
         ends = [*starts[1:], len(effects.nodes)]
         writes = [written(effects, range(start, end)) for start, end in zip(starts, ends, strict=True)]
         states = {effects.alias[n] for n in attributes}
-        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes)
+        copied = [frozenset(names) for names in copies] or [frozenset[str]()] * len(starts)
+        if any(copied) and (strange := frozenset().union(*copied) - cones(traced).keys()):
+            raise InternalError(f"{sorted(strange)} cannot be computed in more than one stage")
+        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes, copied)
 
     @property
     def count(self) -> int:
@@ -197,7 +213,24 @@ def _draft(cut: _Cut, stage: int) -> _Draft:
         needs |= dict.fromkeys([*roots, *(n for n in others if cut.is_received(n, stage))])
         clones += roots
         again += views
-    return _Draft(nodes, list(needs), clones, sorted(again, key=cut.effects.place.__getitem__), assigns)
+    copied = _computed_here(cut, stage, needs)
+    return _Draft(nodes, list(needs), clones, sorted([*again, *copied], key=cut.effects.place.__getitem__), assigns)
+
+
+def _computed_here(cut: _Cut, stage: int, needs: dict[fx.Node, None]) -> list[fx.Node]:
+    """Takes out of `needs` what the stage computes itself, and puts in what it needs for that."""
+    found: list[fx.Node] = []
+    waiting = [n for n in needs if n.name in cut.copies[stage]]
+    while waiting:
+        node = waiting.pop()
+        if node not in needs:
+            continue
+        del needs[node]
+        found.append(node)
+        new = [n for n in node.all_input_nodes if cut.is_received(n, stage) and n not in needs and n not in found]
+        needs |= dict.fromkeys(new)
+        waiting += [n for n in new if n.name in cut.copies[stage]]
+    return found
 
 
 def _to_clone(cut: _Cut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
