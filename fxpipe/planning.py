@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.plans import Bottleneck, Plan, Portal, Sending, StagePlan
+from fxpipe.plans import Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -168,7 +168,7 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
     reordered = in_order(traced, [by_name[name] for name in names])
     starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
-    program = split(reordered, starts, settings.devices)
+    program = split(reordered, starts, settings.devices, [stage.copies for stage in given.stages])
     stages = tuple(
         replace(stage, device=str(device), code=made.code)
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
@@ -284,58 +284,17 @@ def _profiles(
 
 
 def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings) -> Prepared:
-    from fxpipe.formulas import flops, stage_bytes
+    from fxpipe.describing import copies_of, describe
     from fxpipe.rewriting import split
-    from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
-    made = {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, micro) for n in traced.graph.nodes}
-    names = [node.name for node in traced.nodes]
-    weight = {cost.name: cost.weight.at(micro) for cost in profiles[0].nodes}
-    bytes_of_stages = stage_bytes(cut, profiles, micro)
-    ends = [*cut.starts[1:], len(names)]
-    stages = []
-    for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
-        load, site = cut.loads[j], cut.sites[j]
-        following = program.stages[j + 1].receives if j + 1 < len(cut.starts) else ()
-        stages.append(
-            StagePlan(
-                index=j,
-                device=str(settings.devices[j]),
-                nodes=tuple(names[start:end]),
-                code=program.stages[j].code,
-                forward_seconds=load.forward_seconds,
-                backward_seconds=load.backward_seconds,
-                parameter_bytes=int(load.parameter_bytes),
-                activation_bytes=int(load.received_bytes + load.held_bytes),
-                sent_bytes=sum(made[value.name] for value in following if value.source == j),
-                weight_seconds=sum(weight[name] for name in names[start:end]),
-                state_bytes=int(load.state_bytes),
-                memory_limit=None if site.memory is None else int(site.memory),
-                bytes=bytes_of_stages[j],
-                flops=flops(profiles[0], {*names[start:end]}),
-            )
-        )
-    plan = Plan(
-        stages=tuple(stages),
-        portals=tuple(Portal(s.name, s.source, s.target, made[s.name]) for s in program.skips),
-        devices=tuple(map(str, settings.devices)),
-        schedule=settings.schedule,
-        chunks=settings.chunks,
-        micro_batch=micro,
-        checkpoint=settings.checkpoint,
-        balance=cut.balance,
-        tracer=traced.tracer,
-        fingerprint=fingerprint,
-        why=traced.why,
-        guards=tuple(map(str, traced.guards.questions)) if traced.guards else (),
-        estimated_for=profiles[0].estimated_for,
-        placement=settings.placement,
-        bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
-        sendings=tuple(Sending(t.source, t.target, int(t.bytes), t.seconds) for t in cut.transfers),
-    )
+    copies = copies_of(cut, program, profiles[0], micro)
+    if any(copies):
+        program = split(traced, cut.starts, settings.devices, copies)
+    plan = describe(cut, program, copies, profiles, micro, settings)
+    plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 
 

@@ -27,7 +27,8 @@ class Polynomial:
 
     def __call__(self, b: int) -> int:
         """The value for micro-batches of `b` samples, rounded up."""
-        return math.ceil(sum(c * b**power for power, c in enumerate(self.coefficients)))
+        total: float = sum(c * b**power for power, c in enumerate(self.coefficients))
+        return math.ceil(total)
 
     def __add__(self, other: Polynomial) -> Polynomial:
         pairs = zip_longest(self.coefficients, other.coefficients, fillvalue=0)

@@ -1,0 +1,129 @@
+"""The plan of a cut: the figures of its stages, and what goes between them, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import fx
+
+from fxpipe.deciding import Cut
+from fxpipe.formulas import flops, stage_bytes
+from fxpipe.partitioning.chain import Link
+from fxpipe.plans import Bottleneck, Plan, Portal, Sending, StagePlan
+from fxpipe.profiling import Profile
+from fxpipe.rewriting import Program
+from fxpipe.rewriting.copies import choose_copies
+from fxpipe.rewriting.program import INPUT
+from fxpipe.settings import Settings
+from fxpipe.simulation import transfers_of
+from fxpipe.tracing import Traced
+from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
+
+
+def copies_of(cut: Cut, program: Program, profile: Profile, samples: int) -> tuple[tuple[str, ...], ...]:
+    """For each stage the nodes that it had better compute for itself than receive; none where nothing is sent."""
+    if all(site.link is None for site in cut.sites):
+        return ((),) * len(cut.sites)
+    seconds = {cost.name: cost.forward.at(samples) for cost in profile.nodes}
+    receive = [None if site.link is None else _arrival(site.link) for site in cut.sites]
+    return choose_copies(cut.traced, program, seconds, _sizes(cut.traced, samples), receive)
+
+
+def _arrival(link: Link) -> Callable[[float], float]:
+    return lambda size: link.latency + size / link.bytes_per_second
+
+
+def describe(
+    cut: Cut,
+    program: Program,
+    copies: Sequence[Collection[str]],
+    profiles: Sequence[Profile],
+    samples: int,
+    settings: Settings,
+) -> Plan:
+    """The plan.
+
+    Args:
+        program: of the cut, with `copies`: the nodes that each stage computes for itself.
+        profiles: one for each kind of device.
+        samples: of the largest micro-batch, for which figures are given.
+        settings: with all that was left to planning.
+    """
+    traced = cut.traced
+    sizes = _sizes(traced, samples)
+    costs = {cost.name: cost for cost in profiles[0].nodes}
+    names = [node.name for node in traced.nodes]
+    bytes_of_stages = stage_bytes(cut, profiles, samples)
+    ends = [*cut.starts[1:], len(names)]
+    stages = []
+    for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
+        load, memory = cut.loads[j], cut.sites[j].memory
+        following = program.stages[j + 1].receives if j + 1 < len(cut.starts) else ()
+        stages.append(
+            StagePlan(
+                index=j,
+                device=str(settings.devices[j]),
+                nodes=tuple(names[start:end]),
+                code=program.stages[j].code,
+                forward_seconds=load.forward_seconds + sum(costs[name].forward.at(samples) for name in copies[j]),
+                backward_seconds=load.backward_seconds,
+                parameter_bytes=int(load.parameter_bytes),
+                activation_bytes=int(load.received_bytes + load.held_bytes),
+                sent_bytes=sum(sizes[value.name] for value in following if value.source == j),
+                weight_seconds=sum(costs[name].weight.at(samples) for name in names[start:end]),
+                copies=tuple(copies[j]),
+                state_bytes=int(load.state_bytes),
+                memory_limit=None if memory is None else int(memory),
+                bytes=bytes_of_stages[j],
+                flops=flops(profiles[0], {*names[start:end]}),
+            )
+        )
+    return Plan(
+        stages=tuple(stages),
+        portals=tuple(Portal(s.name, s.source, s.target, sizes[s.name]) for s in program.skips),
+        devices=tuple(map(str, settings.devices)),
+        schedule=settings.schedule,
+        chunks=settings.chunks,
+        micro_batch=samples,
+        checkpoint=settings.checkpoint,
+        balance=cut.balance,
+        tracer=traced.tracer,
+        fingerprint=traced.fingerprint(),
+        why=traced.why,
+        guards=tuple(map(str, traced.guards.questions)) if traced.guards else (),
+        estimated_for=profiles[0].estimated_for,
+        placement=settings.placement,
+        bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
+        sendings=_sendings(cut, program, sizes),
+    )
+
+
+def _sizes(traced: Traced, samples: int) -> dict[str, int]:
+    """By name of a node: bytes of its value."""
+    nodes: Sequence[fx.Node] = list(traced.graph.nodes)
+    return {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
+
+
+def _sendings(cut: Cut, program: Program, sizes: Mapping[str, int]) -> tuple[Sending, ...]:
+    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it."""
+    effects = cut.traced.effects
+    assert effects is not None
+    returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    users: dict[tuple[int, str], list[int]] = {}
+    for j, stage in enumerate(program.stages):
+        for value in stage.receives:
+            if value.source != INPUT:
+                users.setdefault((value.source, value.name), []).append(j)
+
+    def seconds(source: int, target: int, size: float) -> float:
+        link = cut.sites[max(source, target)].link
+        return 0.0 if link is None else _arrival(link)(size)
+
+    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    for (source, name), stages in users.items():
+        for way in transfers_of(source, stages, sizes[name], returns=name in returns, seconds=seconds):
+            found.setdefault((way.source, way.target), []).append((sizes[name], way.seconds))
+    return tuple(
+        Sending(source, target, sum(size for size, _ in parts), sum(time for _, time in parts))
+        for (source, target), parts in sorted(found.items())
+    )
