@@ -384,7 +384,9 @@ def test_a_dataclass_that_is_changed_is_refused():
         given.values = m.lin(given.values)
         return given.values * 2
 
-    with pytest.raises(TraceError, match=r"Inner, kept whole, which changes an object that it is given.*make a new one"):
+    with pytest.raises(
+        TraceError, match=r"Inner, kept whole, which changes an object that it is given.*make a new one"
+    ):
         whole(Changes(Inner(change)))
 
 

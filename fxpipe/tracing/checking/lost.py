@@ -24,7 +24,7 @@ from fxpipe.tracing.recording.fake import is_faked
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import forked_random, slots_of, undone
 from fxpipe.tracing.traced import Traced, lookup
-from fxpipe.trees import flatten_output
+from fxpipe.trees import flatten_output, untouched
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def check_nothing_lost(traced: Traced, leaves: Sequence[Any]) -> None:
         TraceError: something differs; names it.
     """
     seed = torch.default_generator.initial_seed() % 2**31
-    with undone(traced.model) as snapshot:
+    with undone(traced.model) as snapshot, untouched(traced.in_spec):
         torch.manual_seed(seed)
         want = _run_model(traced, leaves)
         snapshot.assigned(_read(traced))

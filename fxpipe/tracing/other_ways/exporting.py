@@ -31,7 +31,7 @@ from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.snapshot import Slot, gradients_aside, undone
 from fxpipe.tracing.source import line_of_error
 from fxpipe.tracing.traced import Traced
-from fxpipe.trees import flatten, flatten_output
+from fxpipe.trees import flatten, flatten_output, untouched
 
 _LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
 
@@ -82,7 +82,7 @@ def _exported(
         if dim is not None:
             shapes[value] = {dim: Dim.AUTO}
     # Which attributes forward changes is asked later: export replaces some by itself.
-    with undone(model), gradients_aside(model):
+    with undone(model), gradients_aside(model), untouched(spec):
         forward = _Forward(model.forward, values, spec)
         args, kwargs = forward.inputs
         model.__dict__["forward"] = forward.as_function()

@@ -34,6 +34,7 @@ from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, same_values, slots_of, undone
 from fxpipe.tracing.source import line_in_trace
 from fxpipe.tracing.traced import Traced
+from fxpipe.trees import untouched
 
 Values = dict[fx.Node, Any]
 
@@ -106,7 +107,7 @@ def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Raises what the model itself raises on these inputs: that is no matter of a graph."""
     _, spec, values = input_leaves(model, args, kwargs)
     run_args, run_kwargs = pytree.tree_unflatten(map(copy_of_input, values), spec)
-    with undone(model), gradients_aside(model):
+    with undone(model), gradients_aside(model), untouched(spec):
         model(*run_args, **run_kwargs)
 
 
