@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from fxpipe.profiling.measure import Clock, Measured, Rounds
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.rounds import Measured, Rounds
 from fxpipe.progress import progress
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.recording.fake import running
