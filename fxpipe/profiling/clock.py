@@ -12,13 +12,13 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
 
-_CALIBRATION = 30  # calls of autograd, for the median
+_TICKS = 30  # for the median
 
 
 def _nothing() -> None:
@@ -34,7 +34,6 @@ class Clock:
     settle: Callable[[], object] = _nothing  # returns when the device has done what it was given
     device: torch.device | None = None  # on which autograd is called to see what that costs; None: it costs nothing
     tick: float = 0.0  # seconds between two marks with nothing in between
-    _overheads: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
@@ -42,7 +41,7 @@ class Clock:
             clock = _of_events(device)
         else:
             clock = cls(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, device=device)
-        found = [clock.seconds(_nothing)[0] for _ in range(_CALIBRATION)]
+        found = [clock.seconds(_nothing)[0] for _ in range(_TICKS)]
         clock.tick = median(found)
         return clock
 
@@ -54,34 +53,45 @@ class Clock:
         end = self.mark()
         return max(0.0, self.between(end, start) - self.tick), result
 
-    def backward_seconds(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> float:
+    def backward_seconds(
+        self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]
+    ) -> float:
         """How long it takes to go back from `ends` to `starts`, within a backward that goes on.
 
         To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
-        them. What a call takes by itself is taken off.
+        them. What a call takes by itself just before is taken off; so the result may be below 0, by chance.
+
+        Args:
+            totals: to which the gradients of `starts` are added; None for those that are not.
         """
         if not ends or not starts:
             return 0.0
         ones = [torch.ones_like(t) for t in ends]
+        by_itself = self._overhead(len(ends), len(starts))
         try:
-            found = self._grad(ends, starts, ones)
+            return self.seconds(_go_back, ends, starts, ones, totals)[0] - by_itself
         except NotImplementedError:
             return 0.0  # a function without a derivative: no training step goes back through it
-        return max(0.0, found - self._overhead(len(ends), len(starts)))
-
-    def _grad(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor], ones: list[torch.Tensor]) -> float:
-        return self.seconds(torch.autograd.grad, ends, starts, ones, allow_unused=True)[0]
 
     def _overhead(self, ends: int, starts: int) -> float:
         """Of a call that goes through nothing, from so many tensors to so many."""
         if self.device is None:
             return 0.0
-        if (ends, starts) not in self._overheads:
-            tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
-            ones = [torch.ones_like(t) for t in tensors[:ends]]
-            found = [self._grad(tensors[:ends], tensors[:starts], ones) for _ in range(_CALIBRATION)]
-            self._overheads[ends, starts] = median(found)
-        return self._overheads[ends, starts]
+        tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
+        ones = [torch.ones_like(t) for t in tensors[:ends]]
+        return self.seconds(_go_back, tensors[:ends], tensors[:starts], ones, ())[0]
+
+
+def _go_back(
+    ends: Sequence[torch.Tensor],
+    starts: Sequence[torch.Tensor],
+    ones: Sequence[torch.Tensor],
+    totals: Sequence[torch.Tensor | None],
+) -> None:
+    found = torch.autograd.grad(ends, starts, ones, allow_unused=True)
+    for gradient, total in zip(found, totals, strict=False):
+        if total is not None and gradient is not None:
+            total.add_(gradient)
 
 
 def _of_events(device: torch.device) -> Clock:

@@ -23,9 +23,11 @@ from fxpipe.tracing.traced import Traced
 
 Value = Any  # of a node: a tensor, a number, or a nest of them
 
-TOLERANCE = 0.02  # of the median of a kind's samples
-NEGLIGIBLE = 0.0005  # of the time of the whole graph: what a kind may be wrong by, all its nodes together
-MOST = 60  # samples of one kind
+# What the median of a kind's samples may be wrong by: one of these.
+TOLERANCE = 0.02  # of it
+NEGLIGIBLE = 0.002  # of the seconds of the whole graph, for all nodes of the kind together
+UNIMPORTANT = 2e-6  # seconds
+MOST = 40  # samples of one kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,38 +48,54 @@ class Like:
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds of one kind of node. What disturbs a sample only makes it longer, so the median of them counts."""
+    """Seconds of one kind of node. What disturbs a sample only makes it longer, so the median of them counts.
 
-    is_warm: bool = False
+    Backward goes to all tensors that want a gradient, and once more only to those that are no parameters.
+    """
+
+    is_warm: bool  # is the next one kept
+    is_seldom: bool  # is one enough
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
-    to_inputs: list[float] = field(default_factory=list)  # backward without the gradients of parameters
+    to_inputs: list[float] = field(default_factory=list)  # where backward goes to both, inputs and parameters
+    has_inputs: bool = False  # does backward go to any
+    has_parameters: bool = False
     gives_grad: tuple[bool, ...] = ()  # by tensor of its value: does it require grad
     leaves_grad: tuple[bool, ...] = ()  # by tensor that it writes to: does it require grad afterwards
 
-    def add(self, forward: float, backward: float, to_inputs: float) -> None:
-        if self.is_warm:
-            self.forward.append(forward)
-            self.backward.append(backward)
-            self.to_inputs.append(to_inputs)
-        self.is_warm = True
-
-    def __len__(self) -> int:
-        return len(self.forward)
+    @property
+    def has_both(self) -> bool:
+        return self.has_inputs and self.has_parameters
 
     @property
     def seconds(self) -> float:
-        return median(self.forward) + median(self.backward) if self.forward else 0.0
+        return self.forward_seconds + self.backward_seconds if self.forward else 0.0
+
+    @property
+    def forward_seconds(self) -> float:
+        return median(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return max(0.0, median(self.backward))
+
+    @property
+    def weight_seconds(self) -> float:
+        """The part of backward that goes to parameters."""
+        if not self.has_both:
+            return self.backward_seconds if self.has_parameters else 0.0
+        return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
 
     def are_close(self, negligible: float) -> bool:
         """Are the medians known well enough, or to `negligible` seconds?
 
         The median of n samples lies about their interquartile range over the root of n from where it will settle.
         """
-        for found in (self.forward, self.backward):
-            lower, middle, upper = quantiles(found, n=4, method="inclusive")
-            if (upper - lower) / len(found) ** 0.5 > max(TOLERANCE * middle, negligible):
-                return False
+        for found in (self.forward, self.backward, self.to_inputs):
+            if len(found) > 1:
+                lower, middle, upper = quantiles(found, n=4, method="inclusive")
+                if (upper - lower) / len(found) ** 0.5 > max(TOLERANCE * middle, negligible):
+                    return False
         return True
 
 
@@ -113,6 +131,8 @@ def _frozen(value: Any) -> Hashable:
 
 
 def mapped(function: Callable[[torch.Tensor], Any], value: Value) -> Value:
+    if isinstance(value, torch.Tensor):
+        return function(value)
     return pytree.tree_map_only(torch.Tensor, function, value)
 
 

@@ -27,9 +27,10 @@ What no node does by itself counts for the node that makes it happen:
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -38,7 +39,18 @@ import torch
 from torch import fx
 
 from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.kinds import MOST, NEGLIGIBLE, Like, Samples, Value, distinct, kind_of, mapped, storage_of
+from fxpipe.profiling.kinds import (
+    MOST,
+    NEGLIGIBLE,
+    UNIMPORTANT,
+    Like,
+    Samples,
+    Value,
+    distinct,
+    kind_of,
+    mapped,
+    storage_of,
+)
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import tensors_in
@@ -46,6 +58,8 @@ from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.recording.fake import usable
 from fxpipe.tracing.traced import WORKING, Traced, lookup
 
+WINDOW = 32 << 20  # bytes made by nodes that have still to go back
+_NOTE = "fxpipe: while measuring "
 _SUMS = 5  # samples of how long it takes to add gradients of one kind
 
 
@@ -57,6 +71,17 @@ class Measured:
     backward_seconds: float
     weight_seconds: float  # the part of backward that makes gradients of parameters
     bytes: int  # of all tensors that it returned
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A node that has gone forward and has still to go back."""
+
+    node: fx.Node
+    ends: list[torch.Tensor]  # from which its backward starts
+    starts: list[torch.Tensor]  # and to which it goes
+    totals: list[torch.Tensor | None]  # of gradients of parameters
+    found: list[float]  # where its seconds go
 
 
 @dataclass(slots=True)
@@ -81,7 +106,10 @@ class Rounds:
     _of_inputs: set[fx.Node] = field(init=False)  # what is not the same for all micro-batches, as parameters are
     _number: Counter[Hashable] = field(default_factory=Counter)  # nodes of a kind
     _sums: dict[Like, float] = field(default_factory=dict)  # seconds that it takes to add a gradient to another
-    _sums_of: dict[fx.Node, tuple[float, float]] = field(default_factory=dict)  # for values, and for parameters
+    _sums_of: dict[fx.Node, float] = field(default_factory=dict)
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting_bytes: int = 0
+    _left: dict[Hashable, int] = field(default_factory=dict)  # samples of a kind to take in this round
     _negligible: float = 0.0  # seconds, for all nodes of a kind
 
     def __post_init__(self) -> None:
@@ -96,45 +124,40 @@ class Rounds:
     def round(self) -> bool:
         """One more round, if any node needs another sample; was there one?"""
         nodes = self.effects.nodes
-        stop = max((p + 1 for p, n in enumerate(nodes) if self._is_wanted(n)), default=0)
+        self._left = {kind: self._missing(kind) for kind in self.samples}
+        stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or self._left[self.kind[n]]), default=0)
         try:
             for place, node in enumerate(nodes[:stop]):
-                try:
+                with _named(node):
                     self._visit(node, place)
-                except Exception as error:
-                    error.add_note(f"fxpipe: while measuring {node.name} ({node.meta['source']})")
-                    raise
                 for used in (*node.all_input_nodes, node):
                     if self.effects.last[used] <= place:
                         self.values.pop(used, None)
                 self.step()
+            self._go_back()
         finally:
             self.values.clear()
-        if stop > 0:
+            self._waiting.clear()
+        if stop:
             self._negligible = NEGLIGIBLE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
 
     def measured(self, node: fx.Node) -> Measured:
         samples = self.samples[self.kind[node]]
-        backward, to_inputs = median(samples.backward), median(samples.to_inputs)
-        of_values, of_parameters = self._sums_of[node]
-        return Measured(
-            median(samples.forward),
-            backward + of_values + of_parameters,
-            max(0.0, backward - to_inputs) + of_parameters,
-            self.bytes[node],
-        )
+        backward = samples.backward_seconds + self._sums_of[node]
+        return Measured(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
 
-    def _is_wanted(self, node: fx.Node) -> bool:
-        """Does a node's kind need another sample?"""
-        samples = self.samples.get(self.kind.get(node))
-        if samples is None or not samples.forward:
-            return True
-        if time.perf_counter() >= self.deadline or len(samples) >= MOST or is_hook(node):
-            return False
-        if len(samples) < max(2, self.repeats):
-            return True
-        return not samples.are_close(self._negligible / self._number[self.kind[node]])
+    def _missing(self, kind: Hashable) -> int:
+        """How many samples of a kind to take in the next round."""
+        samples = self.samples[kind]
+        found = len(samples.forward)
+        if not found:
+            return 1
+        if found >= MOST or samples.is_seldom or time.perf_counter() >= self.deadline:
+            return 0
+        if found < self.repeats:
+            return self.repeats - found
+        return 0 if samples.are_close(max(self._negligible / self._number[kind], UNIMPORTANT)) else self.repeats
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
@@ -144,14 +167,17 @@ class Rounds:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
                 self.values[source] = self._held(source)
         written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
+        if written and self._waiting:
+            self._keep_waiting(written)
         if node not in self.kind:
-            call = self._calls[node]
-            self.kind[node] = kind_of(self.traced, node, (call.args, call.kwargs), self.values)
-            self._number[self.kind[node]] += 1
-        samples = self.samples.setdefault(self.kind[node], Samples(is_warm=not self.warms_up or is_hook(node)))
-        made = self._sample(node, written, samples) if self._is_wanted(node) else None
+            self._meet(node)
+        kind = self.kind[node]
+        samples, made = self.samples[kind], None
+        if self._left[kind] and not (samples.forward and time.perf_counter() >= self.deadline):
+            self._left[kind] -= 1
+            made = self._sample(node, written, samples)
         if node not in self._sums_of:
-            self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else (0.0, 0.0)
+            self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
         if made is None and not node.users and not written and node in self.bytes:
             return
         if made is None or written:
@@ -163,6 +189,28 @@ class Rounds:
         grads = iter(samples.gives_grad)
         self.values[node] = mapped(lambda t: t.detach().requires_grad_(next(grads)), value)
         self._spread_grad(written, samples.leaves_grad)
+
+    def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
+        """What waits to go back keeps what it has seen: the node will write to a copy, or else the others go first."""
+        classes = {self.effects.alias[n] for n in written}
+        alive = [n for n in self.values if self.effects.alias[n] in classes]
+        if len(alive) == len(classes):  # it has no views
+            copies = {n: mapped(_leaf_copy, self.values[n]) for n in alive}
+            if all(map(_are_alike, copies.values(), (self.values[n] for n in alive))):
+                self.values.update(copies)
+                return
+        self._go_back()
+
+    def _meet(self, node: fx.Node) -> None:
+        """Finds out of which kind a node is."""
+        call = self._calls[node]
+        kind = self.kind[node] = kind_of(self.traced, node, (call.args, call.kwargs), self.values)
+        self._number[kind] += 1
+        if kind not in self.samples:
+            # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
+            is_seldom = "hook" in node.meta
+            self.samples[kind] = Samples(is_seldom or not self.warms_up, is_seldom)
+            self._left[kind] = 1
 
     def _held(self, node: fx.Node) -> torch.Tensor:
         """An input or a tensor of the model, on the device: a copy of what a node will write to."""
@@ -190,54 +238,63 @@ class Rounds:
     # -- one sample ----------------------------------------------------------------------------------------------------
 
     def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: Samples) -> tuple[Value]:
-        """Times a node. Returns its value, in a tuple since None is one too."""
-        starts = [(n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad]
-        every = distinct(t for _, t in starts)
-        inputs = distinct(t for n, t in starts if not self._is_parameter(n))
-        forward, value, ends = self._forward(node, written, samples)
-        backward = to_inputs = self.clock.backward_seconds(ends, every)
-        if len(inputs) < len(every) and backward:
-            to_inputs = 0.0
-            if inputs:
-                ends = self._forward(node, written, samples)[2]
-                to_inputs = self.clock.backward_seconds(ends, inputs)
-        samples.add(forward, backward, to_inputs)
+        """Times a node. It goes back later. Returns its value, in a tuple since None is one too."""
+        starts = {id(t): (n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad}
+        every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
+        seconds, value, ends = self._forward(node, written, samples)
+        samples.has_inputs, samples.has_parameters = bool(ends and inputs), bool(ends) and len(inputs) < len(every)
+        is_kept, samples.is_warm = samples.is_warm, True
+        if is_kept:
+            samples.forward.append(seconds)
+        totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
+        self._wait(_Waiting(node, ends, every, totals, samples.backward if is_kept else []))
+        if samples.has_both and is_kept:
+            again = self._forward(node, written, samples)[2]
+            self._wait(_Waiting(node, again, inputs, [], samples.to_inputs))
         return (value,)
 
     def _forward(
         self, node: fx.Node, written: Sequence[fx.Node], samples: Samples
     ) -> tuple[float, Value, list[torch.Tensor]]:
         """Seconds of a node, its value, and the tensors from which its backward starts."""
-        copies: dict[fx.Node, Value] = {}
-        with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
-            copies.update((n, mapped(torch.clone, self.values[n])) for n in written)
-        function, args, kwargs = self._calls[node].bound({**self.values, **copies})
+        values = self.values
+        if written:
+            with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+                values = {**values, **{n: mapped(torch.clone, values[n]) for n in written}}
+        function, args, kwargs = self._calls[node].bound(values)
         state = node.meta["state"]
         if any(autocast.enabled for autocast in state.autocast):
             torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
         with applied(state):
             seconds, value = self.clock.seconds(function, *args, **kwargs)
-        changed = [t for n in written for t in tensors_in(copies[n])]
+        changed = [t for n in written for t in tensors_in(values[n])]
         samples.gives_grad = tuple(t.requires_grad for t in tensors_in(value))
         samples.leaves_grad = tuple(t.requires_grad for t in changed)
         return seconds, value, distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
 
-    def _is_parameter(self, node: fx.Node) -> bool:
-        """Is it the same for all micro-batches: a parameter, or made of parameters alone?"""
-        return node not in self._of_inputs
+    def _wait(self, waiting: _Waiting) -> None:
+        self._waiting.append(waiting)
+        self._waiting_bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
+        if self._waiting_bytes > WINDOW:
+            self._go_back()
 
-    def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> tuple[float, float]:
-        """Seconds in which the gradients that come back from a node are added to others: of values, of parameters."""
-        of_values = of_parameters = 0.0
+    def _go_back(self) -> None:
+        """Times the backward of the nodes that wait for it, the last first."""
+        while self._waiting:
+            waiting = self._waiting.pop()
+            with _named(waiting.node):
+                waiting.found.append(self.clock.backward_seconds(waiting.ends, waiting.starts, waiting.totals))
+        self._waiting_bytes = 0
+
+    def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
+        """Seconds in which the gradients that come back from a node are added to those of users after it."""
+        seconds = 0.0
         for source in node.all_input_nodes:
             value = self.values[source]
-            if source in written or not isinstance(value, torch.Tensor) or not value.requires_grad:
-                continue
-            if source.op == "get_attr":
-                of_parameters += self._sum_seconds(value)
-            elif self._goes_back_later(source, place):
-                of_values += self._sum_seconds(value)
-        return of_values, of_parameters
+            is_summed = source.op != "get_attr" and source not in written and self._goes_back_later(source, place)
+            if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
+                seconds += self._sum_seconds(value)
+        return seconds
 
     def _goes_back_later(self, source: fx.Node, place: int) -> bool:
         """Does a gradient come back to a value from after this place?"""
@@ -300,6 +357,20 @@ def made_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def is_hook(node: fx.Node) -> bool:
-    """A hook of the user's may do things that are seen elsewhere: it is run no more than it must."""
-    return "hook" in node.meta
+def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _are_alike(left: Value, right: Value) -> bool:
+    return list(map(Like.of, tensors_in(left))) == list(map(Like.of, tensors_in(right)))
+
+
+@contextlib.contextmanager
+def _named(node: fx.Node) -> Iterator[None]:
+    """What is raised in this block says which node it was."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE}{node.name} ({node.meta['source']})")
+        raise
