@@ -16,7 +16,8 @@ import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
 from fxpipe.hardware import HARDWARE
 from fxpipe.inspect.cli import main
-from fxpipe.profiling.estimate import flops, traffic
+from fxpipe.profiling.estimate import traffic
+from fxpipe.profiling.flops import flops
 
 A100 = HARDWARE["a100-80gb"]
 

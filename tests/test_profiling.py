@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling import NodeCost, Profile, Seconds, profile
+from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.kinds import Samples
+from fxpipe.profiling.lines import line, other_sizes
+from fxpipe.profiling.rounds import Rounds
 from fxpipe.tracing import trace
 
 
@@ -209,9 +215,10 @@ def test_what_is_written_requires_grad_from_then_on(monkeypatch: pytest.MonkeyPa
         return rows * 2
 
     goes_back = _gradients_asked(monkeypatch)
-    profiled(Function(fills), torch.randn(2, 4), repeats=1)
-    # mul, setitem and mul_1, each to warm up and once more
-    assert goes_back == [1, 1, 1] * 2
+    model, x = Function(fills), torch.randn(2, 4)
+    profile(trace(model, (x,)), (x,), repeats=1, budget=0)
+    # mul, setitem and mul_1, each to warm up and once more, at two sizes
+    assert goes_back == [1, 1, 1] * 2 * 2
 
 
 def _gradients_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -229,14 +236,241 @@ def _gradients_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "UNIMPORTANT", math.inf)  # however much they disagree
     goes_back = _gradients_asked(monkeypatch)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     traced, x = trace(model, (torch.randn(2, 4).requires_grad_(),)), torch.randn(2, 4).requires_grad_()
+    # At two sizes once to warm up; then to all that wants a gradient, and to the input alone.
     profile(traced, (x,), repeats=5, budget=60)
-    assert len(goes_back) == 1 + 5
+    assert len(goes_back) == 2 * (1 + 5 * 2)
     goes_back.clear()
     profile(traced, (x,), repeats=5, budget=0)
-    assert len(goes_back) == 1 + 1
+    assert len(goes_back) == 2 * (1 + 2)
+
+
+def test_samples_that_disagree_are_not_enough() -> None:
+    def samples(*found: float) -> Samples:
+        return Samples(True, False, list(found), [0.0] * len(found))
+
+    assert samples(1.0, 1.0, 1.0, 1.0, 50.0).are_close(0.0)  # an outlier is no matter
+    assert not samples(1.0, 1.2, 1.4, 1.6, 1.8).are_close(0.0)
+    assert samples(1.0, 1.2, 1.4, 1.6, 1.8).are_close(0.2)  # where so much does not count
+    assert samples(*[1.0, 1.01, 0.99] * 10).are_close(0.0)
+    assert samples(*[1.0, 1.2, 1.4, 1.6, 1.8] * 300).are_close(0.0)  # many of them find the median all the same
+
+
+def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, x = trace(nn.Linear(4, 4), (torch.randn(2, 4),)), torch.randn(2, 4)
+    taken = []
+
+    def are_close(samples: Samples, negligible: float) -> bool:
+        taken.append(len(samples.forward))
+        return taken[-1] >= 15
+
+    monkeypatch.setattr(Samples, "are_close", are_close)
+    profile(traced, (x,), repeats=5, budget=60)
+    assert sorted(set(taken)) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    taken.clear()
+    monkeypatch.setattr(rounds, "MOST", 7)
+    profile(traced, (x,), repeats=5, budget=60)
+    assert sorted(set(taken)) == [5, 6]
+
+
+# -- seconds over the micro-batch size -------------------------------------------------------------------------------
+
+
+def test_line_goes_through_what_was_asked_for() -> None:
+    assert line({8: 5.0, 2: 2.0}, 8) == Seconds(1.0, 0.5)
+    assert line({8: 5.0, 16: 9.0}, 8) == Seconds(1.0, 0.5)
+    found = line({8: 5.0, 2: 2.1, 4: 2.9}, 8)
+    assert found.at(8) == pytest.approx(5.0)
+    assert found.at(4) == pytest.approx(2.96, abs=0.1)
+
+
+def test_neither_part_of_a_line_is_negative() -> None:
+    assert line({8: 5.0, 2: 6.0}, 8) == Seconds(5.0, 0.0)  # fewer samples took longer
+    assert line({8: 8.0, 2: 1.0}, 8) == Seconds(0.0, 1.0)  # more than in proportion
+    assert line({8: 0.0, 2: 0.0}, 8) == Seconds(0.0, 0.0)
+
+
+def test_one_size_says_nothing_of_the_fixed_part() -> None:
+    assert line({8: 4.0}, 8) == Seconds(0.0, 0.5)
+    assert line({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
+
+
+@pytest.mark.parametrize(("asked", "others"), [(1, [2]), (2, [4, 1]), (3, [6, 1]), (4, [2, 8, 1]), (16, [4, 8, 32, 1])])
+def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
+    traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
+    assert list(other_sizes(traced, asked)) == others
+
+
+def test_sizes_that_take_another_graph_are_not_run() -> None:
+    def branches(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.mul(x, module.weight) if 2 < x.shape[0] < 7 else x
+
+    seen = set()
+    x = torch.randn(6, 4)
+    traced = trace(Function(branches), (x,))
+    mul = traced.nodes[-1]
+    function = mul.target
+
+    def spy(a: torch.Tensor, b: torch.Tensor) -> Any:
+        seen.add(a.shape[0])
+        return function(a, b)  # type: ignore[operator]
+
+    mul.target = spy
+    costs = profile(traced, (x,))
+    assert seen == {6, 3}
+    seen.clear()
+    costs = profile(traced, (x,), micro_batch=4)
+    assert seen == {4}  # neither 2 nor 8 nor 1
+    assert costs.nodes[-1].forward.fixed == 0
+    assert costs.nodes[-1].forward.per_sample > 0
+
+
+def test_a_size_that_a_node_refuses_is_left_out() -> None:
+    x = torch.randn(4, 4)
+    traced = trace(nn.Linear(4, 4), (x,))
+    linear, tried = traced.nodes[0], []
+    function = linear.target
+
+    def refuses(a: torch.Tensor, *args: Any) -> Any:
+        tried.append(a.shape[0])
+        if a.shape[0] == 2:
+            raise ValueError("too few")
+        return function(a, *args)  # type: ignore[operator]
+
+    linear.target = refuses
+    costs = profile(traced, (x,))
+    assert list(dict.fromkeys(tried)) == [4, 2, 8]
+    assert costs.micro_batch == 4
+
+
+def test_what_hangs_on_parameters_alone_is_fixed() -> None:
+    def scaled(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 6:  # no other size takes this graph
+            x = x * module.weight.exp()
+        return x
+
+    costs = by_name(profiled(Function(scaled), torch.randn(6, 4)))
+    assert costs["exp"].forward.fixed > 0 == costs["exp"].forward.per_sample
+    assert costs["mul"].forward.per_sample > 0 == costs["mul"].forward.fixed
+
+
+def test_one_profile_serves_other_micro_batch_sizes() -> None:
+    """With seconds that hang on the sizes alone, as those of a roofline: where it is flat the line is exact."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.LayerNorm(2048), nn.Linear(2048, 512))
+    x = torch.zeros(65536, 512, device="meta")
+    traced = trace(model, (x,))
+    costs = profile(traced, (x,), micro_batch=32768)
+    for size in (16384, 65536):
+        other = profile(traced, (x,), micro_batch=size)
+        for here, there in zip(costs.nodes, other.nodes, strict=True):
+            assert here.forward.at(size) == pytest.approx(there.forward.at(size), rel=1e-6)
+            assert here.backward.at(size) == pytest.approx(there.backward.at(size), rel=1e-6)
+            assert here.weight.at(size) == pytest.approx(there.weight.at(size), rel=1e-6)
+
+
+# -- the part of backward that goes to parameters ----------------------------------------------------------------------
+
+
+def test_weight_part_of_backward() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024, bias=False))
+    x = torch.zeros(4096, 1024)
+    first, relu, last = profile(trace(model, (x,)), (x,)).nodes
+    assert first.weight == first.backward  # the input wants no gradient
+    assert relu.weight.at(4096) == 0 < relu.backward.at(4096)
+    product = first.forward.at(4096)
+    assert last.backward.at(4096) - last.weight.at(4096) == pytest.approx(product)
+    assert last.weight.at(4096) == pytest.approx(first.weight.at(4096)) > product
+
+
+def test_weight_part_is_measured() -> None:
+    x = torch.randn(64, 256)
+    costs = profiled(nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256)), x)
+    first, relu, last = costs.nodes
+    assert first.weight.at(64) == first.backward.at(64) > 0
+    assert relu.weight.at(64) == 0
+    assert 0 <= last.weight.at(64) <= last.backward.at(64)
+    assert all(n.weight.fixed <= n.backward.fixed and n.weight.per_sample <= n.backward.per_sample for n in costs.nodes)
+
+
+def test_what_is_made_of_parameters_is_a_parameter() -> None:
+    def transposed(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2) @ torch.diag(module.weight.exp())
+
+    x = torch.randn(64, 4).requires_grad_()
+    costs = by_name(profiled(Function(transposed), x))
+    assert costs["exp"].weight == costs["exp"].backward
+    assert costs["mul"].weight.at(64) == 0
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_come_to_the_device_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the meta device as one that is not the model's."""
+    meta = torch.device("meta")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    traced, x = trace(model, (torch.randn(2, 4),)), torch.randn(2, 4)
+    assert traced.effects is not None
+    alive: list[int] = []
+
+    class Watched(Rounds):
+        def _visit(self, node: Any, place: int) -> None:
+            super()._visit(node, place)
+            alive.append(sum(isinstance(n.op, str) and n.op == "get_attr" for n in self.values))
+            assert all(t.device == meta for t in self.values.values())
+
+    found = Watched(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None, device=meta)
+    found.run()
+    assert set(alive) == {2}  # weight and bias
+    assert not found.values
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_devices_among_the_arguments_are_those_measured_on() -> None:
+    def makes(module: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.to("cpu") * torch.arange(4, device=x.device) + torch.ones(4) * module.weight.cpu()
+
+    x = torch.randn(2, 4)
+    traced = trace(Function(makes), (x,))
+    assert traced.effects is not None
+    before = traced.fingerprint()
+    found = Rounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None, device=torch.device("meta"))
+    found.run()
+    assert {like for like in map(str, found.kind.values()) if "device(type='cpu')" in like} == set()
+    assert traced.fingerprint() == before
+
+
+def test_device_may_be_named() -> None:
+    x = torch.randn(2, 4)
+    traced = trace(nn.Linear(4, 4), (x,))
+    assert profile(traced, (x,), device="cpu").device == "cpu"
+    with pytest.raises(ArgumentError, match="device='gpu' is no device of torch's; 'cpu' and 'cuda:0' are"):
+        profile(traced, (x,), device="gpu")
+    with pytest.raises(ArgumentError, match="device='cuda:99' is not available"):
+        profile(traced, (x,), device="cuda:99")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("where", ["cpu", "cuda:0"])
+def test_seconds_of_a_gpu(where: str) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)), nn.BatchNorm1d(1024)).to(where)
+    x = torch.randn(64, 1024, device=where)
+    traced = trace(model, (x,))
+    state, random = copy.deepcopy(model.state_dict()), torch.cuda.get_rng_state()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    costs = profile(traced, (x,), device="cuda:0")
+    assert costs.device == "cuda:0"
+    assert all(n.forward.at(64) > 0 and n.backward.at(64) > 0 for n in costs.nodes)
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert all(torch.equal(value, state[k]) for k, value in model.state_dict().items())
+    if where == "cpu":  # a weight is 4 MiB: at most that of one node, its gradients and their sum
+        assert torch.cuda.max_memory_allocated() - before < 8 * 4 * 2**20
 
 
 def test_threads_are_set_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,11 +539,14 @@ def test_model_inputs_and_random_state_stay_as_they_were(name: str, inputs_requi
     gradient = torch.ones_like(next(model.parameters()))
     next(model.parameters()).grad = gradient.clone()
     versions = {k: p._version for k, p in model.named_parameters()}
-    random = torch.get_rng_state()
+    generators = torch.get_rng_state(), random.getstate()
+    flags = [m.training for m in model.modules()]
 
-    costs = profile(traced, (x,), repeats=2)
+    costs = profile(traced, (x,), repeats=2, budget=0.2)
 
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+    assert [m.training for m in model.modules()] == flags
     assert {k: p._version for k, p in model.named_parameters()} == versions
     assert all(torch.equal(value, state[k]) for k, value in model.state_dict().items())
     grads = [p.grad for p in model.parameters()]
@@ -319,6 +556,84 @@ def test_model_inputs_and_random_state_stay_as_they_were(name: str, inputs_requi
     assert x.grad is None
     assert [n.name for n in costs.nodes] == [n.name for n in traced.nodes]
     assert all(n.forward.at(1) >= 0 and n.backward.at(1) >= 0 for n in costs.nodes)
+
+
+def test_hooks_of_tensors_do_not_fire() -> None:
+    fired: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(2, 4).requires_grad_()
+    traced = trace(model, (x,))
+    for name, tensor in (*model.named_parameters(), ("x", x)):
+        tensor.register_hook(lambda gradient, name=name: fired.append(name))
+        tensor.register_post_accumulate_grad_hook(lambda tensor, name=name: fired.append(name))
+    profile(traced, (x,))
+    assert fired == []
+    model(x).sum().backward()
+    assert len(fired) == 2 * 5
+
+
+def test_hooks_of_modules_run_but_once_at_each_size() -> None:
+    """Such a hook is a node. It may print, or count outside of the model: no more of that than there must be."""
+    fired: list[int] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[0].register_forward_hook(lambda module, args, output: fired.append(len(output)))
+    x = torch.randn(4, 4)
+    traced = trace(model, (x,))
+    fired.clear()
+    costs = profile(traced, (x,), repeats=5)
+    assert sorted(fired) == [2, 4]
+    assert len(costs.nodes) == len(traced.nodes)
+
+
+def test_what_a_module_kept_whole_changes_is_undone() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(x) * (0.5 + random.random())
+
+    model = nn.Sequential(Counting(), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x = torch.randn(4, 4)
+    traced = trace(model, (x,), leaf_modules=(Counting,))
+    state, generators = copy.deepcopy(model.state_dict()), (torch.get_rng_state(), random.getstate())
+    profile(traced, (x,))
+    assert all(torch.equal(value, state[k]) for k, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generators[0])
+    assert random.getstate() == generators[1]
+
+
+def test_modules_kept_whole_share_where_class_and_settings_agree() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, times: int):
+            super().__init__()
+            self.linear, self.times = nn.Linear(4, 4), times
+
+        def forward(self, x: torch.Tensor, flag: bool = False) -> torch.Tensor:
+            for _ in range(self.times):
+                x = self.linear(x)
+            return -x if flag else x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(map(Scaled, (2, 2, 3, 2)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b, c, d = self.parts
+            out: torch.Tensor = d(c(b(a(x))), flag=True)
+            return out
+
+    x = torch.randn(4, 4).requires_grad_()
+    traced = trace(Model(), (x,), leaf_modules=(Scaled,))
+    assert traced.effects is not None
+    found = Rounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None)
+    found.run()
+    wholes = [kind for node, kind in found.kind.items() if "whole" in node.meta]
+    assert [wholes.index(kind) for kind in wholes] == [0, 0, 2, 3]
 
 
 def test_in_place_nodes_leave_later_nodes_the_values_of_the_model() -> None:

@@ -4,9 +4,10 @@
     print(costs)            # every node: milliseconds forward and backward, bytes as formulas such as 100352*b
     costs.seconds           # one number for each node: what partitioning balances
 
-`formulas` gives bytes for every batch size at once, from the shapes of the trace; `measure` gives seconds for one, from
-real runs of each node; where model or inputs have no values (meta or fake tensors), `estimate` says what hardware
-known by name would take at least. The model stays as it was.
+`formulas` gives bytes for every batch size at once, from the shapes of the trace. `measure` gives seconds, from real
+runs of each node at two micro-batch sizes, and `lines` makes of them a fixed cost and a cost per sample, so that one
+profile serves any number of micro-batches. Where model or inputs have no values (meta or fake tensors), `estimate` says
+what hardware known by name would take at least. The model stays as it was.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.costs import NodeCost, Profile, Seconds
 from fxpipe.profiling.counting import count
-from fxpipe.profiling.estimate import Estimate, estimate
+from fxpipe.profiling.estimate import estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
-from fxpipe.tracing.checking.check import take
+from fxpipe.profiling.rounds import Measured, made_of
 from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
 
@@ -45,6 +47,7 @@ def profile(
     repeats: int = 5,
     threads: int | None = None,
     hardware: str | Hardware | None = None,
+    device: torch.device | str | None = None,
 ) -> Profile:
     """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
 
@@ -53,10 +56,12 @@ def profile(
             they were.
         micro_batch: how many of the samples to run: those of one micro-batch. Default: all.
         budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
-        repeats: how often a node is run for the median.
+        repeats: how often at least a node is run for the median; more often where the times disagree.
         threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
         hardware: nothing is measured, and the seconds are estimates for this: a name of `fxpipe.hardware.HARDWARE` or
             a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
+        device: to measure on. The model stays where it is; its tensors and the values come to the device one by one, so
+            that neither has to fit. Default: where the model is.
 
     Raises:
         ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
@@ -69,28 +74,27 @@ def profile(
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
     chosen = None if hardware is None else parse_hardware(hardware)
-    leaves, micro_batch = _micro_batch(traced, _leaves(traced, args, {} if kwargs is None else kwargs), micro_batch)
-    with _threads(threads), faked(traced.model, leaves) as leaves:
-        device = _device(traced, leaves)
+    given = _leaves(traced, args, {} if kwargs is None else kwargs)
+    micro_batch = _micro_batch(traced, given, micro_batch)
+    others = other_sizes(traced, micro_batch)
+    # `undone`: hooks, and modules kept whole, run as they are.
+    with _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
+        place = _device(traced, leaves) if device is None else _parsed(device)
         counts = count(traced, effects, leaves, micro_batch)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
-            sizes = (micro_batch, *itertools.islice(other_sizes(traced, micro_batch), 1))
+            sizes = (micro_batch, *itertools.islice(others, 1))
             found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
-            measured = measure(traced, effects, leaves, device, repeats=repeats, budget=budget)
-            found = {
-                micro_batch: {
-                    n: Estimate(m.forward_seconds, m.backward_seconds, 0.0, m.bytes) for n, m in measured.items()
-                }
-            }
+            found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
     here = found[micro_batch]
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
+    growing = made_of(traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None])
 
-    def seconds(of: Callable[[Estimate], float], node: fx.Node) -> Seconds:
-        return line({size: of(estimates[node]) for size, estimates in found.items()}, micro_batch)
+    def seconds(of: Callable[[Measured], float], node: fx.Node) -> Seconds:
+        return line({size: of(measured[node]) for size, measured in found.items()}, micro_batch, node in growing)
 
     costs = []
     for node in here:
@@ -114,7 +118,7 @@ def profile(
             )
         )
     name = "" if chosen is None else chosen.name
-    return Profile(tuple(costs), micro_batch, traced.batch, str(device), name, counts.saved, traced.fingerprint())
+    return Profile(tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint())
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -138,8 +142,8 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return leaves
 
 
-def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> tuple[list[Any], int]:
-    """The first samples of the inputs, and how many they are."""
+def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> int:
+    """How many samples to run."""
     given = traced.batch_of(leaves)
     size = given if wanted is None else wanted
     if size > given:
@@ -150,7 +154,21 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> t
                 f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "
                 "held; trace the model on that many samples"
             )
-    return take(traced, leaves, 0, size), size
+    return size
+
+
+def _parsed(device: torch.device | str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"device={device!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = parsed.index if parsed.index is not None else (torch.cuda.current_device() if count else 0)
+    if parsed.type != "cuda" or index >= count:
+        raise ArgumentError(f"device={device!r} is not available: there are {count} CUDA devices here, and 'cpu'")
+    return torch.device("cuda", index)
 
 
 def _device(traced: Traced, leaves: Sequence[Any]) -> torch.device:

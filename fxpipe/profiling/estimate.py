@@ -28,9 +28,10 @@ from torch import fx
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from fxpipe.hardware import Hardware
+from fxpipe.profiling.flops import flops
+from fxpipe.profiling.rounds import Measured
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
@@ -45,27 +46,11 @@ Value = Any  # of a node: a tensor, a number, or a nest of them
 # These read no more of their first argument than they return.
 _PICKING = frozenset("embedding gather index index_select take".split())
 _EMPTY = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
-_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
-_SAME_WORK = {  # operations without a formula -> those that have it
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _ATTENTION,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _ATTENTION_BACKWARD,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """What one node would take."""
-
-    forward_seconds: float
-    backward_seconds: float
-    weight_seconds: float  # the part of backward that makes gradients of parameters, and of nothing else
-    bytes: int  # of all tensors that it returns
 
 
 def estimate(
     traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
-) -> dict[fx.Node, Estimate]:
+) -> dict[fx.Node, Measured]:
     """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is."""
     if not is_faked():
         with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
@@ -93,12 +78,12 @@ def _resized(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
 class _Cost:
     """One kind of node, and what gradients come of it."""
 
-    estimate: Estimate
+    estimate: Measured
     gives_grad: tuple[bool, ...]  # by tensor of its value: does it require grad
     leaves_grad: bool  # do tensors that it writes to require grad afterwards
 
 
-def _walked(traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware) -> dict[fx.Node, Estimate]:
+def _walked(traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware) -> dict[fx.Node, Measured]:
     with (
         forked_random(),
         running(),
@@ -125,7 +110,7 @@ class _Walk:
     known: dict[Hashable, _Cost] = field(default_factory=dict)
     classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
 
-    def run(self) -> dict[fx.Node, Estimate]:
+    def run(self) -> dict[fx.Node, Measured]:
         self._hold()
         found = {}
         for place, node in enumerate(self.effects.nodes):
@@ -158,7 +143,7 @@ class _Walk:
             self.values[node] = tensor.detach().clone() if is_copied else tensor
             self.classes[self.effects.alias[node]].append(node)
 
-    def _visit(self, node: fx.Node, place: int) -> Estimate:
+    def _visit(self, node: fx.Node, place: int) -> Measured:
         inputs = node.all_input_nodes
         written = [self.effects.alias[n] in self.effects.writes[place] for n in inputs]
         roles = [(self.grads[n], n in self.fixed, is_written) for n, is_written in zip(inputs, written, strict=True)]
@@ -219,7 +204,7 @@ class _Walk:
                 weight = max(0.0, backward - clock.backward_seconds(ends, others))
         size = sum(t.numel() * t.element_size() for t in tensors_in(value))
         gives_grad = tuple(t.requires_grad for t in _tensors(value))
-        return _Cost(Estimate(forward, backward, weight, size), gives_grad, any(t.requires_grad for t in changed))
+        return _Cost(Measured(forward, backward, weight, size), gives_grad, any(t.requires_grad for t in changed))
 
 
 def _alone(value: Value, grads: Sequence[bool]) -> Value:
@@ -275,17 +260,6 @@ class Roofline(TorchDispatchMode):
         except NotImplementedError:
             return 0.0  # a function without a derivative: no training step goes back through it
         return self.seconds - before
-
-
-def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Of the operations that do the work: products of matrices, convolutions, attention; 0 for all others."""
-    name = func.overloadpacket.__name__
-    if name.startswith("mkldnn_rnn_layer"):  # each weight meets each step of each sequence; twice on the way back
-        rows = args[0].numel() // args[0].shape[-1]
-        each = 2 * rows * (args[1].numel() + args[2].numel())
-        return int(2 * each if name.endswith("backward") else each)
-    formula = flop_registry.get(_SAME_WORK.get(func.overloadpacket, func.overloadpacket))
-    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
 def _multiplied(func: Any, args: tuple[Any, ...]) -> str:

@@ -224,7 +224,7 @@ def call_as_one_node(
             "return tuples, lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)",
         )
     node = recorder.add("call_function", whole, node_args)
-    node.meta.update(random=random or rolled, dice=rolled, opaque=True)
+    node.meta.update(random=random or rolled, dice=rolled, opaque=True, constants=(fixed, spec))
     node.meta["changes"] |= {storage_of(t) for t in changed_buffers}
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node

@@ -1,0 +1,107 @@
+"""How long things take: a clock for each kind of device, and what a call of autograd costs by itself.
+
+- On a GPU events in its stream are the clock: they tell when the device came by. So a node takes as long as its kernels
+  do or as it takes to launch them, whichever is longer.
+- On the CPU with one thread it is the processor time of this thread, which stands still while another process has the
+  core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same.
+- With several threads it is the time that passes.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+_TICKS = 30  # for the median
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True)
+class Clock:
+    """Tells how long things take, in seconds."""
+
+    mark: Callable[[], Any]  # a moment
+    between: Callable[[Any, Any], float] = operator.sub  # seconds, of the later moment and the earlier one
+    settle: Callable[[], object] = _nothing  # returns when the device has done what it was given
+    device: torch.device | None = None  # on which autograd is called to see what that costs; None: it costs nothing
+    tick: float = 0.0  # seconds between two marks with nothing in between
+
+    @classmethod
+    def on(cls, device: torch.device) -> Clock:
+        if device.type == "cuda":
+            clock = _of_events(device)
+        else:
+            clock = cls(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, device=device)
+        found = [clock.seconds(_nothing)[0] for _ in range(_TICKS)]
+        clock.tick = median(found)
+        return clock
+
+    def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
+        """How long a call takes, and what it returns."""
+        self.settle()
+        start = self.mark()
+        result = function(*args, **kwargs)
+        end = self.mark()
+        return max(0.0, self.between(end, start) - self.tick), result
+
+    def backward_seconds(
+        self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]
+    ) -> float:
+        """How long it takes to go back from `ends` to `starts`, within a backward that goes on.
+
+        To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
+        them. What a call takes by itself just before is taken off; so the result may be below 0, by chance.
+
+        Args:
+            totals: to which the gradients of `starts` are added; None for those that are not.
+        """
+        if not ends or not starts:
+            return 0.0
+        ones = [torch.ones_like(t) for t in ends]
+        by_itself = self._overhead(len(ends), len(starts))
+        try:
+            return self.seconds(_go_back, ends, starts, ones, totals)[0] - by_itself
+        except NotImplementedError:
+            return 0.0  # a function without a derivative: no training step goes back through it
+
+    def _overhead(self, ends: int, starts: int) -> float:
+        """Of a call that goes through nothing, from so many tensors to so many."""
+        if self.device is None:
+            return 0.0
+        tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
+        ones = [torch.ones_like(t) for t in tensors[:ends]]
+        return self.seconds(_go_back, tensors[:ends], tensors[:starts], ones, ())[0]
+
+
+def _go_back(
+    ends: Sequence[torch.Tensor],
+    starts: Sequence[torch.Tensor],
+    ones: Sequence[torch.Tensor],
+    totals: Sequence[torch.Tensor | None],
+) -> None:
+    found = torch.autograd.grad(ends, starts, ones, allow_unused=True)
+    for gradient, total in zip(found, totals, strict=False):
+        if total is not None and gradient is not None:
+            total.add_(gradient)
+
+
+def _of_events(device: torch.device) -> Clock:
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    def between(later: torch.cuda.Event, earlier: torch.cuda.Event) -> float:
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1e3  # of milliseconds
+
+    return Clock(mark, between, lambda: torch.cuda.synchronize(device), device)

@@ -1,0 +1,376 @@
+"""Runs a graph node by node, and takes samples of how long each node takes, forward and backward apart.
+
+The graph is run in rounds. In each round every value is made as in the real run but cut off from what made it, so that
+the autograd graph of a node is its own and can go back alone.
+
+        values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
+              ▲                           │
+              └── autograd.grad (ones) ◀──┘   timed apart; each sample has a fresh forward
+
+A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
+leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
+device can be measured on one. Nothing is timed but the nodes.
+
+The first sample of a kind of nodes warms up and is dropped. A kind has enough when its samples agree, or once the
+budget is spent and it has one; its nodes then only make their values. So twelve equal blocks are measured in little
+more than one round, and the samples of a node without equals lie apart in time: a short disturbance misses most.
+
+What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
+themselves. The model is only read.
+
+What no node does by itself counts for the node that makes it happen:
+
+- Where a value has several users, backward sums what comes back from them: each user adds, but the last, from which the
+  first gradient comes.
+- The gradient of a parameter is added to those of the micro-batches before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.samples import (
+    MOST,
+    NEGLIGIBLE,
+    UNIMPORTANT,
+    Like,
+    Samples,
+    Value,
+    distinct,
+    kind_of,
+    mapped,
+    storage_of,
+)
+from fxpipe.thread_state import applied
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.devices import on_device
+from fxpipe.tracing.recording.fake import usable
+from fxpipe.tracing.traced import WORKING, Traced, lookup
+
+WINDOW = 32 << 20  # bytes made by nodes that have still to go back
+_NOTE = "fxpipe: while measuring "
+_SUMS = 5  # samples of how long it takes to add gradients of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was seen of one node."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float  # the part of backward that makes gradients of parameters
+    bytes: int  # of all tensors that it returned
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A node that has gone forward and has still to go back."""
+
+    node: fx.Node
+    ends: list[torch.Tensor]  # from which its backward starts
+    starts: list[torch.Tensor]  # and to which it goes
+    totals: list[torch.Tensor | None]  # of gradients of parameters
+    found: list[float]  # where its seconds go
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The runs over the graph, and what they found."""
+
+    traced: Traced
+    effects: Effects
+    leaves: Sequence[Any]
+    clock: Clock
+    repeats: int
+    deadline: float
+    step: Callable[[], object]
+    warms_up: bool = True  # is the first sample of a kind unlike the others
+    device: torch.device | None = None  # to run on; None: where model and inputs are
+    samples: dict[Hashable, Samples] = field(default_factory=dict)
+    kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
+    bytes: dict[fx.Node, int] = field(default_factory=dict)
+    values: dict[fx.Node, Value] = field(default_factory=dict)  # alive in this round: tensors are leaves of autograd
+    _calls: dict[fx.Node, Call] = field(init=False)
+    _written: set[int | None] = field(init=False)  # alias classes
+    _of_inputs: set[fx.Node] = field(init=False)  # what is not the same for all micro-batches, as parameters are
+    _number: Counter[Hashable] = field(default_factory=Counter)  # nodes of a kind
+    _sums: dict[Like, float] = field(default_factory=dict)  # seconds that it takes to add a gradient to another
+    _sums_of: dict[fx.Node, float] = field(default_factory=dict)
+    _waiting: list[_Waiting] = field(default_factory=list)
+    _waiting_bytes: int = 0
+    _left: dict[Hashable, int] = field(default_factory=dict)  # samples of a kind to take in this round
+    _negligible: float = 0.0  # seconds, for all nodes of a kind
+
+    def __post_init__(self) -> None:
+        self._calls = calls_on(self.traced, self.device)
+        self._written = set().union(*self.effects.writes)
+        self._of_inputs = made_of(self.traced, self.traced.placeholders.values())
+
+    def run(self) -> None:
+        while self.round():
+            pass
+
+    def round(self) -> bool:
+        """One more round, if any node needs another sample; was there one?"""
+        nodes = self.effects.nodes
+        self._left = {kind: self._missing(kind) for kind in self.samples}
+        stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or self._left[self.kind[n]]), default=0)
+        try:
+            for place, node in enumerate(nodes[:stop]):
+                with _named(node):
+                    self._visit(node, place)
+                for used in (*node.all_input_nodes, node):
+                    if self.effects.last[used] <= place:
+                        self.values.pop(used, None)
+                self.step()
+            self._go_back()
+        finally:
+            self.values.clear()
+            self._waiting.clear()
+        if stop:
+            self._negligible = NEGLIGIBLE * sum(self.samples[self.kind[n]].seconds for n in nodes)
+        return stop > 0
+
+    def measured(self, node: fx.Node) -> Measured:
+        samples = self.samples[self.kind[node]]
+        backward = samples.backward_seconds + self._sums_of[node]
+        return Measured(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
+
+    def _missing(self, kind: Hashable) -> int:
+        """How many samples of a kind to take in the next round."""
+        samples = self.samples[kind]
+        found = len(samples.forward)
+        if not found:
+            return 1
+        if found >= MOST or samples.is_seldom or time.perf_counter() >= self.deadline:
+            return 0
+        if found < self.repeats:
+            return self.repeats - found
+        return 0 if samples.are_close(max(self._negligible / self._number[kind], UNIMPORTANT)) else self.repeats
+
+    # -- one round -----------------------------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node, place: int) -> None:
+        """Makes the value of a node, and takes a sample where one is wanted."""
+        for source in node.all_input_nodes:
+            if source.op in ("placeholder", "get_attr") and source not in self.values:
+                self.values[source] = self._held(source)
+        written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
+        if written and self._waiting:
+            self._keep_waiting(written)
+        if node not in self.kind:
+            self._meet(node)
+        kind = self.kind[node]
+        samples, made = self.samples[kind], None
+        if self._left[kind] and not (samples.forward and time.perf_counter() >= self.deadline):
+            self._left[kind] -= 1
+            made = self._sample(node, written, samples)
+        if node not in self._sums_of:
+            self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
+        if made is None and not node.users and not written and node in self.bytes:
+            return
+        if made is None or written:
+            function, args, kwargs = self._calls[node].bound(self.values)
+            with applied(node.meta["state"]), torch.no_grad():
+                made = (function(*args, **kwargs),)
+        (value,) = made
+        self.bytes.setdefault(node, sum(t.numel() * t.element_size() for t in tensors_in(value)))
+        grads = iter(samples.gives_grad)
+        self.values[node] = mapped(lambda t: t.detach().requires_grad_(next(grads)), value)
+        self._spread_grad(written, samples.leaves_grad)
+
+    def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
+        """What waits to go back keeps what it has seen: the node will write to a copy, or else the others go first."""
+        classes = {self.effects.alias[n] for n in written}
+        alive = [n for n in self.values if self.effects.alias[n] in classes]
+        if len(alive) == len(classes):  # it has no views
+            copies = {n: mapped(_leaf_copy, self.values[n]) for n in alive}
+            if all(map(_are_alike, copies.values(), (self.values[n] for n in alive))):
+                self.values.update(copies)
+                return
+        self._go_back()
+
+    def _meet(self, node: fx.Node) -> None:
+        """Finds out of which kind a node is."""
+        call = self._calls[node]
+        kind = self.kind[node] = kind_of(self.traced, node, (call.args, call.kwargs), self.values)
+        self._number[kind] += 1
+        if kind not in self.samples:
+            # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
+            is_seldom = "hook" in node.meta
+            self.samples[kind] = Samples(is_seldom or not self.warms_up, is_seldom)
+            self._left[kind] = 1
+
+    def _held(self, node: fx.Node) -> torch.Tensor:
+        """An input or a tensor of the model, on the device: a copy of what a node will write to."""
+        is_input = node.op == "placeholder"
+        tensor = self.leaves[self.traced.place_of(node)] if is_input else usable(lookup(self.traced, node))
+        needs_grad = tensor.requires_grad and (is_input or isinstance(tensor, torch.nn.Parameter))
+        held = tensor.detach()
+        if self.device is not None and tensor.device != self.device:
+            held = held.to(self.device)
+        # An inference tensor cannot be saved for backward; its copy can.
+        elif self.effects.alias[node] in self._written or tensor.is_inference():
+            held = held.clone()
+        return held.requires_grad_(needs_grad)
+
+    def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
+        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        tensors = [t for n in written for t in tensors_in(self.values[n])]
+        storages = {storage_of(t) for t, grad in zip(tensors, leaves_grad, strict=True) if grad and not t.requires_grad}
+        if not storages:
+            return
+        for tensor in tensors_in(list(self.values.values())):
+            if storage_of(tensor) in storages and (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.requires_grad_()
+
+    # -- one sample ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: Samples) -> tuple[Value]:
+        """Times a node. It goes back later. Returns its value, in a tuple since None is one too."""
+        starts = {id(t): (n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad}
+        every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
+        seconds, value, ends = self._forward(node, written, samples)
+        samples.has_inputs, samples.has_parameters = bool(ends and inputs), bool(ends) and len(inputs) < len(every)
+        is_kept, samples.is_warm = samples.is_warm, True
+        if is_kept:
+            samples.forward.append(seconds)
+        totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
+        self._wait(_Waiting(node, ends, every, totals, samples.backward if is_kept else []))
+        if samples.has_both and is_kept:
+            again = self._forward(node, written, samples)[2]
+            self._wait(_Waiting(node, again, inputs, [], samples.to_inputs))
+        return (value,)
+
+    def _forward(
+        self, node: fx.Node, written: Sequence[fx.Node], samples: Samples
+    ) -> tuple[float, Value, list[torch.Tensor]]:
+        """Seconds of a node, its value, and the tensors from which its backward starts."""
+        values = self.values
+        if written:
+            with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+                values = {**values, **{n: mapped(torch.clone, values[n]) for n in written}}
+        function, args, kwargs = self._calls[node].bound(values)
+        state = node.meta["state"]
+        if any(autocast.enabled for autocast in state.autocast):
+            torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
+        with applied(state):
+            seconds, value = self.clock.seconds(function, *args, **kwargs)
+        changed = [t for n in written for t in tensors_in(values[n])]
+        samples.gives_grad = tuple(t.requires_grad for t in tensors_in(value))
+        samples.leaves_grad = tuple(t.requires_grad for t in changed)
+        return seconds, value, distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+
+    def _wait(self, waiting: _Waiting) -> None:
+        self._waiting.append(waiting)
+        self._waiting_bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
+        if self._waiting_bytes > WINDOW:
+            self._go_back()
+
+    def _go_back(self) -> None:
+        """Times the backward of the nodes that wait for it, the last first."""
+        while self._waiting:
+            waiting = self._waiting.pop()
+            with _named(waiting.node):
+                waiting.found.append(self.clock.backward_seconds(waiting.ends, waiting.starts, waiting.totals))
+        self._waiting_bytes = 0
+
+    def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
+        """Seconds in which the gradients that come back from a node are added to those of users after it."""
+        seconds = 0.0
+        for source in node.all_input_nodes:
+            value = self.values[source]
+            is_summed = source.op != "get_attr" and source not in written and self._goes_back_later(source, place)
+            if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
+                seconds += self._sum_seconds(value)
+        return seconds
+
+    def _goes_back_later(self, source: fx.Node, place: int) -> bool:
+        """Does a gradient come back to a value from after this place?"""
+        users = (u for u in source.users if self.effects.place.get(u, -1) > place)
+        return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
+
+    def _sum_seconds(self, value: torch.Tensor) -> float:
+        if value.layout != torch.strided:
+            return 0.0
+        like = Like.of(value)
+        if like not in self._sums:
+            with torch.no_grad():
+                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
+                found = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUMS + 1)]
+            self._sums[like] = median(found[1:])  # the first is not warm
+        return self._sums[like]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a working node calls, and the nodes and constants that it is given."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_method: bool
+
+    def bound(self, values: Mapping[fx.Node, Value]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments, ready to be called."""
+        args, kwargs = fx.map_arg((self.args, self.kwargs), values.__getitem__)
+        if self.is_method:
+            return getattr(args[0], self.target), args[1:], kwargs
+        return self.target, args, kwargs
+
+
+def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, Call]:
+    """The calls of all working nodes, with the devices among their arguments as in a stage on `device`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    found = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op in WORKING:
+            if device is not None:
+                on_device(copy, device)
+            originals = {copies[n]: n for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((copy.args, copy.kwargs), originals.__getitem__)
+            found[node] = Call(copy.target, args, kwargs, copy.op == "call_method")
+    return found
+
+
+def made_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """`sources`, and all nodes whose values hang on them."""
+    found = {*sources}
+    for node in traced.graph.nodes:
+        if any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _are_alike(left: Value, right: Value) -> bool:
+    return list(map(Like.of, tensors_in(left))) == list(map(Like.of, tensors_in(right)))
+
+
+@contextlib.contextmanager
+def _named(node: fx.Node) -> Iterator[None]:
+    """What is raised in this block says which node it was."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE}{node.name} ({node.meta['source']})")
+        raise
