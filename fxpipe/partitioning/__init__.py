@@ -1,13 +1,34 @@
 """Costs of nodes to stages: pure Python on plain numbers, which knows neither torch nor graphs.
 
-`partition` is what the passes call; `block_partition` is the algorithm alone. The way through the files: `block.py`
-(the algorithm, and why it ends), `nodes.py` (what is known of the nodes), `by_hand.py` (cuts that the user makes),
-`cutting.py` (the whole),
-`follow.py` (a later graph of the same model, cut like the first).
+`partition` is what the passes call where only time matters; `block_partition` is the algorithm alone. The way through
+the files: `block.py` (the algorithm, and why it ends), `nodes.py` (what is known of the nodes), `by_hand.py` (cuts that
+the user makes), `cutting.py` (the whole), `follow.py` (a later graph of the same model, cut like the first).
+
+`optimal_partition` minds transfers, memory and unequal devices: `chain.py` (the graph in numbers), `loads.py` (what a
+stage comes to), `optimal.py` (what the best cut is, and the way to it), `search.py` (the way itself), `ranges.py`
+(loads of any stage, quickly), `shortage.py` (why nothing fits, and what would).
 """
 
 from fxpipe.partitioning.block import block_partition
+from fxpipe.partitioning.chain import Chain, Flow, Held, Link, Site, Weights
 from fxpipe.partitioning.cutting import Partition, partition
 from fxpipe.partitioning.follow import follow
+from fxpipe.partitioning.loads import StageLoad, stage_loads
+from fxpipe.partitioning.optimal import Optimal, optimal_partition
 
-__all__ = ["Partition", "block_partition", "follow", "partition"]
+__all__ = [
+    "Chain",
+    "Flow",
+    "Held",
+    "Link",
+    "Optimal",
+    "Partition",
+    "Site",
+    "StageLoad",
+    "Weights",
+    "block_partition",
+    "follow",
+    "optimal_partition",
+    "partition",
+    "stage_loads",
+]
