@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.chains import chain_of
@@ -21,6 +21,7 @@ from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, sending_seconds
 from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.pins import Pinned, pinned
+from fxpipe.partitioning.shortage import Trial, more_devices, recomputing, smaller_micro_batches
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
@@ -29,6 +30,7 @@ from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
 from fxpipe.sites import sites_of
 from fxpipe.tracing import Traced
 
+MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit
 ROUNDS = 4  # in which stages that share a device are balanced against each other
 
 
@@ -91,7 +93,7 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
     for way in ways:
         required = _required(traced, nodes, settings, len(way.placement))
         bounded = replace(chain, low=way.low, high=way.high, required=required)
-        yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement)))
+        yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -140,6 +142,8 @@ class _Case:
     chain: Chain
     nodes: Nodes
     settings: Settings
+    profiles: Sequence[Profile]
+    samples: int
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -160,7 +164,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.settings.placement):
+    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, _remedies(case, chain)):
         loads = stage_loads(case.chain, sites, starts, recompute)
         if balance == "optimal":
             bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
@@ -176,12 +180,16 @@ def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> f
 
 
 def _solved(
-    chain: Chain, sites: Sequence[Site], placement: Sequence[int]
+    chain: Chain,
+    sites: Sequence[Site],
+    placement: Sequence[int],
+    names: Sequence[str],
+    remedies: Sequence[Iterable[Trial]],
 ) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
     """Starts and recomputing stages. Stages on one device are weighed by what all of them took the time before."""
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(ROUNDS if max(shares) > 1 else 1):
-        found = optimal_partition(*_weighed(chain, sites, shares))
+        found = optimal_partition(*_weighed(chain, sites, shares), names=names, remedies=remedies)
         yield found.starts, found.recompute
         loads = stage_loads(chain, sites, found.starts, found.recompute)
         totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
@@ -200,6 +208,44 @@ def _weighed(chain: Chain, sites: Sequence[Site], shares: Sequence[float]) -> tu
     number = {kind: place for place, kind in enumerate(kinds)}
     weighed = [replace(site, kind=number[site.kind, share]) for site, share in zip(sites, shares, strict=True)]
     return replace(chain, forward=tuple(rows[0]), backward=tuple(rows[1])), weighed
+
+
+# -- what would fit --------------------------------------------------------------------------------------------------
+
+
+def _remedies(case: _Case, chain: Chain) -> list[Iterable[Trial]]:
+    """What is tried where nothing fits into memory."""
+    found: list[Iterable[Trial]] = [recomputing(chain, case.sites)]
+    settings, count = case.settings, len(case.settings.workers)
+    free = not (settings.pins or chain.required or len(settings.placement) > count)
+    if free:
+        counts = range(count + 1, min(MOST_DEVICES * count, len(chain)) + 1)
+        found.append(more_devices(chain, lambda number: sites_of(_on_more(settings, number)), counts))
+    found.append(smaller_micro_batches(_smaller(case, chain)))
+    return found
+
+
+def _on_more(settings: Settings, count: int) -> Settings:
+    """With so many devices, the further ones like the last one."""
+    workers, limits = settings.workers, settings.memory_limits
+    more = count - len(workers)
+    return replace(
+        settings,
+        workers=(*workers, *workers[-1:] * more),
+        placement=tuple(range(count)),
+        checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
+        memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
+    )
+
+
+def _smaller(case: _Case, chain: Chain) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
+    """Half the micro-batch, a quarter, and so on."""
+    settings, samples = case.settings, case.samples
+    while samples > 1:
+        samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
+        smaller = chain_of(case.traced, case.profiles, samples, chain.forbidden)
+        bounded = replace(smaller, low=chain.low, high=chain.high, required=chain.required)
+        yield f"chunks={settings.chunks} (micro-batches of {samples})", bounded, sites_of(settings)
 
 
 # -- what it comes to ------------------------------------------------------------------------------------------------

@@ -25,6 +25,10 @@ class PartitionError(FxpipeError, ValueError):
     """The graph cannot be cut as asked."""
 
 
+class MemoryLimitError(PartitionError):
+    """No cut keeps every stage within the memory of its device."""
+
+
 class ScheduleError(FxpipeError, ValueError):
     """A schedule that would not run: an action is missing, doubled, out of order, or two rows wait for each other."""
 

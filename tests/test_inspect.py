@@ -19,7 +19,7 @@ from fxpipe.inspect.cli import main, parse_balance, parse_devices
 from fxpipe.inspect.document import plan_document
 from fxpipe.inspect.figures import plan_figures
 from fxpipe.inspect.inputs import Shape, make_arguments, parse_input
-from fxpipe.inspect.tables import human_bytes, human_seconds, plan_table, shortened
+from fxpipe.inspect.tables import plan_table, shortened
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import Plan, Portal, StagePlan
 
@@ -301,29 +301,6 @@ def test_table_of_64_stages_stays_readable() -> None:
 
 def test_node_names_that_look_like_numbers_stay_names() -> None:
     assert "1e5  " in plan_table(make_plan(2, portals=(Portal("1e5", 0, 1, 8),)))
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (MIB - 1, "1.0 MiB"),
-        (5 * 2**50, "5120.0 TiB"),
-    ],
-)
-def test_human_bytes(number: int, text: str) -> None:
-    assert human_bytes(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0, "0.000 ms"), (1.5e-6, "0.002 ms"), (1e-3, "1.00 ms"), (0.0123, "12.3 ms"), (1.5, "1500 ms"), (12, "12.0 s")],
-)
-def test_human_seconds(seconds: float, text: str) -> None:
-    assert human_seconds(seconds) == text
 
 
 def test_shortened_keeps_both_ends() -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
 from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.kinds import Samples
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.rounds import Rounds
+from fxpipe.profiling.samples import Samples
 from fxpipe.tracing import trace
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from fxpipe.inspect.figures import PlanFigures, StageFigures, plan_figures
+from fxpipe.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan, Portal, StagePlan
@@ -31,26 +32,6 @@ def plan_table(plan: Plan) -> str:
     if plan.portals:
         blocks.append(_portal_table(plan.portals))
     return "\n\n".join([*blocks, *_lists(plan), _totals(plan, figures)])
-
-
-def human_bytes(number: int) -> str:
-    """`1536` -> `1.5 KiB`."""
-    if number < 1024:
-        return f"{number} B"
-    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
-    while size >= 999.95 and len(units) > 1:  # what would print as 1000.0 or more goes on to the next unit
-        size /= 1024
-        units.pop()
-    return f"{size:.1f} {units[-1]}"
-
-
-def human_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`. Milliseconds, so that a column compares at a glance, up to ten seconds."""
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    milliseconds = seconds * 1e3
-    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
-    return f"{milliseconds:.{digits}f} ms"
 
 
 def shortened(name: str, length: int = MOST_NAME) -> str:

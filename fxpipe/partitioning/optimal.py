@@ -27,12 +27,17 @@ values, and bisection among them ends the search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, stage_loads
+from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.search import Search
+from fxpipe.partitioning.shortage import Trial, shortage
+from fxpipe.units import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,57 @@ class Optimal:
         """The largest `seconds` of a stage."""
         return max(load.seconds for load in self.loads)
 
+    def __str__(self) -> str:
+        total = math.fsum(load.seconds for load in self.loads)
+        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
+        lines = [f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"]
+        for j, (start, stop, load) in enumerate(zip(self.starts, stops, self.loads, strict=True)):
+            share = load.seconds / total if total else 0.0
+            receives = f", {load.receive_seconds:.4g} s of it to receive" if load.receive_seconds else ""
+            recomputes = ", recomputes" if load.recompute else ""
+            lines.append(
+                f"  stage {j}: places {start}-{stop}, {load.seconds:.4g} s{receives}, share {share:.1%}, "
+                f"{human_bytes(load.memory)}{recomputes}"
+            )
+        return "\n".join(lines)
 
-def optimal_partition(chain: Chain, sites: Sequence[Site]) -> Optimal | None:
+
+def optimal_partition(
+    chain: Chain, sites: Sequence[Site], *, names: Sequence[str] = (), remedies: Iterable[Iterable[Trial]] = ()
+) -> Optimal:
+    """Cuts a chain into as many stages as there are sites; see the module's text for what is the best cut.
+
+        >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
+        >>> print(optimal_partition(chain, [Site(), Site()]))
+        optimal: 2 stages, bottleneck 12 s
+          stage 0: places 0-1, 6 s, share 33.3%, 0 B
+          stage 1: places 2-, 12 s, share 66.7%, 0 B
+
+    Args:
+        chain: at least one node.
+        sites: one for each stage, in order.
+        names: of the nodes, for errors; or none.
+        remedies: what is tried where no cut fits into memory, and offered if it would; see `shortage.py`.
+
+    Raises:
+        MemoryLimitError: no cut fits into memory.
+        PartitionError: there is no such cut at all.
+    """
     search = Search(chain, sites)
     limit = search.least_bottleneck()
     if limit is None:
-        return None
+        if not Search(chain, [replace(site, memory=None) for site in sites]).fits():
+            raise PartitionError(_why_no_cut(chain, len(sites), names))
+        raise MemoryLimitError(shortage(chain, sites, names, remedies))
     starts, recompute = search.cut(limit)
     return Optimal(starts, recompute, stage_loads(chain, sites, starts, recompute))
+
+
+def _why_no_cut(chain: Chain, stages: int, names: Sequence[str]) -> str:
+    nodes = Nodes(chain.forward[0], tuple(names), (), chain.forbidden)
+    if stages > len(nodes.items()):
+        return nodes.why_not_so_many(stages)
+    return (
+        f"no cut into {stages} stages puts every node into a stage where it may be: of what is pinned, some is out of "
+        "order, leaves a stage without nodes, or hangs together with what is pinned elsewhere"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from bisect import bisect_left, bisect_right
@@ -89,27 +90,31 @@ def _in_time(clock: Clock | None, start: int, limit: int | None) -> int:
 
 
 class Search:
-    """The tests of one chain on its sites.
+    """The tests of one chain on its sites."""
 
-    Args:
-        spare: bytes by which the memory of every site is taken to be larger.
-    """
-
-    def __init__(self, chain: Chain, sites: Sequence[Site], spare: float = 0.0) -> None:
+    def __init__(self, chain: Chain, sites: Sequence[Site]) -> None:
         self._sites = sites
         self._n = len(chain)
         self._places = [place for place in range(1, self._n) if place not in chain.forbidden] + [self._n]
         self._all = bits_of(self._places)
         self._seconds = Seconds(chain, sites, self._places)
-        limited = any(site.memory is not None for site in sites)
-        self._bytes = Bytes(chain, sites) if limited else None
-        self._spare = spare
+        self._bytes = Bytes(chain, sites) if any(site.memory is not None for site in sites) else None
         self._bounded = bool(chain.low or chain.high)
         self._until = _until(chain, len(sites))
+        self._work = [self._seconds.work(j, site.must_recompute) for j, site in enumerate(sites)]
+        self._set_spare(0.0)
+
+    def with_spare(self, spare: float) -> Search:
+        """The same, but every limited memory is this number of bytes larger."""
+        other = copy.copy(self)
+        other._set_spare(spare)
+        return other
+
+    def _set_spare(self, spare: float) -> None:
+        self._spare = spare
         self._rooms: dict[tuple[float, int, float, bool], Room] = {}
         self._known: dict[Hashable, Options] = {}
-        self._options = [self._options_of(j) for j in range(len(sites))]
-        self._work = [self._seconds.work(j, site.must_recompute) for j, site in enumerate(sites)]
+        self._options = [self._options_of(j) for j in range(len(self._sites))]
 
     def _options_of(self, j: int) -> Options:
         site = self._sites[j]
@@ -133,6 +138,12 @@ class Search:
     def fits(self) -> bool:
         """Whether there is a cut within memory, however long it takes."""
         return self.can_keep(None)
+
+    def memory(self, stage: int, start: int, end: int) -> float:
+        """The bytes of a stage in the way in which they are the fewest; there must be a limit on some site."""
+        assert self._bytes is not None
+        site = self._sites[stage]
+        return min(self._bytes.memory(site, way, start, end) for way in ways_to_run(site)) / self._bytes.unit
 
     def least_bottleneck(self) -> int | None:
         """The least limit that a cut can keep, in the unit of `seconds`; None if none fits into memory."""

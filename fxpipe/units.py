@@ -1,0 +1,23 @@
+"""Numbers of bytes and seconds as people read them."""
+
+from __future__ import annotations
+
+
+def human_bytes(number: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    if number < 1024:
+        return f"{number:.4g} B"
+    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while size >= 999.95 and len(units) > 1:  # what would print as 1000.0 or more goes on to the next unit
+        size /= 1024
+        units.pop()
+    return f"{size:.1f} {units[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`. Milliseconds, so that a column compares at a glance, up to ten seconds."""
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    milliseconds = seconds * 1e3
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
+    return f"{milliseconds:.{digits}f} ms"
