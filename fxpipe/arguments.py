@@ -48,8 +48,11 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
     return tuple(leaf_modules)
 
 
-def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.device, ...]:
-    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none."""
+def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool = False) -> tuple[torch.device, ...]:
+    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none.
+
+    `anywhere`: they need not be here.
+    """
     if devices is None:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
@@ -59,10 +62,10 @@ def parse_devices(devices: Sequence[str | torch.device] | None) -> tuple[torch.d
         )
     if not devices:
         raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
-    return tuple(_parse_device(device) for device in devices)
+    return tuple(_parse_device(device, anywhere) for device in devices)
 
 
-def _parse_device(given: str | torch.device) -> torch.device:
+def _parse_device(given: str | torch.device, anywhere: bool = True) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):
@@ -71,6 +74,8 @@ def _parse_device(given: str | torch.device) -> torch.device:
         raise ArgumentError(f"devices: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
     if device.type == "cpu":
         return torch.device("cpu")
+    if anywhere:
+        return torch.device("cuda", device.index or 0)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
     if index >= count:

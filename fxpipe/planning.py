@@ -94,7 +94,8 @@ def plan(
             raise ArgumentError(
                 f"stages={stages} cannot be shared out with stages_per_device={per_device}; give a multiple of it"
             )
-        devices = ["cpu"] * (stages // per_device)
+        is_gpu = given_hardware is not None and given_hardware.within is not None
+        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(stages // per_device)]
     settings = make_settings(
         devices=devices,
         chunks=chunks,
@@ -113,6 +114,7 @@ def plan(
         out_dims=out_dims,
         leaf_modules=leaf_modules,
         check=check,
+        anywhere=given_hardware is not None,
     )
     if stages is not None and stages != len(settings.placement):
         shared = f" of {per_device} stages" if per_device > 1 else ""
@@ -278,6 +280,7 @@ def _profiles(
             budget=settings.profile_budget / len(kinds),
             threads=_worker_threads(settings.workers),
             hardware=settings.hardware,
+            device=device if settings.hardware is None else None,
         )
         for device in kinds
     ]

@@ -81,8 +81,11 @@ def make_settings(
     profile: Any,
     profile_budget: float,
     plan: Plan | None = None,
+    anywhere: bool = False,
 ) -> Settings:
     """Checks each argument by itself. With a plan, what is left to it is the plan's.
+
+    `anywhere`: the devices need not be here, for nothing will run.
 
     Raises:
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
@@ -90,7 +93,7 @@ def make_settings(
     per_device = parse_stages_per_device(stages_per_device)
     if plan is not None:
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
-    workers = parse_devices(devices)
+    workers = parse_devices(devices, anywhere)
     placement = _placed(len(workers), per_device, plan)
     pins, balance = _pins(pin, balance, workers)
     return Settings(

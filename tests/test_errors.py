@@ -137,7 +137,7 @@ def test_an_unknown_choice_lists_what_there_is(argument, given, known):
     [
         ([1, 1, 1], ArgumentError, ["[1, 1, 1]", "3 entries", "2 stages", "give 2"]),
         ([], ArgumentError, ["0 entries", "2 stages"]),
-        (["1", "2"], ArgumentError, ["2 entries", "2 stages", "give 1 names"]),
+        (["1", "2"], ArgumentError, ["2 names", "2 stages", "give 1 or fewer"]),
         (None, ArgumentTypeError, ["balance=None", "'block'", "list"]),
         (3, ArgumentTypeError, ["balance=3", "'block'", "list"]),
         ([1, 1], PartitionError, ["[1, 1]", "sums to 2", "3 nodes", "must sum to 3"]),

@@ -21,7 +21,8 @@ from fxpipe.inspect.figures import plan_figures
 from fxpipe.inspect.inputs import Shape, make_arguments, parse_input
 from fxpipe.inspect.tables import plan_table, shortened
 from fxpipe.inspect.target import Target, parse_target
-from fxpipe.plans import Plan, Portal, StagePlan
+from fxpipe.plans import Plan, Portal, StageBytes, StagePlan
+from fxpipe.polynomials import ZERO, Polynomial
 
 MIB = 2**20
 
@@ -111,6 +112,8 @@ def make_plan(
                 parameter_bytes=10 * MIB,
                 activation_bytes=4 * MIB,
                 sent_bytes=MIB if j < stages - 1 else 0,
+                state_bytes=10 * MIB,
+                bytes=StageBytes(Polynomial((MIB,)) if j else ZERO, Polynomial((0, 2 * MIB))),
             )
             for j in range(stages)
         ),
@@ -179,16 +182,18 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 )
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 def test_micro_batches_in_flight(schedule: str, in_flight: list[int], checkpoint: str) -> None:
-    figures = plan_figures(make_plan(4, 6, schedule, checkpoint))
-    assert [stage.in_flight for stage in figures.stages] == in_flight
+    plan = make_plan(4, 6, schedule, checkpoint)
+    assert [plan.in_flight(stage) for stage in range(4)] == in_flight
 
 
 def test_no_more_micro_batches_in_flight_than_there_are() -> None:
-    assert [stage.in_flight for stage in plan_figures(make_plan(4, 2, "1f1b")).stages] == [2, 2, 2, 1]
+    plan = make_plan(4, 2, "1f1b")
+    assert [plan.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
 
 
 def test_memory_is_parameters_gradients_and_what_is_in_flight() -> None:
-    # Twice 10 MiB, and for each micro-batch in flight 4 MiB of activations and, but on the first stage, 1 MiB received.
+    # Parameters and gradients of 10 MiB, and for each micro-batch in flight 4 MiB of activations (2 for each of its 2
+    # samples) and, but on the first stage, 1 MiB received.
     memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe")).stages]
     assert memory == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 5]
     memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b")).stages]
@@ -207,9 +212,18 @@ def test_what_1f1b_keeps_of_the_last_micro_batch_adds_to_a_recomputed_one() -> N
     assert memory == [20 + 2 * 4, 20 + 2 * 1 + 2 * 4, 20 + 1 + 4]
 
 
-def test_portals_count_where_they_arrive() -> None:
+def test_memory_is_a_formula_in_the_micro_batch_size() -> None:
+    plan = make_plan(3, 4, "1f1b")
+    b = next(iter(plan.memory(1).free_symbols))
+    assert plan.memory(1) == 22 * MIB + 2 * 2 * MIB * b
+    assert plan.memory(1, b=8) == (22 + 32) * MIB
+    assert str(plan.memory(1)) == f"{4 * MIB}*{b} + {22 * MIB}"
+    with pytest.raises(ArgumentError, match="stage=3: the plan has 3 stages, 0 to 2"):
+        plan.memory(3)
+
+
+def test_portals_are_listed_where_they_leave_and_arrive() -> None:
     figures = plan_figures(make_plan(3, 4, "gpipe", portals=(Portal("skip", 0, 2, 2 * MIB),)))
-    assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 7]
     assert [len(stage.portals_in) for stage in figures.stages] == [0, 0, 1]
     assert [len(stage.portals_out) for stage in figures.stages] == [1, 0, 0]
 
@@ -218,7 +232,7 @@ def test_stages_on_one_worker_are_counted_each_by_itself() -> None:
     plan = replace(make_plan(4, 4, "gpipe"), placement=(0, 1, 0, 1))
     figures = plan_figures(plan)
     assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4] + [20 + 4 * 5] * 3
-    assert [stage.in_flight for stage in figures.stages] == [4] * 4
+    assert [plan.in_flight(stage) for stage in range(4)] == [4] * 4
     # Stage j takes j + 1 ms forward and twice that back: of 4 micro-batches 4 * 3 * (2 + 4) ms on the busier worker.
     assert figures.step_seconds * (1 - min(figures.bubble)) == pytest.approx(4 * 3 * 6e-3)
     assert len(figures.bubble) == 2
@@ -269,6 +283,10 @@ portal          from    to    bytes
 ------------  ------  ----  -------
 encoder_relu       0     1  3.0 KiB
 
+memory in bytes, with micro-batches of b samples
+- stage 0: 4194304*b + 20971520
+- stage 1: 2097152*b + 22020096
+
 balance 1.33 (slowest stage / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
     )
 
@@ -293,7 +311,7 @@ def test_table_of_64_stages_stays_readable() -> None:
     text = plan_table(make_plan(64, 64, portals=portals))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 125
-    assert len(lines) < 64 + 40
+    assert len(lines) < 64 + 60
     assert "and 180 smaller portals, 15.9 MiB together" in text
     # The largest is shown, with both ends of its name.
     assert any(line.startswith("decoder.blocks.199") and "add_199" in line and "200.0 KiB" in line for line in lines)
@@ -487,7 +505,7 @@ MISTAKES = {
     "module": ("zoo_of_model:make_mlp", "no module named 'zoo_of_model'", "did you mean zoo_of_models?"),
     "file": ("zoo_of_model.py:make_mlp", "no file 'zoo_of_model.py'", "did you mean zoo_of_models.py?"),
     "factory": ("zoo_of_models:make_mpl", "zoo_of_models has no 'make_mpl'; did you mean make_mlp"),
-    "factory_of_file": ("zoo_of_models.py:qqq", "zoo_of_models.py has no 'qqq'; it has Net, Zoo,", "make_mlp"),
+    "factory_of_file": ("zoo_of_models.py:qqq", "zoo_of_models.py has no 'qqq'; it has Guarded, Net, Zoo,", "make_mlp"),
     "nested_factory": ("zoo_of_models:Zoo.smal", "zoo_of_models has no 'Zoo.smal'; did you mean small?"),
     "raises": ("zoo_of_models:make_error", "calling zoo_of_models:make_error raised KeyError: 'width'"),
     "no_module": ("zoo_of_models:make_wrong", "zoo_of_models:make_wrong returned a list, expected a torch.nn.Module"),

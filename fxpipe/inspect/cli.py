@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError
 from fxpipe.inspect.inputs import ACCEPTED, Arguments, Shape, make_arguments, parse_input
 from fxpipe.inspect.target import FORMS, Target, describe, load_model, parse_target
 
@@ -31,7 +31,9 @@ T = TypeVar("T")
 SCHEDULES = ("gpipe", "1f1b")
 CHECKPOINTS = ("never", "except_last", "always")
 TRACERS = ("auto", "record", "export", "fx")
-BALANCES = ("block",)  # any other word is the name of a node or module
+BALANCES = ("auto", "block", "optimal")  # any other word is the name of a node or module
+HARDWARE = ("a100-80gb", "h100", "h200", "cpu")
+OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
 
 EXAMPLES = """\
 examples:
@@ -51,7 +53,7 @@ class Request:
     inputs: tuple[Shape | Target, ...]
     devices: int | tuple[str, ...] | None
     stages_per_device: int
-    options: dict[str, Any]  # chunks, schedule, checkpoint, balance, tracer, leaf_modules: those that were given
+    options: dict[str, Any]  # of `fxpipe.plan`: those that were given
     evaluating: bool
     json: bool
     code: int | None  # the stage whose code is to be printed
@@ -65,7 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan = make_plan(request)
         print(render(plan, request))
     except FxpipeError as error:
-        print(f"fxpipe.inspect: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error) if isinstance(error, MemoryLimitError) else " ".join(str(error).split())  # that has a table
+        print(f"fxpipe.inspect: {text}", file=sys.stderr)
         return 2
     return 0
 
@@ -73,8 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     found = _parser().parse_args(argv)
-    given = {name: getattr(found, name) for name in ("chunks", "schedule", "checkpoint", "balance", "tracer")}
+    given = {name: getattr(found, name) for name in OPTIONS}
     given["leaf_modules"] = tuple(found.leaf) or None
+    given["pin"] = dict(found.pin) or None
     return Request(
         model=found.model,
         inputs=tuple(found.input),
@@ -89,8 +93,10 @@ def parse_request(argv: Sequence[str]) -> Request:
 
 def make_plan(request: Request) -> Plan:
     """Load what the request names, and plan it."""
-    devices = resolve_devices(request.devices)
-    stages = len(devices) * request.stages_per_device
+    planned_for = request.options.get("hardware")
+    devices = resolve_devices(request.devices) if planned_for is None else _named(request.devices)
+    count = devices if isinstance(devices, int) else len(devices)
+    stages = count * request.stages_per_device
     if request.code is not None and not 0 <= request.code < stages:
         raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
     model = load_model(request.model)
@@ -152,8 +158,21 @@ def resolve_devices(devices: int | tuple[str, ...] | None) -> tuple[str, ...]:
     return tuple(f"cuda:{index}" for index in range(present if devices is None else devices))
 
 
+def _named(devices: int | tuple[str, ...] | None) -> int | tuple[str, ...]:
+    """Devices that need not be here: their number, or names."""
+    return 2 if devices is None else devices
+
+
+def parse_pin(text: str) -> tuple[str, int | str]:
+    """`lm_head=0` -> ("lm_head", 0); `encoder=cuda:1` -> ("encoder", "cuda:1")."""
+    name, equals, device = (part.strip() for part in text.rpartition("="))
+    if not name or not equals or not device:
+        raise ArgumentError(f"{text!r}: expected the name of a module or node and a device, as in lm_head=0")
+    return name, int(device) if device.isdecimal() else device
+
+
 def parse_balance(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
-    """`block` is itself; `10,12,9` are numbers of nodes; any other list has names."""
+    """`block` and the like are themselves; `10,12,9` are numbers of nodes; any other list has names."""
     if text in BALANCES:
         return text
     parts = tuple(part.strip() for part in text.split(","))
@@ -163,13 +182,13 @@ def parse_balance(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
 
 
 def _plan(
-    model: nn.Module, stages: int, arguments: Arguments, devices: tuple[str, ...], options: dict[str, Any]
+    model: nn.Module, stages: int, arguments: Arguments, devices: int | tuple[str, ...], options: dict[str, Any]
 ) -> Plan:
     from fxpipe import planning
 
-    return planning.plan(
-        model, stages, example_args=arguments.args, example_kwargs=arguments.kwargs, devices=devices, **options
-    )
+    if not isinstance(devices, int):
+        options = options | {"devices": devices}
+    return planning.plan(model, stages, example_args=arguments.args, example_kwargs=arguments.kwargs, **options)
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:
@@ -234,9 +253,26 @@ def _parser() -> argparse.ArgumentParser:
         "--balance",
         type=_value(parse_balance),
         metavar="HOW",
-        help="block (by measured time), or where to cut by hand: each stage's count of nodes (10,12,9), or the names "
-        "of nodes or modules at which the later stages begin (layer2,layer3)",
+        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; or by "
+        "hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a stage ends "
+        "(layer2,layer3)",
     )
+    add(
+        "--pin",
+        action="append",
+        default=[],
+        type=_value(parse_pin),
+        metavar="NAME=DEVICE",
+        help="put a module or node on a device, by its number or name (lm_head=0); repeat it for more",
+    )
+    add("--memory-limit", metavar="SIZE", help="what stages may take on each device, as in 70GiB")
+    add(
+        "--optimizer-state",
+        type=_value(_parse_optimizer_state),
+        metavar="X",
+        help="bytes of the optimizer's state for each byte of a parameter: 2 for Adam (the default), 0 for SGD",
+    )
+    add("--hardware", choices=HARDWARE, help="plan for this hardware, which need not be here")
     add("--tracer", choices=TRACERS, help="how the graph is made; auto takes the first way that is right")
     add(
         "--leaf",
@@ -250,6 +286,13 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print the plan as JSON")
     output.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
     return parser
+
+
+def _parse_optimizer_state(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
 
 
 def _parse_chunks(text: str) -> int:
