@@ -21,12 +21,13 @@ that would are found.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 _WORTH = 200  # a round of moves that saves less than this part of the cost is not done: so there are few rounds
-_TRIES = 16  # for one kind of moves in one round
+_TRIES = 12  # for one kind of moves in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Row:
     order: tuple[int, ...]
     place: tuple[int, ...]  # by item
     middle: tuple[int, ...]  # by place: twice the work from the start to the middle of this item; and to the end
+    cost: int  # bytes alive at each place where a cut may stand, times the work between the middles of its neighbours
 
     @classmethod
     def of(cls, items: Items, order: Sequence[int]) -> Row:
@@ -64,17 +66,8 @@ class Row:
         for at, item in enumerate(order):
             place[item] = at
         sums = list(accumulate((items.weights[item] for item in order), initial=0))
-        middle = (*(start + stop for start, stop in pairwise(sums)), 2 * sums[-1])
-        return cls(items, tuple(order), tuple(place), middle)
-
-    @property
-    def cost(self) -> int:
-        """Bytes alive at each place where a cut may stand, times the work between the middles of its neighbours."""
-        place, middle, total = self.place, self.middle, 0
-        for value in self.items.values:
-            end = middle[-1] if value.is_output else middle[max(place[user] for user in value.users)]
-            total += value.bytes * (end - middle[place[value.maker]])
-        return total
+        middle = (*map(operator.add, sums, sums[1:]), 2 * sums[-1])
+        return cls(items, tuple(order), tuple(place), middle, _cost(items, [middle[at] for at in place], middle[-1]))
 
     def moved(self, anchors: Mapping[int, int]) -> Row:
         """Each of the items in `anchors` next to the item at that place: before it if it comes from before."""
@@ -96,15 +89,31 @@ def arranged(items: Items) -> tuple[int, ...]:
 
     row = Row.of(items, range(len(items.weights)))
     while True:
-        found = min(improved(row), improved(nested(row, cones)), key=lambda row: row.cost)
+        cone_by_cone = nested(row, cones)
+        found = improved(row)
+        if cone_by_cone.order != row.order:
+            found = min(found, improved(cone_by_cone), key=lambda row: row.cost)
         if row.cost - found.cost <= row.cost // _WORTH:
             return row.order
         row = found
 
 
+def _cost(items: Items, middle: list[int], end: int) -> int:
+    total = 0
+    for value in items.values:
+        if value.is_output:
+            last = end
+        elif len(value.users) == 1:
+            last = middle[value.users[0]]
+        else:
+            last = max(map(middle.__getitem__, value.users))
+        total += value.bytes * (last - middle[value.maker])
+    return total
+
+
 def _improved(row: Row, anchors: Mapping[int, int]) -> Row:
     """The row with those groups of moves done that pay: all together, else one half of them and then the other."""
-    best, least, done = row, row.cost, dict[int, int]()
+    best, done = row, dict[int, int]()
     waiting = [_groups(row.items, anchors)]
     for _ in range(_TRIES):
         if not waiting:
@@ -112,8 +121,8 @@ def _improved(row: Row, anchors: Mapping[int, int]) -> Row:
         groups = waiting.pop()
         tried = done | {item: anchors[item] for group in groups for item in group}
         found = row.moved(tried)
-        if found.cost < least:
-            best, least, done = found, found.cost, tried
+        if found.cost < best.cost:
+            best, done = found, tried
         elif len(groups) > 1:
             middle = len(groups) // 2
             waiting += [groups[middle:], groups[:middle]]

@@ -105,8 +105,9 @@ def hoisting(row: Row, uses: Uses, cones: Cones) -> dict[int, int]:
 
 def _is_light(row: Row, cones: Cones, item: int, target: int) -> bool:
     """Is what would sink with an item less work than what it sinks past? Else it is that which should be moved."""
-    passed = row.middle[target] - row.middle[row.place[item]]
-    return 2 * cones.work[item] < passed
+    weights, next_one = row.items.weights, row.order[target] if target < len(row.order) else item
+    between = row.middle[target] - row.middle[row.place[item]] - weights[item]
+    return 2 * cones.work[item] < between - (weights[next_one] if next_one != item else 0)
 
 
 def _furthest(start: int, target: int, gain: int, losses: list[tuple[int, int]]) -> int:

@@ -5,7 +5,7 @@ Nothing here is a graph node: values go by name. The runtime needs no more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,3 +74,8 @@ class Program:
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)
+
+
+def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
+    """What stages send to each other for one micro-batch, by the bytes of each value; what goes to two counts twice."""
+    return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != INPUT)
