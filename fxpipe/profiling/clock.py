@@ -21,6 +21,9 @@ import torch
 _TICKS = 30  # for the median
 
 
+Gradients = tuple[torch.Tensor | None, ...]
+
+
 def _nothing() -> None:
     pass
 
@@ -54,24 +57,29 @@ class Clock:
         return max(0.0, self.between(end, start) - self.tick), result
 
     def backward_seconds(
-        self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor], totals: Sequence[torch.Tensor | None]
-    ) -> float:
-        """How long it takes to go back from `ends` to `starts`, within a backward that goes on.
+        self,
+        ends: Sequence[torch.Tensor],
+        starts: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        totals: Sequence[torch.Tensor | None],
+    ) -> tuple[float, Gradients]:
+        """How long it takes to go back from `ends` to `starts`, within a backward that goes on; and what comes there.
 
         To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
         them. What a call takes by itself just before is taken off; so the result may be below 0, by chance.
 
         Args:
+            gradients: of `ends`.
             totals: to which the gradients of `starts` are added; None for those that are not.
         """
         if not ends or not starts:
-            return 0.0
-        ones = [torch.ones_like(t) for t in ends]
+            return 0.0, ()
         by_itself = self._overhead(len(ends), len(starts))
         try:
-            return self.seconds(_go_back, ends, starts, ones, totals)[0] - by_itself
+            seconds, found = self.seconds(_go_back, ends, starts, gradients, totals)
         except NotImplementedError:
-            return 0.0  # a function without a derivative: no training step goes back through it
+            return 0.0, ()  # a function without a derivative: no training step goes back through it
+        return seconds - by_itself, found
 
     def _overhead(self, ends: int, starts: int) -> float:
         """Of a call that goes through nothing, from so many tensors to so many."""
@@ -85,13 +93,14 @@ class Clock:
 def _go_back(
     ends: Sequence[torch.Tensor],
     starts: Sequence[torch.Tensor],
-    ones: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     totals: Sequence[torch.Tensor | None],
-) -> None:
-    found = torch.autograd.grad(ends, starts, ones, allow_unused=True)
+) -> Gradients:
+    found = torch.autograd.grad(ends, starts, gradients, allow_unused=True)
     for gradient, total in zip(found, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)
+    return found
 
 
 def _of_events(device: torch.device) -> Clock:

@@ -5,7 +5,12 @@ the autograd graph of a node is its own and can go back alone.
 
         values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
               ▲                           │
-              └── autograd.grad (ones) ◀──┘   timed apart; each sample has a fresh forward
+              └── autograd.grad (ones) ◀──┘
+
+What is measured must be what runs: code and values that are as warm, gradients that lie in memory in the same way. So
+nodes go forward in a row, and then back in a row, the last first, as soon as those that wait have made `WINDOW` bytes.
+(Samples that each went forward and back at once were up to twice as long as in a real step for small nodes, whose code
+was cold each time, and too short for large ones, whose values were still warm.)
 
 A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
 leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
@@ -279,11 +284,21 @@ class Rounds:
             self._go_back()
 
     def _go_back(self) -> None:
-        """Times the backward of the nodes that wait for it, the last first."""
+        """Times the backward of the nodes that wait for it, the last first.
+
+        Each starts from ones, since gradients that go back through many nodes may become so small that arithmetic with
+        them is slow; but from ones that lie in memory as the gradient does that its users give it.
+        """
+        strides: dict[Hashable, tuple[int, ...]] = {}  # of gradients, by the tensor
         while self._waiting:
             waiting = self._waiting.pop()
+            ones = [_ones(t, strides.get(_place(t))) for t in waiting.ends]
             with _named(waiting.node):
-                waiting.found.append(self.clock.backward_seconds(waiting.ends, waiting.starts, waiting.totals))
+                seconds, gradients = self.clock.backward_seconds(waiting.ends, waiting.starts, ones, waiting.totals)
+            waiting.found.append(seconds)
+            for start, gradient in zip(waiting.starts, gradients, strict=False):
+                if gradient is not None and gradient.layout == torch.strided:
+                    strides.setdefault(_place(start), gradient.stride())
         self._waiting_bytes = 0
 
     def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
@@ -355,6 +370,20 @@ def made_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
         if any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Where it lies in memory: the same for a value and for what it was detached from."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _ones(like: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    if stride is None:
+        return torch.ones_like(like)
+    size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
+    return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
 
 
 def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ Value = Any  # of a node: a tensor, a number, or a nest of them
 # What the median of a kind's samples may be wrong by: one of these.
 TOLERANCE = 0.02  # of it
 NEGLIGIBLE = 0.002  # of the seconds of the whole graph, for all nodes of the kind together
-UNIMPORTANT = 2e-6  # seconds
-MOST = 40  # samples of one kind
+UNIMPORTANT = 5e-6  # seconds
+MOST = 25  # samples of one kind
 
 
 @dataclass(frozen=True, slots=True)
