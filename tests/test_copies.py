@@ -111,6 +111,35 @@ def test_what_hangs_on_memory_that_is_written_to_may_not():
     assert cones(traced) == {}
 
 
+class SizedByOthers(nn.Module):
+    """As masks are in libraries: as large as the embedded tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(11, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        mask = torch.ones(x.shape[0], x.shape[1]) * (ids != 0)
+        for layer in self.layers:
+            x = layer(x) * mask[:, :, None]
+        return x
+
+
+def test_a_size_of_what_is_no_copy_is_received_and_the_rest_computed():
+    cuts = Reordered(SizedByOthers(), torch.randint(0, 11, (5, 7)), order=lambda t: t, copied=1.0)
+    ones = next(n for n in cuts.traced.nodes if n.target is torch.ones)
+    (size,) = ones.all_input_nodes
+    assert ones.name in cones(cuts.traced)
+    assert size.name not in cones(cuts.traced)
+    starts = (0, place(cuts.traced, "layers_1"))
+    assert {r.name for r in cuts.program(starts).stages[1].receives} >= {size.name, "in_0"}
+    assert "ones" in cuts.program(starts).stages[1].code
+    cuts.check(starts, 3, "1f1b")
+    found = chosen(cuts.traced, starts, 1.0, [lambda size: size] * 2)
+    assert ones.name in found[1]
+
+
 def test_what_hangs_on_an_input_that_requires_grad_may_not():
     class Model(nn.Module):
         def __init__(self):

@@ -17,9 +17,10 @@ from torch import nn
 from fxpipe.partitioning import partition
 from fxpipe.partitioning.candidates import Candidate, quickest
 from fxpipe.rewriting import forbidden_cuts, ordered, sent_bytes, split
-from fxpipe.rewriting.arranging import Items, Row, Value, arranged
+from fxpipe.rewriting.arranging import arranged
 from fxpipe.rewriting.cones import Cones, nested
 from fxpipe.rewriting.constraints import Units
+from fxpipe.rewriting.rows import Items, Row, Value
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.checking.effects import watch
 from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
@@ -74,6 +75,11 @@ def test_what_frees_more_than_it_makes_goes_up():
     row = "x1 x2:x1 x3:x2 x4:x3 size:x1 x5:x4,size"
     assert names_in_order(row, sizes={"size": 0}).split().index("size") == 1
     assert names_in_order(row, sizes={"size": 8}) == "x1 x2 x3 x4 size x5"
+
+
+def test_a_chain_goes_up_together():
+    row = "x1 x2:x1 x3:x2 x4:x3 norm:x1 project:norm use:x4,project"
+    assert names_in_order(row, sizes={"project": 1}) == "x1 norm project x2 x3 x4 use"
 
 
 def test_a_chain_sinks_together_as_far_as_it_is_smaller():

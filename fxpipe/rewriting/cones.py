@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxpipe.rewriting.arranging import Items, Row, Value
+from fxpipe.rewriting.rows import Items, Row, Value
 
 
 class Cones:

@@ -7,8 +7,9 @@
     stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model and comes by itself
 
 What may be a copy is the same whenever and wherever it is computed: it has no gradient, draws nothing, touches no
-memory that is written to, does nothing but return, and hangs on model inputs, on buffers that do not change, and on
-other such nodes alone. Not on parameters: a stage would need the weight in its memory.
+memory that is written to, does nothing but return, and hangs on model inputs, on buffers that do not change, on plain
+numbers (sizes of whatever tensor; they weigh nothing), and on other such nodes alone. Not on parameters: a stage would
+need the weight in its memory.
 
 For one stage, what to receive and what to compute is a least cut. A value that is needed costs what receiving it takes,
 or else what computing it takes and all that this needs in turn; what two values need is paid for once. This is the
@@ -37,13 +38,14 @@ Receive = Callable[[float], float]  # bytes -> seconds until a stage has them
 def cones(traced: Traced) -> dict[str, tuple[str, ...]]:
     """The nodes that may be computed again in any stage, and what each is computed from, in the order of the graph.
 
-    What is not itself a key is an input of the model, or a buffer by the name of its node.
+    What is not itself a key is an input of the model, a buffer by the name of its node, or a number.
     """
     effects = traced.effects
     assert effects is not None
     changing = written_classes(effects)
     touched = classes_touched(effects)
     everywhere: set[fx.Node] = set()  # what any stage can have as it is, or compute
+    found: dict[str, tuple[str, ...]] = {}
     for node in traced.graph.nodes:
         if effects.requires_grad.get(node) or effects.alias.get(node) in changing:
             continue
@@ -53,7 +55,10 @@ def cones(traced: Traced) -> dict[str, tuple[str, ...]]:
             does_more = node.meta.get("random") or "expects" in node.meta or acts(node)
             if not does_more and touched[node].isdisjoint(changing):
                 everywhere.add(node)
-    return {n.name: tuple(s.name for s in n.all_input_nodes) for n in effects.nodes if n in everywhere}
+                found[node.name] = tuple(source.name for source in node.all_input_nodes)
+        elif "number" in node.meta:
+            everywhere.add(node)
+    return found
 
 
 def _is_constant(traced: Traced, node: fx.Node) -> bool:
@@ -85,12 +90,14 @@ def choose_copies(
     containers = {
         n.args[0].name for n in traced.nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)
     }
+    numbers = {n.name for n in traced.nodes if "number" in n.meta}
     found: list[tuple[str, ...]] = []
     for stage, arrival in zip(program.stages, receive, strict=True):
         if arrival is None:
             found.append(())
             continue
-        at_hand = {r.name for r in stage.receives if r.source == INPUT} | {attributes[a] for a in stage.attributes}
+        at_hand = numbers | {r.name for r in stage.receives if r.source == INPUT}
+        at_hand |= {attributes[name] for name in stage.attributes}
         needed = [r.name for r in stage.receives if r.source != INPUT]
         wanted = _needed_for([name for name in needed if name in again], again)
         prices = {

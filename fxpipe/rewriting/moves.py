@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fxpipe.rewriting.arranging import Items, Row
 from fxpipe.rewriting.cones import Cones
+from fxpipe.rewriting.rows import Items, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +91,15 @@ def hoisting(row: Row, uses: Uses, cones: Cones) -> dict[int, int]:
         if item in items.pinned:
             continue
         target = max((anchor[other] for other in uses.before[item]), default=at)
-        gain, losses = -uses.bytes_made[item], []
+        # Twice and one more: where it makes as much as it frees, what is hoisted with it may gain.
+        gain, losses = 1 - 2 * uses.bytes_made[item], []
         for index in uses.read[item]:
             value = items.values[index]
             other = max((anchor[user] for user in value.users if user != item), default=-1)
             if other < at and not value.is_output:  # the last of its users
-                gain += value.bytes
-                losses.append((-other, value.bytes))
-        if target < at - 1 and gain >= 0 and losses:
+                gain += 2 * value.bytes
+                losses.append((-other, 2 * value.bytes))
+        if losses and target < at - 1 and gain > 0:
             anchor[item] = -_furthest(-at, -target, gain, losses)
     return {item: anchor[item] for item in row.order if anchor[item] < place[item]}
 

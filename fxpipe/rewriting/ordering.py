@@ -16,8 +16,9 @@ from dataclasses import replace
 import sympy
 from torch import fx
 
-from fxpipe.rewriting.arranging import Items, Value, arranged
+from fxpipe.rewriting.arranging import arranged
 from fxpipe.rewriting.constraints import Units
+from fxpipe.rewriting.rows import Items, Value
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.sizing.shapes import bytes_of
 from fxpipe.tracing.traced import Graph, Traced
