@@ -41,7 +41,7 @@ def pipeline(
     optimizer_state: float = 2.0,
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
-    profile_budget: float = 10.0,
+    profile_budget: float | None = None,
     tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
@@ -83,7 +83,7 @@ def pipeline(
             momentum, 0 for SGD.
         hardware: plan for this hardware instead of measuring what is here; as for `fxpipe.plan`.
         profile: costs measured before (`fxpipe.profile`), or a file of them, instead of measuring.
-        profile_budget: seconds to measure for, about.
+        profile_budget: seconds to measure for, at most about; 10 by default.
         tracer: "auto" takes the first way that leads to a right graph: recording, with values that forward reads as
             guards; with some modules kept whole; `torch.export`. "record", "export" and "fx" (symbolic tracing) allow
             one way; a `torch.fx.Tracer`, or a function from the model to a `torch.fx.GraphModule`, is your own.

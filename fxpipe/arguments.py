@@ -18,6 +18,7 @@ from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
+PROFILE_BUDGET = 10.0  # seconds
 BALANCES = ("auto", "block", "optimal")  # besides those by hand
 
 
@@ -181,6 +182,11 @@ def parse_number(argument: str, given: Any, what: str) -> float:
     if not math.isfinite(given) or given < 0:
         raise ArgumentError(f"{argument}={given!r}: expected {what}, 0 or more and finite")
     return float(given)
+
+
+def parse_profile_budget(seconds: Any) -> float:
+    """How long to measure; None: as long as is usual."""
+    return PROFILE_BUDGET if seconds is None else parse_number("profile_budget", seconds, "seconds")
 
 
 def parse_given_profile(profile: Any) -> Profile | None:

@@ -73,7 +73,7 @@ def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, 
     if not found:
         assert failure is not None
         raise failure
-    return min(found, key=lambda cut: cut.simulation.step_seconds)
+    return min(found, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
 
 
 def is_by_hand(traced: Traced, settings: Settings) -> bool:

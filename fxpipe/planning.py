@@ -53,7 +53,7 @@ def plan(
     optimizer_state: float = 2.0,
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
-    profile_budget: float = 10.0,
+    profile_budget: float | None = None,
     tracer: Tracer = "auto",
     in_dims: Any = None,
     out_dims: Any = None,

@@ -20,6 +20,7 @@ from fxpipe.arguments import (
     parse_leaf_modules,
     parse_number,
     parse_pins,
+    parse_profile_budget,
     parse_stages_per_device,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError
@@ -79,7 +80,7 @@ def make_settings(
     optimizer_state: float,
     hardware: str | Hardware | None,
     profile: Any,
-    profile_budget: float,
+    profile_budget: float | None,
     plan: Plan | None = None,
     anywhere: bool = False,
 ) -> Settings:
@@ -113,7 +114,7 @@ def make_settings(
         optimizer_state=parse_number("optimizer_state", optimizer_state, "bytes for each byte of a parameter"),
         hardware=parse_given_hardware(hardware),
         profile=parse_given_profile(profile),
-        profile_budget=parse_number("profile_budget", profile_budget, "seconds"),
+        profile_budget=parse_profile_budget(profile_budget),
     )
 
 

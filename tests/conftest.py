@@ -33,6 +33,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardly any test hangs on how well times are known."""
+    monkeypatch.setattr("fxpipe.arguments.PROFILE_BUDGET", 0.05)
+
+
+@pytest.fixture(autouse=True)
 def _seeded_on_one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.manual_seed(0)

@@ -45,9 +45,7 @@ def loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
 
 def pipe_of(model: nn.Module, devices: int = 3, **options: Any) -> Any:
     ids = torch.randint(11, (BATCH, 5))
-    return closing(
-        fxpipe.pipeline(model, ["cpu"] * devices, CHUNKS, example_args=(ids,), profile_budget=0.1, **options)
-    )
+    return closing(fxpipe.pipeline(model, ["cpu"] * devices, CHUNKS, example_args=(ids,), **options))
 
 
 def device_of(pipe: Any, module: str) -> set[int]:
@@ -170,7 +168,7 @@ def test_what_cannot_be_asked_for(options: Any, error: type[Exception], says: st
 
 def test_more_marks_than_cuts_are_refused() -> None:
     with pytest.raises(PartitionError, match=r"3 cuts are asked for \(3 by fxpipe.cut\(\)\), but 2 stages have 1"):
-        fxpipe.plan(Tied((1, 2, 3)), 2, example_args=(torch.randint(11, (4, 5)),), profile_budget=0.1)
+        fxpipe.plan(Tied((1, 2, 3)), 2, example_args=(torch.randint(11, (4, 5)),))
 
 
 def test_a_mark_where_no_cut_can_stand_is_refused() -> None:
@@ -185,5 +183,5 @@ def test_a_mark_where_no_cut_can_stand_is_refused() -> None:
             fxpipe.cut()
             return self.two(left + parts[1])
 
-    plan = fxpipe.plan(Split(), 2, example_args=(torch.randn(4, 4),), profile_budget=0.1)
+    plan = fxpipe.plan(Split(), 2, example_args=(torch.randn(4, 4),))
     assert plan.stages[1].nodes[0] == "add"

@@ -15,7 +15,6 @@ from test_random_models import BATCH, Random, operations, runs
 from torch import nn
 
 from fxpipe.partitioning import partition
-from fxpipe.partitioning.candidates import Candidate, quickest
 from fxpipe.rewriting import forbidden_cuts, ordered, sent_bytes, split
 from fxpipe.rewriting.arranging import arranged
 from fxpipe.rewriting.cones import Cones, nested
@@ -478,11 +477,3 @@ def test_fewer_bytes_cross_the_cuts(model, inputs):
     better = ordered(traced)
     before, after = ([_sent(t, stages) for stages in (2, 3, 4, 5)] for t in (traced, better))
     assert sum(after) < 0.9 * sum(before)
-
-
-def test_another_order_is_taken_only_where_it_is_no_slower():
-    traced = Candidate("traced", (0, 3), 2.0, 64.0)
-    assert quickest([traced, Candidate("ordered", (0, 2), 1.9, 80.0)]).order == "ordered"
-    assert quickest([traced, Candidate("ordered", (0, 2), 2.1, 8.0)]).order == "traced"
-    assert quickest([traced, Candidate("ordered", (0, 2), 2.0, 8.0)]).order == "ordered"
-    assert quickest([traced, Candidate("ordered", (0, 2), 2.0, 64.0)]).order == "traced"

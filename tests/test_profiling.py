@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
 from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.counting import Count, Counts
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.rounds import Rounds
 from fxpipe.profiling.samples import Samples
@@ -207,6 +210,14 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
     assert costs["exp"].forward.at(1) > 0
 
 
+@pytest.fixture
+def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is counted, which takes runs of its own."""
+    nothing = Count(*(sympy.Integer(0),) * 5)
+    monkeypatch.setattr(profiling, "count", lambda *_: Counts(defaultdict(lambda: nothing), (), (), ()))
+
+
+@pytest.mark.usefixtures("only_measured")
 def test_what_is_written_requires_grad_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def fills(module: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
@@ -235,6 +246,7 @@ def _gradients_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.usefixtures("only_measured")
 def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "UNIMPORTANT", math.inf)  # however much they disagree
     goes_back = _gradients_asked(monkeypatch)
@@ -304,6 +316,7 @@ def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     assert list(other_sizes(traced, asked)) == others
 
 
+@pytest.mark.usefixtures("only_measured")
 def test_sizes_that_take_another_graph_are_not_run() -> None:
     def branches(module: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.mul(x, module.weight) if 2 < x.shape[0] < 7 else x
@@ -328,6 +341,7 @@ def test_sizes_that_take_another_graph_are_not_run() -> None:
     assert costs.nodes[-1].forward.per_sample > 0
 
 
+@pytest.mark.usefixtures("only_measured")
 def test_a_size_that_a_node_refuses_is_left_out() -> None:
     x = torch.randn(4, 4)
     traced = trace(nn.Linear(4, 4), (x,))
@@ -572,6 +586,7 @@ def test_hooks_of_tensors_do_not_fire() -> None:
     assert len(fired) == 2 * 5
 
 
+@pytest.mark.usefixtures("only_measured")
 def test_hooks_of_modules_run_but_once_at_each_size() -> None:
     """Such a hook is a node. It may print, or count outside of the model: no more of that than there must be."""
     fired: list[int] = []
@@ -739,4 +754,4 @@ def test_error_of_a_node_names_it() -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
     with pytest.raises(RuntimeError) as raised:
         profile(traced, (torch.randn(2, 5),))
-    assert "while measuring linear" in raised.value.__notes__[0]
+    assert "while looking at what linear saves" in raised.value.__notes__[0]

@@ -25,14 +25,13 @@ then bisected until the values between are few; the least bottleneck is the seco
 values, and bisection among them ends the search: about 25 tests in all. Most limits that can be kept are kept by a cut
 whose stages end near even shares; that is tried first, and only where it fails all starts are followed.
 
-A test takes time in proportion to the starts that it reaches: some for each stage where stages come out nearly even, and
-all n for each of k stages where one node dwarfs an even share or memory dictates the cut; for each start one bisection
-for each kind of site, and one operation on a set of n bits. 5,663 nodes are cut into 8 stages in 0.3 to 2 seconds, 10,000
-into 64 in 2 to 10, and in half a minute if the last node is as large as two and a half even shares (Python 3.11, one
-core at 2.5 GHz; tools/bench/README.md). Setup takes memory in proportion to n times the number of values that are
-alive across a cut.
-
-What could be better: (4) is greedy, and its mean of what is left knows nothing of transfers.
+A test takes time in proportion to the starts that it reaches: some for each stage where stages come out nearly even,
+and all n for each of k stages where one node dwarfs an even share or memory dictates the cut; for each start one
+bisection for each kind of site, and one operation on a set of n bits. 5,663 nodes are cut into 8 stages in 0.3 to 2
+seconds, 10,000 into 64 in 2 to 10, and in half a minute if the last node is as large as two and a half even shares
+(Python 3.11, one core at 2.5 GHz; tools/bench/README.md). Setup takes memory in proportion to n times the number of
+values that are alive across a cut. What could be better: (4) is greedy, and its mean of what is left knows nothing of
+transfers.
 """
 
 from __future__ import annotations

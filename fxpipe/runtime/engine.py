@@ -86,7 +86,7 @@ class Engine:
         batch: int,
         chunks: int,
         checkpoint: str | Sequence[str],
-        placement: Sequence[int],
+        placement: Sequence[int] | None = None,
     ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(assembly.devices), min(chunks, batch)
