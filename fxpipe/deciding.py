@@ -22,6 +22,7 @@ from fxpipe.partitioning.loads import StageLoad, sending_seconds
 from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.pins import Pinned, pinned
 from fxpipe.partitioning.shortage import Trial, more_devices, recomputing, smaller_micro_batches
+from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
@@ -44,7 +45,7 @@ class Cut:
     sites: tuple[Site, ...]
     loads: tuple[StageLoad, ...]
     balance: str  # "block", "optimal", "by hand"
-    bottlenecks: dict[str, float]  # by balance: the largest seconds of a stage
+    bottlenecks: tuple[Bottleneck, ...]  # by the ways of balancing that were compared
     transfers: tuple[Transfer, ...]
     simulation: Simulation
 
@@ -158,25 +159,29 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     block = None if chain.low else cut_by_block(case.nodes, len(sites), chain.required)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
-    bottlenecks = {} if block is None else {"block": _bottleneck(chain, sites, block)}
+    compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
+    remedies = _remedies(case)
     if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
+        if asked == "block":
+            remedies.insert(0, [Trial("use balance='optimal'", case.chain, sites)])
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, _remedies(case, chain)):
+    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, remedies):
         loads = stage_loads(case.chain, sites, starts, recompute)
-        if balance == "optimal":
-            bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
+        optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
-        yield Cut(case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation)
+        yield Cut(
+            case.traced, starts, case.settings, sites, loads, balance, (*compared, *optimal), transfers, simulation
+        )
 
 
-def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
-    """Whether or not it fits into memory."""
-    recompute = [site.must_recompute for site in sites]
-    return max(load.seconds for load in stage_loads(chain, sites, starts, recompute))
+def _bottleneck_of_block(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> Bottleneck:
+    loads = stage_loads(chain, sites, starts, [site.must_recompute for site in sites])
+    fits = all(site.memory is None or load.memory <= site.memory for load, site in zip(loads, sites, strict=True))
+    return Bottleneck("block", max(load.seconds for load in loads), fits)
 
 
 def _solved(
@@ -213,15 +218,16 @@ def _weighed(chain: Chain, sites: Sequence[Site], shares: Sequence[float]) -> tu
 # -- what would fit --------------------------------------------------------------------------------------------------
 
 
-def _remedies(case: _Case, chain: Chain) -> list[Iterable[Trial]]:
+def _remedies(case: _Case) -> list[Iterable[Trial]]:
     """What is tried where nothing fits into memory."""
+    chain = case.chain
     found: list[Iterable[Trial]] = [recomputing(chain, case.sites)]
     settings, count = case.settings, len(case.settings.workers)
     free = not (settings.pins or chain.required or len(settings.placement) > count)
     if free:
         counts = range(count + 1, min(MOST_DEVICES * count, len(chain)) + 1)
         found.append(more_devices(chain, lambda number: sites_of(_on_more(settings, number)), counts))
-    found.append(smaller_micro_batches(_smaller(case, chain)))
+    found.append(smaller_micro_batches(_smaller(case)))
     return found
 
 
@@ -238,9 +244,9 @@ def _on_more(settings: Settings, count: int) -> Settings:
     )
 
 
-def _smaller(case: _Case, chain: Chain) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
+def _smaller(case: _Case) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
     """Half the micro-batch, a quarter, and so on."""
-    settings, samples = case.settings, case.samples
+    chain, settings, samples = case.chain, case.settings, case.samples
     while samples > 1:
         samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
         smaller = chain_of(case.traced, case.profiles, samples, chain.forbidden)

@@ -9,7 +9,7 @@ from torch import fx
 from fxpipe.deciding import Cut
 from fxpipe.formulas import flops, stage_bytes
 from fxpipe.partitioning.chain import Link
-from fxpipe.plans import Bottleneck, Plan, Portal, Sending, StagePlan
+from fxpipe.plans import Plan, Portal, Sending, StagePlan
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
@@ -93,7 +93,7 @@ def describe(
         guards=tuple(map(str, traced.guards.questions)) if traced.guards else (),
         estimated_for=profiles[0].estimated_for,
         placement=settings.placement,
-        bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
+        bottlenecks=cut.bottlenecks,
         sendings=_sendings(cut, program, sizes),
     )
 
