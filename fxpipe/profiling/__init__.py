@@ -29,7 +29,7 @@ from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
 from fxpipe.profiling.rounds import Measured, made_of
-from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.recording.fake import faked, is_faked, without_values
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
@@ -148,7 +148,8 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     size = given if wanted is None else wanted
     if size > given:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
-    for read in traced.batch_reads:
+    # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
+    for read in () if without_values(traced.model) else traced.batch_reads:
         if not read.holds(size):
             raise ArgumentError(
                 f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "
