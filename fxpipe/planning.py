@@ -182,6 +182,7 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         schedule=settings.schedule,
         chunks=settings.chunks,
         checkpoint=settings.checkpoint,
+        placement=settings.placement,
     )
     return Prepared(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
 

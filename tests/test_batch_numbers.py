@@ -357,7 +357,9 @@ def test_refused(name):
     [
         lambda m, x: m.lin(x).new_zeros(max(x.shape[0], 3), 1, 1)[: x.shape[0]] + m.lin(x),
         # As libraries do with position ids: micro-batches of one sample need no expanding, and it does no harm.
-        lambda m, x: m.lin(x + (x[:1].detach() * 0 if x.shape[0] == 1 else (x[:1].detach() * 0).expand(len(x), -1, -1))),
+        lambda m, x: m.lin(
+            x + (x[:1].detach() * 0 if x.shape[0] == 1 else (x[:1].detach() * 0).expand(len(x), -1, -1))
+        ),
     ],
     ids=["maximum", "expand"],
 )
