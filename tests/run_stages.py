@@ -31,8 +31,8 @@ class Stages:
         self.attributes = {str(n.target): lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
 
     def run(self, leaves: list[Any], around: Callable[..., tuple[Any, Any]]) -> list[Any]:
-        """Asks `around(run the stage, the model's tensors, what it received)`, for each stage, what the stage returns, and
-        an answer. Returns the answers."""
+        """Of `around(run the stage, the model's tensors, what it received)`, which gives for each stage what the stage
+        returns and an answer, the answers."""
         values: dict[tuple[int, str | None], Any] = {
             (INPUT, name): leaf for name, leaf in zip(self.program.inputs, leaves, strict=True)
         }

@@ -143,9 +143,8 @@ def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], 
         kept, again = (stage_loads(chain, sites, starts, [way] * len(starts)) for way in (False, True))
         where = f"cut before {[traced.nodes[s].name for s in starts[1:]]}"
         assert [load.seconds for load in kept] == arriving(stages, seen), where
-        parts = {node.name for node in traced.nodes if node.target is operator.getitem}.union(
-            *(one.views for one in seen)
-        )
+        parts = {name for one in seen for name in one.views}
+        parts |= {node.name for node in traced.nodes if node.target is operator.getitem}
         for j, one in enumerate(seen):
             where_j = f"stage {j}, {where}"
             assert kept[j].parameter_bytes == sum(t.nbytes for t in one.parameters.values()), where_j
