@@ -85,7 +85,7 @@ def is_by_hand(traced: Traced, settings: Settings) -> bool:
 def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: Settings) -> Iterator[Cut]:
     chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
     nodes = Nodes(
-        tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True))),
+        _costs(chain),
         tuple(node.name for node in traced.nodes),
         tuple(node.meta["module"] for node in traced.nodes),
         chain.forbidden,
@@ -95,6 +95,10 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
         required = _required(traced, nodes, settings, len(way.placement))
         bounded = replace(chain, low=way.low, high=way.high, required=required)
         yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
+
+
+def _costs(chain: Chain) -> tuple[float, ...]:
+    return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -250,7 +254,11 @@ def _smaller(case: _Case) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
     while samples > 1:
         samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
         smaller = chain_of(case.traced, case.profiles, samples, chain.forbidden)
-        bounded = replace(smaller, low=chain.low, high=chain.high, required=chain.required)
+        required = chain.required
+        if required != case.chain.required:  # by block: what is cut by time is cut elsewhere
+            nodes = replace(case.nodes, costs=_costs(smaller))
+            required = cut_by_block(nodes, len(settings.placement), case.chain.required)[1:]
+        bounded = replace(smaller, low=chain.low, high=chain.high, required=required)
         yield f"chunks={settings.chunks} (micro-batches of {samples})", bounded, sites_of(settings)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.hardware import link_at_hand, link_between, memory_at_hand
 from fxpipe.partitioning.chain import Link, Site
-from fxpipe.scheduling import make_schedule, micro_batches_in_flight
+from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,10 @@ def workers_of(settings: Settings) -> tuple[Worker, ...]:
 def sites_of(settings: Settings) -> tuple[Site, ...]:
     """A site for each stage; stages on one worker share its memory alike."""
     workers, placement = workers_of(settings), settings.placement
-    schedule = make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
-    flights = micro_batches_in_flight(schedule)
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
+    again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
+    schedule = make_schedule(settings.schedule, len(placement), settings.chunks, again, placement)
+    flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
     sites = []
     for j, k in enumerate(placement):
         memory = workers[k].memory
@@ -63,6 +64,7 @@ def sites_of(settings: Settings) -> tuple[Site, ...]:
                 in_flight=flights[j],
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
+                recomputed=recomputed[j],
                 state=1.0 + settings.optimizer_state,
             )
         )

@@ -79,6 +79,7 @@ def sites(draw: st.DrawFn, stages: int, kinds: int = 1) -> list[Site]:
             memory=None if limit is None else limit + draw(st.sampled_from([0.0, 5.5])),
             link=draw(st.sampled_from([None, Link(4.0), Link(3.0, 0.1), Link(1.0, 1.0)])),
             in_flight=draw(st.integers(1, 4)),
+            recomputed=draw(st.sampled_from([1, 1, 2])),
             may_recompute=draw(st.booleans()),
             must_recompute=draw(st.sampled_from([False, False, False, True])),
             overlaps=draw(st.booleans()),
@@ -134,7 +135,7 @@ def plain_load(
             else:
                 held += Fraction(chain.flows[by_size[place]].bytes)
     memory += site.in_flight * sum(Fraction(chain.flows[i].bytes) for i in kept)
-    memory += (1 if recompute else site.in_flight) * held
+    memory += (site.recomputed if recompute else site.in_flight) * held
     return float(max(work, wire) if site.overlaps else work + wire), float(memory)
 
 

@@ -11,86 +11,17 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from every_cut import CPU
 from models import GPT, ResNet, TwoBranch, UNet
+from run_stages import Stages, leaves_of, sample, saved_by
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.profiling.counting import Counts, count
-from fxpipe.profiling.storages import storages_of
 from fxpipe.profiling.working import peak
-from fxpipe.rewriting import INPUT, forbidden_cuts, split
-from fxpipe.rewriting.program import Received
-from fxpipe.thread_state import applied
+from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced, trace
-from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.recording.fake import faked
-from fxpipe.tracing.traced import lookup
-from fxpipe.trees import flatten
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
-
-
-class Stages:
-    """The stages of a cut, run one after the other as a pipe does, on CPU or on one GPU."""
-
-    def __init__(self, traced: Traced, starts: tuple[int, ...], device: torch.device = CPU):
-        self.traced, self.starts = traced, starts
-        self.program = split(traced, starts, [device] * len(starts))
-        self.attributes = {str(n.target): lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
-
-    def run(self, leaves: list[Any], around: Callable[[Callable[[], Any], list[torch.Tensor]], Any]) -> list[Any]:
-        """Asks `around(run the stage, the model's tensors)`, for each stage: what the stage returns, and an answer."""
-        values: dict[tuple[int, str | None], Any] = {
-            (INPUT, name): leaf for name, leaf in zip(self.program.inputs, leaves, strict=True)
-        }
-        answers = []
-        for index, stage in enumerate(self.program.stages):
-            own = [self._attribute(stage, name) for name in stage.attributes]
-            received = [self._received(values, r) for r in stage.receives]
-            with applied(self.traced.state):
-                made, answer = around(lambda s=stage, o=own, r=received: s.run.forward(*o, *r), own)
-            answers.append(answer)
-            values |= {(index, name): value for name, value in zip(stage.sends, made, strict=False)}
-        return answers
-
-    def _attribute(self, stage: Any, name: str) -> torch.Tensor:
-        tensor = self.attributes[name]
-        bare = tensor.detach()
-        return bare.clone() if name in stage.changes else bare.requires_grad_(tensor.requires_grad)
-
-    def _received(self, values: dict[tuple[int, str | None], Any], received: Received) -> Any:
-        value = values[received.source, received.name]
-        if not isinstance(value, torch.Tensor):
-            return value
-        return value.detach().requires_grad_(value.requires_grad)
-
-
-def saved_by(run: Callable[[], Any], own: list[torch.Tensor]) -> tuple[Any, int]:
-    """What a stage returns, and the bytes of all storages that it saves and that are not the model's."""
-    saved: dict[int, torch.UntypedStorage] = {}  # held: no address comes again
-    skipped = {s._cdata for tensor in own for s in storages_of(tensor)}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        for storage in storages_of(tensor):
-            if storage._cdata not in skipped:
-                saved.setdefault(storage._cdata, storage)
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        made = run()
-    return made, sum(storage.nbytes() for storage in saved.values())
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> list[Any]:
-    return flatten((args, kwargs or {}))[0]
-
-
-def sample(traced: Traced, leaves: list[Any], size: int) -> list[Any]:
-    return [
-        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in take(traced, leaves, 0, size)
-    ]
 
 
 def counted(traced: Traced, leaves: list[Any], samples: int) -> Counts:
@@ -360,7 +291,7 @@ def convolutions() -> nn.Module:
     return nn.Sequential(block(3, 64), block(64, 64), nn.MaxPool2d(2), block(64, 128), nn.Conv2d(128, 8, 1))
 
 
-def most_on_a_gpu(run: Callable[[], Any], own: list[torch.Tensor]) -> tuple[Any, int]:
+def most_on_a_gpu(run: Callable[[], Any], own: list[torch.Tensor], _: list[Any]) -> tuple[Any, int]:
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return run(), torch.cuda.max_memory_allocated() - before

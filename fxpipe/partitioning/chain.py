@@ -81,5 +81,6 @@ class Site:
     in_flight: int = 1  # micro-batches that are held at most at one time
     may_recompute: bool = False  # may the stage recompute where it does not fit otherwise
     must_recompute: bool = False
+    recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
     overlaps: bool = False  # do transfers run beside computation
     state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter

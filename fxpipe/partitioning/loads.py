@@ -17,7 +17,8 @@ transfers run beside computation.
 
     weights, each once, with the gradients and the optimizer's state of those that are trained
     + for each micro-batch in flight:  the received flows that are kept for backward
-    + for each micro-batch in flight, or for one if the stage recomputes:  the other storages kept for backward
+    + for each micro-batch in flight, or if the stage recomputes for each that has run again and not yet gone back:
+      the other storages kept for backward
     + the largest working memory of a place
 
 A stage that recomputes keeps all that its forward was given. Another one keeps the received flows that return (their
@@ -53,7 +54,7 @@ class StageLoad:
     parameter_bytes: float  # buffers among them
     state_bytes: float  # gradients and the optimizer's state
     received_bytes: float  # kept for backward of what other stages made; for each micro-batch in flight
-    held_bytes: float  # kept for backward beside that; for each in flight, but for one only if it recomputes
+    held_bytes: float  # kept for backward beside that; for each in flight, but for few only if it recomputes
     working_bytes: float  # held for a moment
     memory: float  # of all that
 
@@ -148,7 +149,7 @@ def _load(
     state = [w.bytes * site.state for w in weights if w.trained]
     kept, held = _kept(chain, received, start, end, recompute, storages)
     working = max(chain.working[start:end], default=0.0)
-    held_times = 1 if recompute else site.in_flight
+    held_times = site.recomputed if recompute else site.in_flight
     activations = [b * site.in_flight for b in kept] + [b * held_times for b in held]
     return StageLoad(
         math.fsum(forward),

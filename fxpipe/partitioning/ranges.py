@@ -226,7 +226,8 @@ class Bytes:
         """All that a stage has in memory; it never falls as `end` grows."""
         lasting = self._with_state(site.state).bytes(start, end) + self._largest_working(start, end)
         if recompute:
-            return lasting + self._held.bytes(start, end) + site.in_flight * self._received.bytes(start, end)
+            held, received = self._held.bytes(start, end), self._received.bytes(start, end)
+            return lasting + site.recomputed * held + site.in_flight * received
         return lasting + site.in_flight * self._kept.bytes(start, end)
 
     def _with_state(self, state: float) -> Shared:

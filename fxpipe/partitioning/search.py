@@ -112,7 +112,7 @@ class Search:
 
     def _set_spare(self, spare: float) -> None:
         self._spare = spare
-        self._rooms: dict[tuple[float, int, float, bool], Room] = {}
+        self._rooms: dict[tuple[float, int, int, float, bool], Room] = {}
         self._known: dict[Hashable, Options] = {}
         self._options = [self._options_of(j) for j in range(len(self._sites))]
 
@@ -129,7 +129,7 @@ class Search:
     def _room(self, site: Site, recompute: bool) -> Room | None:
         if self._bytes is None or site.memory is None or site.memory == math.inf:
             return None
-        key = (site.memory, site.in_flight, site.state, recompute)
+        key = (site.memory, site.in_flight, site.recomputed, site.state, recompute)
         if key not in self._rooms:
             memory = functools.partial(self._bytes.memory, site, recompute)
             self._rooms[key] = Room(memory, self._bytes.exact(site.memory, self._spare), self._n)

@@ -120,7 +120,8 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _row(stage: int, places: tuple[int, int], load: StageLoad, site: Site) -> tuple[str, ...]:
     each, times = load.received_bytes + load.held_bytes, site.in_flight
     if load.recompute:
-        activations = f"{human_bytes(load.received_bytes)} x {times} + {human_bytes(load.held_bytes)}, recomputed"
+        held = human_bytes(load.held_bytes) + (f" x {site.recomputed}" if site.recomputed > 1 else "")
+        activations = f"{human_bytes(load.received_bytes)} x {times} + {held}, recomputed"
     else:
         activations = f"{human_bytes(each)} x {times}"
     limit, over = ("none", "") if site.memory is None else (human_bytes(site.memory), _over(load, site.memory))
