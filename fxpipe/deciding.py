@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.chains import chain_of
-from fxpipe.errors import PartitionError
+from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.chain import Chain, Site
@@ -90,10 +90,24 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
         chain.forbidden,
     )
     ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
-    for way in ways:
+    for way in _with_modes(ways, settings):
         required = _required(traced, nodes, settings, len(way.placement))
         bounded = replace(chain, low=way.low, high=way.high, required=required)
         yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
+
+
+def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
+    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    if isinstance(settings.checkpoint, str):
+        return ways
+    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not found:
+        counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return found
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
