@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.chains import chain_of
-from fxpipe.errors import PartitionError
+from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, sending_seconds
 from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.pins import Pinned, pinned
-from fxpipe.partitioning.shortage import Trial, more_devices, recomputing, smaller_micro_batches
+from fxpipe.partitioning.shortage import Trial, recomputing
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
@@ -91,7 +91,7 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
         chain.forbidden,
     )
     ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
-    for way in ways:
+    for way in _with_modes(ways, settings):
         required = _required(traced, nodes, settings, len(way.placement))
         bounded = replace(chain, low=way.low, high=way.high, required=required)
         yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
@@ -99,6 +99,20 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
 
 def _costs(chain: Chain) -> tuple[float, ...]:
     return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
+
+
+def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
+    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    if isinstance(settings.checkpoint, str):
+        return ways
+    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not found:
+        counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return found
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -168,8 +182,6 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
-        if asked == "block":
-            remedies.insert(0, [Trial("use balance='optimal'", case.chain, sites)])
     else:
         balance = "optimal"
     for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, remedies):
@@ -224,15 +236,29 @@ def _weighed(chain: Chain, sites: Sequence[Site], shares: Sequence[float]) -> tu
 
 def _remedies(case: _Case) -> list[Iterable[Trial]]:
     """What is tried where nothing fits into memory."""
-    chain = case.chain
-    found: list[Iterable[Trial]] = [recomputing(chain, case.sites)]
-    settings, count = case.settings, len(case.settings.workers)
-    free = not (settings.pins or chain.required or len(settings.placement) > count)
-    if free:
-        counts = range(count + 1, min(MOST_DEVICES * count, len(chain)) + 1)
-        found.append(more_devices(chain, lambda number: sites_of(_on_more(settings, number)), counts))
-    found.append(smaller_micro_batches(_smaller(case)))
+    settings = case.settings
+    found: list[Iterable[Trial]] = [recomputing(_as_asked(case, case.chain, case.settings), case.sites)]
+    if settings.balance == "block":
+        found.insert(0, [Trial("use balance='optimal'", case.chain, case.sites)])
+    if not (settings.pins or case.chain.required or len(settings.placement) > len(settings.workers)):
+        found.append(_more_devices(case))
+    found.append(_smaller_micro_batches(case))
     return found
+
+
+def _as_asked(case: _Case, chain: Chain, settings: Settings) -> Chain:
+    """With the cuts of `balance="block"`, if that is what was asked for."""
+    if settings.balance != "block":
+        return chain
+    nodes = replace(case.nodes, costs=_costs(chain))
+    return replace(chain, required=cut_by_block(nodes, len(settings.placement), case.chain.required)[1:])
+
+
+def _more_devices(case: _Case) -> Iterator[Trial]:
+    count = len(case.settings.workers)
+    for more in range(count + 1, min(MOST_DEVICES * count, len(case.nodes.items())) + 1):
+        settings = _on_more(case.settings, more)
+        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings))
 
 
 def _on_more(settings: Settings, count: int) -> Settings:
@@ -248,18 +274,15 @@ def _on_more(settings: Settings, count: int) -> Settings:
     )
 
 
-def _smaller(case: _Case) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
+def _smaller_micro_batches(case: _Case) -> Iterator[Trial]:
     """Half the micro-batch, a quarter, and so on."""
-    chain, settings, samples = case.chain, case.settings, case.samples
+    settings, samples = case.settings, case.samples
     while samples > 1:
         samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
-        smaller = chain_of(case.traced, case.profiles, samples, chain.forbidden)
-        required = chain.required
-        if required != case.chain.required:  # by block: what is cut by time is cut elsewhere
-            nodes = replace(case.nodes, costs=_costs(smaller))
-            required = cut_by_block(nodes, len(settings.placement), case.chain.required)[1:]
-        bounded = replace(smaller, low=chain.low, high=chain.high, required=required)
-        yield f"chunks={settings.chunks} (micro-batches of {samples})", bounded, sites_of(settings)
+        smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden)
+        bounded = replace(smaller, low=case.chain.low, high=case.chain.high, required=case.chain.required)
+        words = f"use chunks={settings.chunks} (micro-batches of {samples})"
+        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings))
 
 
 # -- what it comes to ------------------------------------------------------------------------------------------------

@@ -158,12 +158,25 @@ def test_a_plan_of_pins_can_be_used_again(tmp_path: Any) -> None:
         ({"pin": ["lm_head"]}, ArgumentTypeError, "expected a dict from names of modules or nodes to devices"),
         ({"balance": {"lm_head": "gpu"}}, ArgumentError, "'gpu' is no device of torch's"),
         ({"pin": {"lm_head": 0}, "balance": ["tokens"]}, ArgumentError, "or pin; give one of them"),
+        (
+            {"pin": {"lm_head": 0}, "checkpoint": ("always",) * 3},
+            ArgumentError,
+            "has 3 modes, but with these pins there",
+        ),
+        ({"pin": {"lm_head": 0}, "checkpoint": ("always", "no")}, ArgumentError, "checkpoint='no' is unknown"),
         ({"pin": {"lm_head": 0}, "balance": "block"}, PartitionError, "balance='block' cannot heed pins"),
     ],
 )
 def test_what_cannot_be_asked_for(options: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says), pipe_of(Tied(), **options):
         pass
+
+
+def test_a_checkpoint_mode_for_each_stage_that_pins_make() -> None:
+    modes = ("always", "never", "never", "except_last")
+    with pipe_of(Tied(), pin={"lm_head": 0}, checkpoint=modes) as pipe:
+        assert pipe.plan.placement == (0, 1, 2, 0)
+        assert pipe.plan.modes == modes
 
 
 def test_more_marks_than_cuts_are_refused() -> None:
