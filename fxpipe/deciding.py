@@ -27,7 +27,7 @@ from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
-from fxpipe.sites import sites_of
+from fxpipe.sites import kinds_left, sites_of
 from fxpipe.tracing import Traced
 
 MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit
@@ -47,6 +47,7 @@ class Cut:
     bottlenecks: dict[str, float]  # by balance: the largest seconds of a stage
     transfers: tuple[Transfer, ...]
     simulation: Simulation
+    profiles: tuple[Profile, ...]  # one for each kind of device that has a stage
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -92,8 +93,17 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
     ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
     for way in _with_modes(ways, settings):
         required = _required(traced, nodes, settings, len(way.placement))
-        bounded = replace(chain, low=way.low, high=way.high, required=required)
-        yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
+        placed = _placed(settings, way.placement)
+        kinds = kinds_left(settings, placed)
+        bounded = replace(
+            chain,
+            forward=tuple(chain.forward[kind] for kind in kinds),
+            backward=tuple(chain.backward[kind] for kind in kinds),
+            low=way.low,
+            high=way.high,
+            required=required,
+        )
+        yield from _cuts_of(_Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples))
 
 
 def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
@@ -156,7 +166,7 @@ class _Case:
     chain: Chain
     nodes: Nodes
     settings: Settings
-    profiles: Sequence[Profile]
+    profiles: tuple[Profile, ...]
     samples: int
 
     @property
@@ -184,7 +194,9 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
             bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
-        yield Cut(case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation)
+        yield Cut(
+            case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation, case.profiles
+        )
 
 
 def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
