@@ -28,7 +28,7 @@ from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
-from fxpipe.sites import sites_of
+from fxpipe.sites import kinds_left, sites_of
 from fxpipe.tracing import Traced
 
 MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit
@@ -48,6 +48,7 @@ class Cut:
     bottlenecks: tuple[Bottleneck, ...]  # by the ways of balancing that were compared
     transfers: tuple[Transfer, ...]
     simulation: Simulation
+    profiles: tuple[Profile, ...]  # one for each kind of device that has a stage
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -93,8 +94,17 @@ def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: S
     ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
     for way in _with_modes(ways, settings):
         required = _required(traced, nodes, settings, len(way.placement))
-        bounded = replace(chain, low=way.low, high=way.high, required=required)
-        yield from _cuts_of(_Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples))
+        placed = _placed(settings, way.placement)
+        kinds = kinds_left(settings, placed)
+        bounded = replace(
+            chain,
+            forward=tuple(chain.forward[kind] for kind in kinds),
+            backward=tuple(chain.backward[kind] for kind in kinds),
+            low=way.low,
+            high=way.high,
+            required=required,
+        )
+        yield from _cuts_of(_Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples))
 
 
 def _costs(chain: Chain) -> tuple[float, ...]:
@@ -161,7 +171,7 @@ class _Case:
     chain: Chain
     nodes: Nodes
     settings: Settings
-    profiles: Sequence[Profile]
+    profiles: tuple[Profile, ...]
     samples: int
 
     @property
@@ -190,7 +200,11 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
         yield Cut(
+<<<<<<< HEAD
             case.traced, starts, case.settings, sites, loads, balance, (*compared, *optimal), transfers, simulation
+=======
+            case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation, case.profiles
+>>>>>>> h4-adv
         )
 
 

@@ -156,7 +156,7 @@ def prepare(
             profiles = _profiles(traced, args, kwargs, micro, settings)
     orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
     cut = decide(orders, profiles, micro, settings)
-    return _prepared(cut, traced.fingerprint(), profiles, micro, settings)
+    return _prepared(cut, traced.fingerprint(), micro, settings)
 
 
 def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
@@ -287,17 +287,17 @@ def _profiles(
     ]
 
 
-def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings) -> Prepared:
+def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Prepared:
     from fxpipe.describing import copies_of, describe
     from fxpipe.rewriting import split
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
-    copies = copies_of(cut, program, profiles[0], micro)
+    copies = copies_of(cut, program, cut.profiles[0], micro)
     if any(copies):
         program = split(traced, cut.starts, settings.devices, copies)
-    plan = describe(cut, program, copies, profiles, micro, settings)
+    plan = describe(cut, program, copies, micro, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 

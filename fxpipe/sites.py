@@ -34,6 +34,14 @@ def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
     return list(found.values())
 
 
+def kinds_left(before: Settings, now: Settings) -> tuple[int, ...]:
+    """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
+    if before.hardware is not None:
+        return (0,)
+    names = [_kind(device) for device in kinds_of(before.workers)]
+    return tuple(names.index(_kind(device)) for device in kinds_of(now.workers))
+
+
 def workers_of(settings: Settings) -> tuple[Worker, ...]:
     """The settings' workers."""
     names = [_kind(device) for device in kinds_of(settings.workers)]
