@@ -200,11 +200,16 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
         yield Cut(
-<<<<<<< HEAD
-            case.traced, starts, case.settings, sites, loads, balance, (*compared, *optimal), transfers, simulation
-=======
-            case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation, case.profiles
->>>>>>> h4-adv
+            case.traced,
+            starts,
+            case.settings,
+            sites,
+            loads,
+            balance,
+            (*compared, *optimal),
+            transfers,
+            simulation,
+            case.profiles,
         )
 
 
