@@ -265,9 +265,9 @@ def _profiles(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], micro: int, settings: Settings
 ) -> list[Profile]:
     """One for each kind of device."""
+    from fxpipe.deciding.sites import kinds_of
     from fxpipe.profiling import profile
     from fxpipe.profiling.storing import profile_for
-    from fxpipe.sites import kinds_of
 
     if settings.profile is not None:
         return [profile_for(traced, settings.profile)] * len(kinds_of(settings.workers))
@@ -288,7 +288,7 @@ def _profiles(
 
 
 def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Prepared:
-    from fxpipe.describing import copies_of, describe
+    from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 
     traced = cut.traced

@@ -11,7 +11,7 @@ from real_models import RealModel
 from ways_to_cut import Case
 
 import fxpipe
-from fxpipe.chains import chain_of
+from fxpipe.deciding.chains import chain_of
 from fxpipe.partitioning import Chain, Link, Site
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts

@@ -13,7 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.chains import chain_of
+from fxpipe.deciding.chains import chain_of
+from fxpipe.deciding.sites import kinds_left, sites_of
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
@@ -28,7 +29,6 @@ from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
-from fxpipe.sites import kinds_left, sites_of
 from fxpipe.tracing import Traced
 
 MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit

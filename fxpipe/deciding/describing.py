@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
-from fxpipe.deciding import Cut
-from fxpipe.formulas import flops, stage_bytes
+from fxpipe.deciding.cuts import Cut
+from fxpipe.deciding.formulas import flops, stage_bytes
 from fxpipe.partitioning.chain import Link
 from fxpipe.plans import Plan, Portal, Sending, StagePlan
 from fxpipe.profiling import Profile
