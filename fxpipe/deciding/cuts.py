@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fxpipe.deciding.chains import chain_of
 from fxpipe.deciding.sites import kinds_left, sites_of
-from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.chain import Chain, Site
@@ -66,15 +66,18 @@ def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, 
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
     """
-    found, failure = list[Cut](), None
+    found, failures = list[Cut](), list[PartitionError]()
     for traced in orders:
-        try:
-            found += _cuts(traced, profiles, samples, settings)
-        except PartitionError as error:
-            failure = failure or error
+        chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
+        nodes = _nodes(traced, chain)
+        for way in _with_modes(_ways(settings, nodes), settings):
+            try:
+                case = _case(way, traced, chain, nodes, settings, profiles, samples)
+                found += _cuts_of(case)
+            except PartitionError as error:
+                failures.append(error)
     if not found:
-        assert failure is not None
-        raise failure
+        raise _most_helpful(failures)
     return min(found, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
 
 
@@ -83,28 +86,47 @@ def is_by_hand(traced: Traced, settings: Settings) -> bool:
     return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
 
 
-def _cuts(traced: Traced, profiles: Sequence[Profile], samples: int, settings: Settings) -> Iterator[Cut]:
-    chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
-    nodes = Nodes(
+def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
+    """Of the ways to satisfy pins the last one has the most stages, and so comes nearest to fitting."""
+    return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
+
+
+def _nodes(traced: Traced, chain: Chain) -> Nodes:
+    return Nodes(
         _costs(chain),
         tuple(node.name for node in traced.nodes),
         tuple(node.meta["module"] for node in traced.nodes),
         chain.forbidden,
     )
-    ways = pinned(settings.pins, settings.placement, nodes) if settings.pins else (Pinned(settings.placement, (), ()),)
-    for way in _with_modes(ways, settings):
-        required = _required(traced, nodes, settings, len(way.placement))
-        placed = _placed(settings, way.placement)
-        kinds = kinds_left(settings, placed)
-        bounded = replace(
-            chain,
-            forward=tuple(chain.forward[kind] for kind in kinds),
-            backward=tuple(chain.backward[kind] for kind in kinds),
-            low=way.low,
-            high=way.high,
-            required=required,
-        )
-        yield from _cuts_of(_Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples))
+
+
+def _ways(settings: Settings, nodes: Nodes) -> tuple[Pinned, ...]:
+    if not settings.pins:
+        return (Pinned(settings.placement, (), ()),)
+    return pinned(settings.pins, settings.placement, nodes)
+
+
+def _case(
+    way: Pinned,
+    traced: Traced,
+    chain: Chain,
+    nodes: Nodes,
+    settings: Settings,
+    profiles: Sequence[Profile],
+    samples: int,
+) -> _Case:
+    required = _required(traced, nodes, settings, len(way.placement))
+    placed = _placed(settings, way.placement)
+    kinds = kinds_left(settings, placed)
+    bounded = replace(
+        chain,
+        forward=tuple(chain.forward[kind] for kind in kinds),
+        backward=tuple(chain.backward[kind] for kind in kinds),
+        low=way.low,
+        high=way.high,
+        required=required,
+    )
+    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples)
 
 
 def _costs(chain: Chain) -> tuple[float, ...]:
