@@ -1,4 +1,4 @@
-"""What planning decides, through the public API: cuts within memory, recomputation, balance, order, and by what costs."""
+"""What planning decides, through the public API: cuts within memory, recomputation, balance, order, and by what."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 import functools
 import pickle
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.errors import MemoryLimitError
 from fxpipe.profiling import Seconds
 from fxpipe.scheduling import Kind
 
