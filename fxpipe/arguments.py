@@ -18,7 +18,7 @@ from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
-PROFILE_BUDGET = 10.0  # seconds
+PROFILE_BUDGET = 5.0  # seconds
 BALANCES = ("auto", "block", "optimal")  # besides those by hand
 
 

@@ -54,7 +54,7 @@ class Settings:
     optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before
-    profile_budget: float = 10.0  # seconds
+    profile_budget: float = 5.0  # seconds
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
