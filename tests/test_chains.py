@@ -21,7 +21,7 @@ from fxpipe.deciding.chains import chain_of
 from fxpipe.partitioning import Chain, Link, Site, stage_loads
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.storages import storages_of
-from fxpipe.rewriting import INPUT, forbidden_cuts
+from fxpipe.rewriting import INPUT, forbidden_cuts, split
 from fxpipe.rewriting.ordering import ordered
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced, trace
@@ -158,3 +158,32 @@ def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], 
                 assert said[0] >= one.kept, where_j
                 assert said[1] >= one.kept_to_recompute, where_j
     assert exact >= 6
+
+
+class WritesToItsInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.one(x + y)
+        x.add_(h)
+        h = self.two(h)
+        out: torch.Tensor = self.three(h) * x + y
+        return out
+
+
+def test_an_input_that_is_written_to_is_sent_by_the_stage_that_does_so() -> None:
+    """It was taken for an input that reaches each stage by itself: nothing to send, and nothing to keep."""
+    model, x = WritesToItsInput(), torch.randn(3, 4)
+    traced = trace(model, (x, x.clone()))
+    assert traced.effects is not None
+    writer = next(place for place, writes in enumerate(traced.effects.writes) if writes)
+    later = next(place for place, node in enumerate(traced.nodes) if node.name == "three")
+    chain = chain_of(traced, [profile(traced, (x, x.clone()), budget=0.0)], 3, forbidden_cuts(traced))
+    program = split(traced, (0, later), [torch.device("cpu")] * 2)
+    received = {value.name: value.source for value in program.stages[1].receives}
+    assert sorted(received.values()) == [INPUT, 0, 0]
+    arriving = [flow for flow in chain.flows if 0 <= flow.maker < later <= flow.users[-1]]
+    assert [(flow.bytes, flow.returns) for flow in arriving] == [(48, True)] * 2
+    assert writer in {flow.maker for flow in arriving}

@@ -60,13 +60,24 @@ def chain_of(
 
 def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.Node]) -> Iterable[Flow]:
     outputs = {o for o in traced.outputs if isinstance(o, fx.Node)}
-    for node, maker in effects.place.items():
+    with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    for node, place in effects.place.items():
+        maker, returns = place, effects.requires_grad.get(node, False)
         users = sorted(effects.place[user] for user in node.users if user in effects.place)
         if node in outputs:
             users.append(len(effects.nodes))
+        if maker < 0 and (writer := _first_writer(effects, node)) is not None:
+            # An input that forward writes to is a value of the stage that does so, which writes to a clone.
+            maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users and node not in copied:
             size = bytes_for(bytes_of(node.meta.get("shapes", ())), traced.batch, samples)
-            yield Flow(size, maker, tuple(users), effects.requires_grad.get(node, False))
+            yield Flow(size, maker, tuple(users), returns)
+
+
+def _first_writer(effects: Effects, node: fx.Node) -> int | None:
+    """The place of the first node that changes a value."""
+    alias = effects.alias[node]
+    return next((place for place, classes in enumerate(effects.writes) if alias in classes), None)
 
 
 def _weights(traced: Traced, effects: Effects) -> Iterable[Weights]:
