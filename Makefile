@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench coverage clean
+.PHONY: help demo test lint format bench balance planning coverage clean
 
 help:
 	@echo 'make demo      train two small models as pipelines and print the plan of one'
@@ -12,6 +12,8 @@ help:
 	@echo 'make lint      check style and types'
 	@echo 'make format    rewrite the sources in the one style'
 	@echo 'make bench     measure throughput'
+	@echo 'make balance   compare cuts with those of others, and predicted with measured steps'
+	@echo 'make planning  measure how long planning takes'
 	@echo 'make coverage  run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
 	@echo 'make clean     remove caches and build outputs; the environment in .venv stays'
 
@@ -34,6 +36,12 @@ format: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python tools/bench/throughput.py $(ARGS)
+
+balance: .venv/.zoo
+	$(BIN)/python tools/bench/balance.py $(ARGS)
+
+planning: .venv/.zoo
+	$(BIN)/python tools/bench/planning.py $(ARGS)
 
 coverage: .venv/.zoo
 	$(BIN)/python tools/coverage.py $(ARGS)

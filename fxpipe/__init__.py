@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline, pipeline
+    from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
-    from fxpipe.profiling import profile
+    from fxpipe.profiling import Profile, profile
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "leaf": "fxpipe.tracing.recording.one_node",
     "partition": "fxpipe.partitioning",
@@ -35,7 +38,19 @@ _HOMES = {
     "trace": "fxpipe.tracing",
 }
 
-__all__ = ["Pipeline", "Plan", "cut", "leaf", "partition", "pipeline", "plan", "profile", "trace"]
+__all__ = [
+    "Hardware",
+    "Pipeline",
+    "Plan",
+    "Profile",
+    "cut",
+    "leaf",
+    "partition",
+    "pipeline",
+    "plan",
+    "profile",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

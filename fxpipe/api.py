@@ -78,7 +78,8 @@ def pipeline(
             "except_last", "always", or a mode for each stage. "auto": all in those stages that would not fit into
             their memory otherwise.
         memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
-            the memory of a GPU less a margin; none on the CPU.
+            the memory of a GPU less a margin; none on the CPU. Reckoned for `schedule`: the drop-in, which keeps all
+            micro-batches, needs schedule="gpipe" for its limit to hold.
         optimizer_state: bytes of the optimizer's state for each byte of a trained parameter: 2 for Adam, 1 for SGD with
             momentum, 0 for SGD.
         hardware: plan for this hardware instead of measuring what is here; as for `fxpipe.plan`.

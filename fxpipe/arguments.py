@@ -103,11 +103,11 @@ def parse_chunks(chunks: int | str, workers: int) -> int:
     return count
 
 
-def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int) -> str | tuple[str, ...]:
-    """A mode for all stages, or one for each; "auto" is for planning to decide."""
+def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int | None) -> str | tuple[str, ...]:
+    """A mode for all stages, or one for each; "auto" is for planning to decide. `stages` is None if not known yet."""
     if not isinstance(checkpoint, tuple):
         return one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
-    if len(checkpoint) != stages:
+    if stages is not None and len(checkpoint) != stages:
         raise ArgumentError(f"checkpoint has {len(checkpoint)} modes for {stages} stages: give one for each")
     return tuple(one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
 

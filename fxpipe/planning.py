@@ -156,7 +156,7 @@ def prepare(
             profiles = _profiles(traced, args, kwargs, micro, settings)
     orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
     cut = decide(orders, profiles, micro, settings)
-    return _prepared(cut, traced.fingerprint(), profiles, micro, settings)
+    return _prepared(cut, traced.fingerprint(), micro, settings)
 
 
 def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
@@ -182,6 +182,7 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         schedule=settings.schedule,
         chunks=settings.chunks,
         checkpoint=settings.checkpoint,
+        placement=settings.placement,
     )
     return Prepared(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
 
@@ -264,9 +265,9 @@ def _profiles(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], micro: int, settings: Settings
 ) -> list[Profile]:
     """One for each kind of device."""
+    from fxpipe.deciding.sites import kinds_of
     from fxpipe.profiling import profile
     from fxpipe.profiling.storing import profile_for
-    from fxpipe.sites import kinds_of
 
     if settings.profile is not None:
         return [profile_for(traced, settings.profile)] * len(kinds_of(settings.workers))
@@ -286,17 +287,17 @@ def _profiles(
     ]
 
 
-def _prepared(cut: Cut, fingerprint: str, profiles: Sequence[Profile], micro: int, settings: Settings) -> Prepared:
-    from fxpipe.describing import copies_of, describe
+def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Prepared:
+    from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
-    copies = copies_of(cut, program, profiles[0], micro)
+    copies = copies_of(cut, program, cut.profiles[0], micro)
     if any(copies):
         program = split(traced, cut.starts, settings.devices, copies)
-    plan = describe(cut, program, copies, profiles, micro, settings)
+    plan = describe(cut, program, copies, micro, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 

@@ -73,6 +73,7 @@ class Bottleneck:
 
     balance: str
     seconds: float  # of one micro-batch: forward, backward, and what the stage receives
+    fits: bool = True  # into the memory of the devices
 
 
 @dataclass(frozen=True, slots=True)

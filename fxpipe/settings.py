@@ -102,7 +102,7 @@ def make_settings(
         placement=placement,
         chunks=parse_chunks(chunks, len(workers)),
         schedule=one_of("schedule", schedule, TRAINING_SCHEDULES),
-        checkpoint=parse_checkpoint(checkpoint, len(placement)),
+        checkpoint=parse_checkpoint(checkpoint, None if pins else len(placement)),  # pins may take other stages
         balance=parse_balance(balance, len(placement)),
         tracer=check_tracer(tracer),
         in_dims=in_dims,

@@ -329,8 +329,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "made by numpy": (
         lambda m, x: m.lin(x) + torch.as_tensor(np_arange(len(x)))[:, None, None], TraceError, "other functions with",
     ),
-    "maximum of sizes": (
-        lambda m, x: m.lin(x).new_zeros(max(x.shape[0], 3), 1, 1)[: x.shape[0]] + m.lin(x), ArgumentError,
+    "a branch that micro-batches would take otherwise": (
+        lambda m, x: m.lin(x) if x.shape[0] > 2 else m.lin(x) * 2, ArgumentError,
         "does not hold for 2 samples",
     ),
     "parts by number": (
@@ -350,6 +350,29 @@ def test_refused(name):
     forward, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         fxpipe.plan(Forward(forward), 1, chunks=2, example_args=(torch.randn(4, T, 6),), tracer="record")
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: m.lin(x).new_zeros(max(x.shape[0], 3), 1, 1)[: x.shape[0]] + m.lin(x),
+        # As libraries do with position ids: micro-batches of one sample need no expanding, and it does no harm.
+        lambda m, x: m.lin(
+            x + (x[:1].detach() * 0 if x.shape[0] == 1 else (x[:1].detach() * 0).expand(len(x), -1, -1))
+        ),
+    ],
+    ids=["maximum", "expand"],
+)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_a_read_of_the_size_does_no_harm_where_micro_batches_come_to_the_same(forward, chunks):
+    plain, x = Forward(forward), torch.randn(4, T, 6)
+    ours = copy.deepcopy(plain)
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], chunks, example_args=(x,), tracer="record") as pipe:
+        torch.testing.assert_close(pipe(x), plain(x))
+        pipe(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, msg=name)
 
 
 def test_number_returned_goes_together_by_out_dims():

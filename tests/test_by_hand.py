@@ -12,7 +12,9 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
+from fxpipe.deciding import decide
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.settings import make_settings
 
 BATCH, CHUNKS = 6, 3
 
@@ -158,12 +160,46 @@ def test_a_plan_of_pins_can_be_used_again(tmp_path: Any) -> None:
         ({"pin": ["lm_head"]}, ArgumentTypeError, "expected a dict from names of modules or nodes to devices"),
         ({"balance": {"lm_head": "gpu"}}, ArgumentError, "'gpu' is no device of torch's"),
         ({"pin": {"lm_head": 0}, "balance": ["tokens"]}, ArgumentError, "or pin; give one of them"),
+        (
+            {"pin": {"lm_head": 0}, "checkpoint": ("always",) * 3},
+            ArgumentError,
+            "has 3 modes, but with these pins there",
+        ),
+        ({"pin": {"lm_head": 0}, "checkpoint": ("always", "no")}, ArgumentError, "checkpoint='no' is unknown"),
         ({"pin": {"lm_head": 0}, "balance": "block"}, PartitionError, "balance='block' cannot heed pins"),
     ],
 )
 def test_what_cannot_be_asked_for(options: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says), pipe_of(Tied(), **options):
         pass
+
+
+def test_a_checkpoint_mode_for_each_stage_that_pins_make() -> None:
+    modes = ("always", "never", "never", "except_last")
+    with pipe_of(Tied(), pin={"lm_head": 0}, checkpoint=modes) as pipe:
+        assert pipe.plan.placement == (0, 1, 2, 0)
+        assert pipe.plan.modes == modes
+
+
+def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
+    """Profiles are for each kind of device in turn; those of the CPU came first, and counted for the GPU."""
+    ids = torch.randint(11, (BATCH, 5))
+    traced = fxpipe.trace(Tied(), (ids,))
+    on_cpu = fxpipe.profile(traced, (ids,), hardware="cpu")
+    on_gpu = fxpipe.profile(traced, (ids,), hardware="h100")
+    settings = make_settings(
+        devices=["cpu", "cuda:0"],
+        pin={"": 1},
+        memory_limit="1GiB",
+        anywhere=True,
+        **dict(chunks=2, schedule="1f1b", checkpoint="auto", balance="auto", tracer="auto", in_dims=None),
+        **dict(out_dims=None, leaf_modules=(), check=True, stages_per_device=1, optimizer_state=2.0, hardware=None),
+        **dict(profile=None, profile_budget=None),
+    )
+    cut = decide([traced], [on_cpu, on_gpu], BATCH, settings)
+    assert [str(worker) for worker in cut.settings.workers] == ["cuda:0"]
+    assert cut.profiles == (on_gpu,)
+    assert cut.loads[0].forward_seconds == pytest.approx(on_gpu.forward_seconds)
 
 
 def test_more_marks_than_cuts_are_refused() -> None:

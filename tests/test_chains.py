@@ -17,7 +17,7 @@ from test_ordering import Parts, Tied, Towers, Translation, tokens, vectors
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.chains import chain_of
+from fxpipe.deciding.chains import chain_of
 from fxpipe.partitioning import Chain, Link, Site, stage_loads
 from fxpipe.profiling import Profile, profile
 from fxpipe.profiling.storages import storages_of

@@ -32,7 +32,7 @@ from fxpipe.partitioning import (
 from fxpipe.partitioning.loads import stage_load, ways_to_run
 from fxpipe.partitioning.ranges import Bytes, Seconds
 from fxpipe.partitioning.search import Search
-from fxpipe.partitioning.shortage import best_attempt, more_devices, recomputing, smaller_micro_batches
+from fxpipe.partitioning.shortage import Trial, best_attempt, recomputing
 
 seconds = st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0, 20.0, 0.1, 0.2, 0.3, 0.1 + 0.2, 1e-17])
 amounts = st.sampled_from([0.0, 1.0, 2.0, 3.0, 8.0])
@@ -381,17 +381,21 @@ def test_refusal_names_the_part_at_fault(chain: Chain, problem: str) -> None:
     assert f"The problem: {problem}" in refusal(chain, devices(2), names=NAMES)
 
 
+def more_devices(chain: Chain) -> list[Trial]:
+    return [Trial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
+
+
 def test_more_devices_are_offered_if_they_are_enough() -> None:
-    said = refusal(model(), devices(2), remedies=[more_devices(model(), devices, range(3, 9))])
+    said = refusal(model(), devices(2), remedies=[more_devices(model())])
     assert said.endswith("What would fit: use 3 devices.")
     assert optimal_partition(model(), devices(3))
-    said = refusal(model(held=8.0), devices(2), remedies=[more_devices(model(held=8.0), devices, range(3, 9))])
+    said = refusal(model(held=8.0), devices(2), remedies=[more_devices(model(held=8.0))])
     assert said.endswith("Nothing that was tried would fit: the model needs devices with more memory.")
 
 
 def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
     cases = [(f"chunks={8 * k}", model(held=1 / k), devices(2)) for k in (2, 4, 8)]
-    said = refusal(model(), devices(2), remedies=[smaller_micro_batches(cases)])
+    said = refusal(model(), devices(2), remedies=[[Trial(f"use {words}", *case) for words, *case in cases]])
     assert said.endswith("What would fit: use chunks=32.")
     assert refusal(*cases[0][1:]) != ""
     assert optimal_partition(*cases[1][1:])
@@ -399,7 +403,7 @@ def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
 
 def test_recomputing_is_offered_if_it_is_enough() -> None:
     chain, sites = model(), devices(2, 20.75)
-    said = refusal(chain, sites, remedies=[recomputing(chain, sites), more_devices(chain, devices, range(3, 9))])
+    said = refusal(chain, sites, remedies=[recomputing(chain, sites), more_devices(chain)])
     assert said.endswith("What would fit: let stages recompute; or use 3 devices.")
     assert optimal_partition(chain, devices(2, 20.75, may_recompute=True)).recompute == (True, False)
     assert "recompute" not in refusal(chain, devices(2), remedies=[recomputing(chain, devices(2))])

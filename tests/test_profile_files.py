@@ -180,7 +180,7 @@ def test_a_stale_profile_is_refused_and_how_to_make_a_new_one_is_said(tmp_path):
 def test_a_profile_with_other_nodes_is_refused(tmp_path):
     traced, profile = _profiled()
     document = _document(profile, tmp_path)
-    document["nodes"].pop()
+    document["nodes"][-1]["name"] = "other"
     (tmp_path / "p.json").write_text(json.dumps(document))
     with pytest.raises(ArgumentError, match="does not have the nodes"):
         profile_for(traced, tmp_path / "p.json")

@@ -728,6 +728,20 @@ def test_more_samples_than_given_are_refused() -> None:
         profile(traced, (torch.randn(4, 4),), threads=0)
 
 
+def test_a_node_that_writes_to_two_of_its_inputs_is_of_another_kind() -> None:
+    """`c += c.view(...)` changes both, `a += b` one, and nothing else tells the two apart: the second one failed."""
+
+    def twice(m: Any, x: torch.Tensor) -> torch.Tensor:
+        a, c = x * m.weight, x * m.weight
+        a += x * m.weight
+        c += c.view(-1, 4)
+        return a + c
+
+    model, x = Function(twice), torch.randn(4, 4)
+    costs = profile(trace(model, (x,)), (x,), budget=0.0)
+    assert all(cost.forward.at(4) > 0 for cost in costs.nodes)
+
+
 def test_inputs_of_another_kind_are_refused() -> None:
     x = torch.randn(4, 4)
     traced = trace(nn.Linear(4, 4), (x,))

@@ -42,7 +42,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         portals              list of {name, source, target, bytes}: two stages, and bytes of one micro-batch
         sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
                              micro-batch; to a later one values, to an earlier one gradients
-        bottlenecks          list of {balance, seconds}: of the slowest stage, by each way of cutting that was compared
+        bottlenecks          list of {balance, seconds, fits}: of the slowest stage, by each way of cutting compared
         totals
             slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage
             bubble           share of the device time of a step that is idle

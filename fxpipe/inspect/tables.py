@@ -57,7 +57,10 @@ def _head(plan: Plan) -> str:
 
 def _bottlenecks(plan: Plan) -> str:
     """What a step waits for, by the ways of cutting that were compared."""
-    return ", ".join(f"{human_seconds(found.seconds)} by {found.balance}" for found in plan.bottlenecks)
+    return ", ".join(
+        f"{human_seconds(found.seconds)} by {found.balance}" + ("" if found.fits else ", which does not fit")
+        for found in plan.bottlenecks
+    )
 
 
 def _checkpoint(plan: Plan) -> str:

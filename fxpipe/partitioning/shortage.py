@@ -9,7 +9,7 @@ stand for, and it is offered only if a cut of one of them fits; the first that d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -48,16 +48,6 @@ def recomputing(chain: Chain, sites: Sequence[Site]) -> Iterator[Trial]:
     """That stages may recompute, where some may not."""
     if not all(site.may_recompute or site.must_recompute for site in sites):
         yield Trial("let stages recompute", chain, [replace(site, may_recompute=True) for site in sites])
-
-
-def more_devices(chain: Chain, sites_for: Callable[[int], Sequence[Site]], counts: Iterable[int]) -> Iterator[Trial]:
-    """Other numbers of devices, ascending; `sites_for` knows how many micro-batches are then in flight."""
-    return (Trial(f"use {count} devices", chain, sites_for(count)) for count in counts)
-
-
-def smaller_micro_batches(cases: Iterable[tuple[str, Chain, Sequence[Site]]]) -> Iterator[Trial]:
-    """Smaller micro-batches, the largest first, with words for each: "chunks=16 (micro-batches of 2)"."""
-    return (Trial(f"use {words}", chain, sites) for words, chain, sites in cases)
 
 
 def first_that_fits(trials: Iterable[Trial]) -> Trial | None:

@@ -23,13 +23,14 @@ from torch import fx
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
 from fxpipe.profiling.costs import NodeCost, Profile, Seconds
-from fxpipe.profiling.counting import count
+from fxpipe.profiling.counting import Counts, count
 from fxpipe.profiling.estimate import estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
 from fxpipe.profiling.rounds import Measured, made_of
-from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.recording.fake import faked, is_faked, without_values
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
@@ -80,7 +81,7 @@ def profile(
     # `undone`: hooks, and modules kept whole, run as they are.
     with _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)
-        counts = count(traced, effects, leaves, micro_batch)
+        counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
@@ -121,6 +122,14 @@ def profile(
     return Profile(tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint())
 
 
+def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> Counts:
+    """`anywhere`: for hardware that is not here nothing has to run, where the model can do without values."""
+    if anywhere and not is_faked():
+        with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
+            return count(traced, effects, fakes, micro_batch)
+    return count(traced, effects, leaves, micro_batch)
+
+
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The flattened inputs, in the order of `traced.leaves`."""
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
@@ -148,7 +157,8 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     size = given if wanted is None else wanted
     if size > given:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
-    for read in traced.batch_reads:
+    # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
+    for read in () if without_values(traced.model) else traced.batch_reads:
         if not read.holds(size):
             raise ArgumentError(
                 f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "

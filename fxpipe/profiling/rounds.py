@@ -175,7 +175,7 @@ class Rounds:
         if written and self._waiting:
             self._keep_waiting(written)
         if node not in self.kind:
-            self._meet(node)
+            self._meet(node, written)
         kind = self.kind[node]
         samples, made = self.samples[kind], None
         if self._left[kind] and not (samples.forward and time.perf_counter() >= self.deadline):
@@ -206,10 +206,10 @@ class Rounds:
                 return
         self._go_back()
 
-    def _meet(self, node: fx.Node) -> None:
+    def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
         """Finds out of which kind a node is."""
         call = self._calls[node]
-        kind = self.kind[node] = kind_of(self.traced, node, (call.args, call.kwargs), self.values)
+        kind = self.kind[node] = kind_of(self.traced, node, (call.args, call.kwargs), self.values, written)
         self._number[kind] += 1
         if kind not in self.samples:
             # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.

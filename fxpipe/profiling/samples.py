@@ -7,7 +7,7 @@ the same sizes does. A module kept whole is a function of its own, so there clas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
@@ -99,11 +99,17 @@ class Samples:
         return True
 
 
-def kind_of(traced: Traced, node: fx.Node, arguments: Any, values: Mapping[fx.Node, Value]) -> Hashable:
-    """The same for nodes that take the same time; `arguments` are those that it is called with."""
+def kind_of(
+    traced: Traced, node: fx.Node, arguments: Any, values: Mapping[fx.Node, Value], written: Collection[fx.Node] = ()
+) -> Hashable:
+    """The same for nodes that take the same time; `arguments` are those that it is called with.
+
+    `written`: those of its inputs whose memory it changes, which may be more than one where they share it.
+    """
     args = fx.map_arg(arguments, lambda n: mapped(Like.of, values[n]))
     function = _module_kind(traced, node) if "whole" in node.meta else same_function(node.target)
-    return node.op, function, repr(args), node.meta["state"]
+    changed = tuple(place for place, n in enumerate(node.all_input_nodes) if n in written)
+    return node.op, function, repr(args), node.meta["state"], changed
 
 
 def _module_kind(traced: Traced, node: fx.Node) -> Hashable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,15 @@ class Tensors:
 
     model: nn.Module
     constants: dict[str, torch.Tensor]
+    modules: dict[str, nn.Module] = field(default_factory=dict)  # found so far, by path: the way to one takes 0.1 ms
 
     def _store(self, name: str) -> tuple[dict[str, Any], str]:
         if name in self.constants:
             return self.constants, name
         path, _, key = name.rpartition(".")
-        module = self.model.get_submodule(path)
+        module = self.modules.get(path)
+        if module is None:
+            module = self.modules[path] = self.model.get_submodule(path)
         for store in (module._parameters, module._buffers, module.__dict__):
             if key in store:
                 return store, key

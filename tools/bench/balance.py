@@ -1,7 +1,8 @@
-"""How good cuts are, and how long they take: the largest stage over the least possible one, for several ways to cut.
+"""How good cuts are, how long they take, and whether a step takes as long as the plan says.
 
     python tools/bench/balance.py
-    python tools/bench/balance.py --seeds 5 --shapes transformer
+    python tools/bench/balance.py --parts sequences --seeds 5 --shapes transformer
+    python tools/bench/balance.py --parts steps --models gpt,t5 --rounds 20
 
 What is compared, how, and what came out is in tools/bench/README.md.
 """
@@ -9,266 +10,91 @@ What is compared, how, and what came out is in tools/bench/README.md.
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Sequence
+from contextlib import ExitStack
 
+import torch
+from prediction import HEADERS, Subject, load, measure_rounds, rows
+from real_cuts import ETHERNET, profiled
+from real_models import REAL_MODELS, RealModel
+from sequences import LARGE_HEADERS, SHAPES, SIZES, large_models, sequences
 from tabulate import tabulate
+from tqdm import tqdm
+from ways_to_cut import compare, report, ways
 
-from fxpipe.errors import MemoryLimitError
-from fxpipe.partitioning import Chain, Flow, Held, Link, Site, Weights, optimal_partition, partition, stage_loads
-
-Starts = Sequence[int]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Something to cut: a chain for sites, with the parameters of each node."""
-
-    chain: Chain
-    sites: tuple[Site, ...]
-    parameters: tuple[float, ...]
-
-    @property
-    def seconds(self) -> list[float]:
-        return [f + b for f, b in zip(self.chain.forward[0], self.chain.backward[0], strict=True)]
+PARTS = ("sequences", "large", "models", "steps")
+STAGES = (2, 4, 8)  # into which real models are cut
+CHUNKS = (4, 8)  # of the steps that are timed
+BATCH = 16
 
 
-# ---- sequences ----
+def cut_sequences(shapes: Sequence[str], most: int, seeds: int) -> None:
+    known, found = ways(), []
+    sizes = [size for size in SIZES if size[0] <= most]
+    cases = list(sequences(shapes, sizes, seeds))
+    for label, of_label in tqdm(cases, desc="sequences", disable=None):
+        found.append(report(label, [compare(case, known) for case in of_label]))
+    print_cuts("sequence", list(known), found)
 
 
-def sequence(seconds: Sequence[float], parameters: Sequence[float], stages: int, sent: Sequence[float] = ()) -> Case:
-    """Nodes that each use what the one before made; `sent` is what each takes to send, in seconds of a link."""
-    flows = tuple(Flow(size, place, (place + 1,), True) for place, size in enumerate(sent[:-1]))
-    chain = Chain((tuple(s / 3 for s in seconds),), (tuple(2 * s / 3 for s in seconds),), flows)
-    link = Link(1.0) if sent else None
-    return Case(chain, tuple(Site(link=link if j else None) for j in range(stages)), tuple(parameters))
+def cut_models(names: Sequence[str]) -> None:
+    known, found, planning = ways(), [], []
+    for name in tqdm(names, desc="models", disable=None):
+        real = make(name)
+        model = profiled(real, max(CHUNKS), BATCH)
+        nodes = len(model.traced.nodes)
+        planning.append((name, str(nodes), f"{model.trace_seconds:.1f}", f"{model.profile_seconds:.1f}"))
+        for link, label in ((None, ""), (ETHERNET, ", links")):
+            for stages in STAGES:
+                case = model.case(real.layer, stages, link)
+                found.append(report(f"{name}{label}, {nodes} over {stages}", [compare(case, known)]))
+    print_cuts("model", list(known), found)
+    print(f"\ns before the cut\n\n{table_of(planning, ['model', 'nodes', 'to trace', 'to profile'])}")
 
 
-def random_case(draw: Callable[[random.Random], float]) -> Callable[[random.Random, int, int], Case]:
-    """Costs drawn one by one; parameters go with the costs, but for a factor that is as often 1/2 as 2."""
-
-    def make(rng: random.Random, n: int, stages: int) -> Case:
-        seconds = [draw(rng) for _ in range(n)]
-        return sequence(seconds, [s * rng.lognormvariate(0, 0.7) for s in seconds], stages)
-
-    return make
-
-
-def transformer(rng: random.Random, n: int, stages: int) -> Case:
-    """An embedding that takes no time, layers of eight nodes, a head as heavy as three layers; 2 % of noise."""
-    seconds, parameters = _transformer(rng, n)
-    return sequence(seconds, parameters, stages)
+def time_steps(names: Sequence[str], rounds: int) -> None:
+    print(f"\nload before: {load()}")
+    with ExitStack() as stack:
+        subjects = {name: Subject(make(name), CHUNKS, BATCH, stack) for name in tqdm(names, desc="plans", disable=None)}
+        found = measure_rounds(subjects, rounds)
+    made = [row for name in names for row in rows(name, found[name])]
+    print(f"load after: {load()}\n\na step of {BATCH} samples\n\n{table_of(made, HEADERS)}")
 
 
-def transformer_with_links(rng: random.Random, n: int, stages: int) -> Case:
-    """The same where sending takes a quarter of a layer's time between layers, and up to four times that within."""
-    seconds, parameters = _transformer(rng, n)
-    sent = [(2.0 if (place - 1) % 8 == 7 else rng.uniform(2.0, 8.0)) if place else 2.0 for place in range(n)]
-    return sequence(seconds, parameters, stages, sent)
+def make(name: str) -> RealModel:
+    torch.manual_seed(0)
+    return REAL_MODELS[name](BATCH)
 
 
-LAYER = (0.05, 3.0, 1.0, 1.0, 0.05, 1.9, 0.1, 0.9)  # norm, qkv, attention, projection, norm, up, activation, down
-LAYER_PARAMETERS = (0.0, 3.0, 0.0, 1.0, 0.0, 4.0, 0.0, 4.0)
-
-
-def _transformer(rng: random.Random, n: int) -> tuple[list[float], list[float]]:
-    middle = range(n - 2)
-    seconds = [0.01, *(LAYER[p % 8] * rng.uniform(0.98, 1.02) for p in middle), 3 * sum(LAYER)]
-    return seconds, [24.0, *(LAYER_PARAMETERS[p % 8] for p in middle), 24.0]
-
-
-SHAPES: dict[str, Callable[[random.Random, int, int], Case]] = {
-    "uniform": random_case(lambda rng: rng.random()),
-    "lognormal": random_case(lambda rng: rng.lognormvariate(0, 1)),
-    "equal": random_case(lambda rng: 1.0),
-    "transformer": transformer,
-    "transformer, links": transformer_with_links,
-}
-SIZES = ((23, 8), (100, 8), (400, 8), (1000, 32), (10_000, 64))  # nodes, stages
-
-
-# ---- ways to cut ----
-
-
-def by_block(case: Case) -> Starts:
-    return partition(case.seconds, len(case.sites)).starts
-
-
-def by_optimal(case: Case) -> Starts:
-    return optimal_partition(case.chain, case.sites).starts
-
-
-def by_torchgpipe(case: Case) -> Starts:
-    from torchgpipe.balance import blockpartition
-
-    blocks = blockpartition.solve(case.seconds, partitions=len(case.sites))
-    return [0, *accumulate(len(block) for block in blocks[:-1])]
-
-
-def by_parameters(case: Case) -> Starts:
-    """Each cut where the parameters before it are nearest to their even share; no stage is empty."""
-    n, stages = len(case.parameters), len(case.sites)
-    sums = list(accumulate(case.parameters, initial=0.0))
-    starts = [0]
-    for j in range(1, stages):
-        share = sums[-1] * j / stages
-        place = bisect_left(sums, share)
-        if place and share - sums[place - 1] < sums[place] - share:
-            place -= 1
-        starts.append(min(max(place, starts[-1] + 1), n - (stages - j)))
-    return starts
-
-
-def by_layers(case: Case) -> Starts:
-    """Equal numbers of nodes, one more in the first stages where they do not divide."""
-    each, more = divmod(len(case.parameters), len(case.sites))
-    return [j * each + min(j, more) for j in range(len(case.sites))]
-
-
-WAYS: dict[str, Callable[[Case], Starts]] = {
-    "fxpipe, optimal": by_optimal,
-    "fxpipe, block": by_block,
-    "torchgpipe": by_torchgpipe,
-    "equal parameters": by_parameters,
-    "equal layers": by_layers,
-}
-
-
-def ways() -> dict[str, Callable[[Case], Starts]]:
-    try:
-        import torchgpipe.balance.blockpartition  # noqa: F401
-    except ImportError:
-        print("torchgpipe is not installed: left out")
-        return {name: way for name, way in WAYS.items() if name != "torchgpipe"}
-    return WAYS
-
-
-# ---- comparison ----
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one way to cut one case."""
-
-    ratio: float  # the largest stage over the least possible one
-    seconds: float  # that the cut took to find
-
-
-def compare(case: Case, ways: dict[str, Callable[[Case], Starts]]) -> dict[str, Outcome]:
-    """Every way to cut a case, judged by the same loads."""
-    found = {}
-    for name, way in ways.items():
-        begin = time.perf_counter()
-        starts = way(case)
-        took = time.perf_counter() - begin
-        loads = stage_loads(case.chain, case.sites, starts, [False] * len(starts))
-        found[name] = max(load.seconds for load in loads), took
-    least = found["fxpipe, optimal"][0]
-    return {name: Outcome(bottleneck / least, took) for name, (bottleneck, took) in found.items()}
-
-
-def report(label: str, outcomes: Sequence[dict[str, Outcome]]) -> tuple[list[str], list[str]]:
-    """A row of ratios, median and worst, and a row of milliseconds."""
-    ratios, times = [label], [label]
-    for name in outcomes[0]:
-        of_all = [outcome[name].ratio for outcome in outcomes]
-        median, worst = statistics.median(of_all), max(of_all)
-        ratios.append(f"{median:.3f}" if worst - median < 5e-4 else f"{median:.3f}  {worst:.3f}")
-        times.append(f"{1e3 * statistics.median(outcome[name].seconds for outcome in outcomes):.3g}")
-    return ratios, times
-
-
-def sequences(shapes: Sequence[str], sizes: Sequence[tuple[int, int]], seeds: int) -> Iterator[tuple[str, list[Case]]]:
-    for shape in shapes:
-        for n, stages in sizes:
-            cases = [SHAPES[shape](random.Random(f"{shape} {n} {seed}"), n, stages) for seed in range(seeds)]
-            yield f"{shape}, {n} over {stages}", cases
-
-
-# ---- large models ----
-
-LARGE_HEADERS = (
-    "nodes, stages",
-    "limits",
-    "s to find the cut",
-    "bottleneck over that of no limits",
-    "stages that recompute",
-)
-
-
-def large_model(nodes: int) -> Chain:
-    """Layers of 70 nodes, seven of them heavy: residuals, two values that all layers use, wide values in the middle."""
-    rng, per_layer, size = random.Random(nodes), 70, 64e6
-    forward, flows, held, weights, everywhere = [1e-3, 1e-5], [], [], [Weights(2e9, (0,), True)], []
-    for place in range(2, nodes):
-        at = (place - 2) % per_layer
-        heavy = at % 10 == 5
-        forward.append(rng.uniform(5e-3, 8e-3) if heavy else rng.uniform(2e-5, 2e-4))
-        weights += [Weights(2.4e8, (place,), True)] if heavy else []
-        everywhere += [place] if at in (20, 21, 22) else []
-        residual = {0: place + 35, 35: place + 35}.get(at)
-        users = {place + 1, residual} if residual else {place + 1}
-        bytes_ = 3.5 * size if 50 <= at < 58 else size
-        flows.append(Flow(bytes_, place, tuple(sorted(user for user in users if user <= nodes)), True))
-        held += [Held(bytes_, place, (place + 1,))] if at % 2 == 0 and place + 1 < nodes else []
-    flows.append(Flow(1e6, 1, tuple(everywhere), False))
-    return Chain(
-        (tuple(forward),), (tuple(2 * f for f in forward),), tuple(flows), tuple(held), tuple(weights), (size,) * nodes
-    )
-
-
-def large_models() -> Iterator[tuple[str, ...]]:
-    """Links of 50 GB/s, as many micro-batches in flight as 1F1B has, and memory from ample to scarce."""
-    for nodes, stages in ((5663, 8), (10_000, 64)):
-        chain = large_model(nodes)
-        parameters = sum(4 * w.bytes for w in chain.weights) / stages
-        activations = sum(h.bytes for h in chain.held) / stages
-        sites = [Site(link=Link(50e9, 1e-5) if j else None, in_flight=stages - j) for j in range(stages)]
-        free = 0.0
-        for label, share, recomputes in (
-            ("no memory limit", None, False),
-            ("memory for 0.6 of all in flight", 0.6, False),
-            ("the same, may recompute", 0.6, True),
-            ("memory for 0.3, may recompute", 0.3, True),
-        ):
-            memory = None if share is None else 1.05 * parameters + share * stages * activations
-            begin = time.perf_counter()
-            try:
-                cut = optimal_partition(chain, [replace(s, memory=memory, may_recompute=recomputes) for s in sites])
-            except MemoryLimitError:
-                yield f"{nodes}, {stages}", label, f"{time.perf_counter() - begin:.1f}", "does not fit", ""
-                continue
-            took = time.perf_counter() - begin
-            free = free or cut.bottleneck
-            yield f"{nodes}, {stages}", label, f"{took:.1f}", f"{cut.bottleneck / free:.3f}", str(sum(cut.recompute))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=10, help="sequences of each shape and size (default: 10)")
-    parser.add_argument("--shapes", default=";".join(SHAPES), help=f"of {'; '.join(SHAPES)}, with semicolons")
-    parser.add_argument("--most", type=int, default=10_000, help="the longest sequences (default: 10000)")
-    options = parser.parse_args()
-
-    known, rows = ways(), []
-    sizes = [size for size in SIZES if size[0] <= options.most]
-    for label, cases in sequences(options.shapes.split(";"), sizes, options.seeds):
-        rows.append(report(label, [compare(case, known) for case in cases]))
-        print(f"{label}: done", flush=True)
-    ratios, times = zip(*rows, strict=True)
-    headers = ["sequence", *known]
-    print(f"\nlargest stage over the least possible: median, worst\n\n{table_of(ratios, headers)}")
-    print(f"\nms to find the cut: median\n\n{table_of(times, headers)}")
-    print(f"\nlarge models, fxpipe, optimal\n\n{table_of(list(large_models()), LARGE_HEADERS)}")
+def print_cuts(what: str, names: Sequence[str], found: Sequence[tuple[list[str], list[str]]]) -> None:
+    ratios, times = zip(*found, strict=True)
+    print(f"\nlargest stage over the least possible: median, worst\n\n{table_of(ratios, [what, *names])}")
+    print(f"\nms to find the cut: median\n\n{table_of(times, [what, *names])}")
 
 
 def table_of(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
     return tabulate(rows, headers, disable_numparse=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, with commas (default: all)")
+    parser.add_argument("--seeds", type=int, default=10, help="sequences of each shape and size (default: 10)")
+    parser.add_argument("--shapes", default=";".join(SHAPES), help=f"of {'; '.join(SHAPES)}, with semicolons")
+    parser.add_argument("--most", type=int, default=10_000, help="the longest sequences (default: 10000)")
+    parser.add_argument("--models", default=",".join(REAL_MODELS), help="of the real models, with commas")
+    parser.add_argument("--rounds", type=int, default=15, help="timed rounds of steps (default: 15)")
+    options = parser.parse_args()
+
+    parts, models = options.parts.split(","), options.models.split(",")
+    if "sequences" in parts:
+        cut_sequences(options.shapes.split(";"), options.most, options.seeds)
+    if "large" in parts:
+        print(f"\nlarge models, fxpipe, optimal\n\n{table_of(list(large_models()), LARGE_HEADERS)}")
+    if "models" in parts:
+        cut_models(models)
+    if "steps" in parts:
+        time_steps(models, options.rounds)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.hardware import Hardware, link_at_hand, link_between, memory_at_hand
+from fxpipe.hardware import link_at_hand, link_between, memory_at_hand
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 
@@ -34,12 +34,20 @@ def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
     return list(found.values())
 
 
+def kinds_left(before: Settings, now: Settings) -> tuple[int, ...]:
+    """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
+    if before.hardware is not None:
+        return (0,)
+    names = [_kind(device) for device in kinds_of(before.workers)]
+    return tuple(names.index(_kind(device)) for device in kinds_of(now.workers))
+
+
 def workers_of(settings: Settings) -> tuple[Worker, ...]:
     """The settings' workers."""
     names = [_kind(device) for device in kinds_of(settings.workers)]
     limits = settings.memory_limits
     if limits is None:
-        limits = tuple(_memory(device, settings.hardware) for device in settings.workers)
+        limits = tuple(_memory(settings, device) for device in settings.workers)
     return tuple(
         Worker(0 if settings.hardware else names.index(_kind(device)), limit)
         for device, limit in zip(settings.workers, limits, strict=True)
@@ -80,9 +88,12 @@ def _kind(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if torch.cuda.is_available() else str(device)
 
 
-def _memory(device: torch.device, hardware: Hardware | None) -> int | None:
-    memory = hardware.memory if hardware is not None else memory_at_hand(device)
-    return None if memory is None else int(memory * (1 - MARGIN))
+def _memory(settings: Settings, device: torch.device) -> int | None:
+    """What a worker may take of a device, which several may share."""
+    if settings.hardware is not None:
+        return int(settings.hardware.memory * (1 - MARGIN))
+    memory = memory_at_hand(device)
+    return None if memory is None else int(memory * (1 - MARGIN)) // settings.workers.count(device)
 
 
 def _link(settings: Settings, one: int, other: int) -> Link | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import sympy
 
-from fxpipe.chains import chain_of
+from fxpipe.deciding.chains import chain_of
 from fxpipe.partitioning import stage_loads
 from fxpipe.plans import StageBytes
 from fxpipe.polynomials import Polynomial, polynomial
@@ -16,7 +16,7 @@ from fxpipe.profiling.coefficients import coefficients
 from fxpipe.profiling.formulas import fitted
 
 if TYPE_CHECKING:
-    from fxpipe.deciding import Cut
+    from fxpipe.deciding.cuts import Cut
     from fxpipe.profiling import Profile
 
 SIZES = (1, 2, 3, 4)  # at which the stages are looked at, beside that of the plan

@@ -13,21 +13,22 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.chains import chain_of
-from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.deciding.chains import chain_of
+from fxpipe.deciding.sites import kinds_left, sites_of
+from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, sending_seconds
 from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.pins import Pinned, pinned
-from fxpipe.partitioning.shortage import Trial, more_devices, recomputing, smaller_micro_batches
+from fxpipe.partitioning.shortage import Trial, recomputing
+from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
-from fxpipe.sites import sites_of
 from fxpipe.tracing import Traced
 
 MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit
@@ -44,9 +45,10 @@ class Cut:
     sites: tuple[Site, ...]
     loads: tuple[StageLoad, ...]
     balance: str  # "block", "optimal", "by hand"
-    bottlenecks: dict[str, float]  # by balance: the largest seconds of a stage
+    bottlenecks: tuple[Bottleneck, ...]  # by the ways of balancing that were compared
     transfers: tuple[Transfer, ...]
     simulation: Simulation
+    profiles: tuple[Profile, ...]  # one for each kind of device that has a stage
 
     @property
     def recompute(self) -> tuple[bool, ...]:
@@ -68,7 +70,7 @@ def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, 
     for traced in orders:
         chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
         nodes = _nodes(traced, chain)
-        for way in _ways(settings, nodes):
+        for way in _with_modes(_ways(settings, nodes), settings):
             try:
                 case = _case(way, traced, chain, nodes, settings, profiles, samples)
                 found += _cuts_of(case)
@@ -114,12 +116,35 @@ def _case(
     samples: int,
 ) -> _Case:
     required = _required(traced, nodes, settings, len(way.placement))
-    bounded = replace(chain, low=way.low, high=way.high, required=required)
-    return _Case(traced, bounded, nodes, _placed(settings, way.placement), profiles, samples)
+    placed = _placed(settings, way.placement)
+    kinds = kinds_left(settings, placed)
+    bounded = replace(
+        chain,
+        forward=tuple(chain.forward[kind] for kind in kinds),
+        backward=tuple(chain.backward[kind] for kind in kinds),
+        low=way.low,
+        high=way.high,
+        required=required,
+    )
+    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples)
 
 
 def _costs(chain: Chain) -> tuple[float, ...]:
     return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
+
+
+def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
+    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    if isinstance(settings.checkpoint, str):
+        return ways
+    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not found:
+        counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return found
 
 
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
@@ -168,7 +193,7 @@ class _Case:
     chain: Chain
     nodes: Nodes
     settings: Settings
-    profiles: Sequence[Profile]
+    profiles: tuple[Profile, ...]
     samples: int
 
     @property
@@ -184,25 +209,36 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     block = None if chain.low else cut_by_block(case.nodes, len(sites), chain.required)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
-    bottlenecks = {} if block is None else {"block": _bottleneck(chain, sites, block)}
+    compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
+    remedies = _remedies(case)
     if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, _remedies(case, chain)):
+    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, remedies):
         loads = stage_loads(case.chain, sites, starts, recompute)
-        if balance == "optimal":
-            bottlenecks = bottlenecks | {"optimal": max(load.seconds for load in loads)}
+        optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
-        yield Cut(case.traced, starts, case.settings, sites, loads, balance, bottlenecks, transfers, simulation)
+        yield Cut(
+            case.traced,
+            starts,
+            case.settings,
+            sites,
+            loads,
+            balance,
+            (*compared, *optimal),
+            transfers,
+            simulation,
+            case.profiles,
+        )
 
 
-def _bottleneck(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> float:
-    """Whether or not it fits into memory."""
-    recompute = [site.must_recompute for site in sites]
-    return max(load.seconds for load in stage_loads(chain, sites, starts, recompute))
+def _bottleneck_of_block(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> Bottleneck:
+    loads = stage_loads(chain, sites, starts, [site.must_recompute for site in sites])
+    fits = all(site.memory is None or load.memory <= site.memory for load, site in zip(loads, sites, strict=True))
+    return Bottleneck("block", max(load.seconds for load in loads), fits)
 
 
 def _solved(
@@ -239,16 +275,31 @@ def _weighed(chain: Chain, sites: Sequence[Site], shares: Sequence[float]) -> tu
 # -- what would fit --------------------------------------------------------------------------------------------------
 
 
-def _remedies(case: _Case, chain: Chain) -> list[Iterable[Trial]]:
+def _remedies(case: _Case) -> list[Iterable[Trial]]:
     """What is tried where nothing fits into memory."""
-    found: list[Iterable[Trial]] = [recomputing(chain, case.sites)]
-    settings, count = case.settings, len(case.settings.workers)
-    free = not (settings.pins or chain.required or len(settings.placement) > count)
-    if free:
-        counts = range(count + 1, min(MOST_DEVICES * count, len(chain)) + 1)
-        found.append(more_devices(chain, lambda number: sites_of(_on_more(settings, number)), counts))
-    found.append(smaller_micro_batches(_smaller(case, chain)))
+    settings = case.settings
+    found: list[Iterable[Trial]] = [recomputing(_as_asked(case, case.chain, case.settings), case.sites)]
+    if settings.balance == "block":
+        found.insert(0, [Trial("use balance='optimal'", case.chain, case.sites)])
+    if not (settings.pins or case.chain.required or len(settings.placement) > len(settings.workers)):
+        found.append(_more_devices(case))
+    found.append(_smaller_micro_batches(case))
     return found
+
+
+def _as_asked(case: _Case, chain: Chain, settings: Settings) -> Chain:
+    """With the cuts of `balance="block"`, if that is what was asked for."""
+    if settings.balance != "block":
+        return chain
+    nodes = replace(case.nodes, costs=_costs(chain))
+    return replace(chain, required=cut_by_block(nodes, len(settings.placement), case.chain.required)[1:])
+
+
+def _more_devices(case: _Case) -> Iterator[Trial]:
+    count = len(case.settings.workers)
+    for more in range(count + 1, min(MOST_DEVICES * count, len(case.nodes.items())) + 1):
+        settings = _on_more(case.settings, more)
+        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings))
 
 
 def _on_more(settings: Settings, count: int) -> Settings:
@@ -264,18 +315,15 @@ def _on_more(settings: Settings, count: int) -> Settings:
     )
 
 
-def _smaller(case: _Case, chain: Chain) -> Iterator[tuple[str, Chain, Sequence[Site]]]:
+def _smaller_micro_batches(case: _Case) -> Iterator[Trial]:
     """Half the micro-batch, a quarter, and so on."""
     settings, samples = case.settings, case.samples
     while samples > 1:
         samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
-        smaller = chain_of(case.traced, case.profiles, samples, chain.forbidden)
-        required = chain.required
-        if required != case.chain.required:  # by block: what is cut by time is cut elsewhere
-            nodes = replace(case.nodes, costs=_costs(smaller))
-            required = cut_by_block(nodes, len(settings.placement), case.chain.required)[1:]
-        bounded = replace(smaller, low=chain.low, high=chain.high, required=required)
-        yield f"chunks={settings.chunks} (micro-batches of {samples})", bounded, sites_of(settings)
+        smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden)
+        bounded = replace(smaller, low=case.chain.low, high=case.chain.high, required=case.chain.required)
+        words = f"use chunks={settings.chunks} (micro-batches of {samples})"
+        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings))
 
 
 # -- what it comes to ------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
-from fxpipe.deciding import Cut
-from fxpipe.formulas import flops, stage_bytes
+from fxpipe.deciding.cuts import Cut
+from fxpipe.deciding.formulas import flops, stage_bytes
 from fxpipe.partitioning.chain import Link
-from fxpipe.plans import Bottleneck, Plan, Portal, Sending, StagePlan
+from fxpipe.plans import Plan, Portal, Sending, StagePlan
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
@@ -37,7 +37,6 @@ def describe(
     cut: Cut,
     program: Program,
     copies: Sequence[Collection[str]],
-    profiles: Sequence[Profile],
     samples: int,
     settings: Settings,
 ) -> Plan:
@@ -45,15 +44,14 @@ def describe(
 
     Args:
         program: of the cut, with `copies`: the nodes that each stage computes for itself.
-        profiles: one for each kind of device.
         samples: of the largest micro-batch, for which figures are given.
         settings: with all that was left to planning.
     """
     traced = cut.traced
     sizes = _sizes(traced, samples)
-    costs = {cost.name: cost for cost in profiles[0].nodes}
+    costs = {cost.name: cost for cost in cut.profiles[0].nodes}
     names = [node.name for node in traced.nodes]
-    bytes_of_stages = stage_bytes(cut, profiles, samples)
+    bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
     ends = [*cut.starts[1:], len(names)]
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
@@ -75,7 +73,7 @@ def describe(
                 state_bytes=int(load.state_bytes),
                 memory_limit=None if memory is None else int(memory),
                 bytes=bytes_of_stages[j],
-                flops=flops(profiles[0], {*names[start:end]}),
+                flops=flops(cut.profiles[0], {*names[start:end]}),
             )
         )
     return Plan(
@@ -91,9 +89,9 @@ def describe(
         fingerprint=traced.fingerprint(),
         why=traced.why,
         guards=tuple(map(str, traced.guards.questions)) if traced.guards else (),
-        estimated_for=profiles[0].estimated_for,
+        estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
-        bottlenecks=tuple(Bottleneck(*found) for found in cut.bottlenecks.items()),
+        bottlenecks=cut.bottlenecks,
         sendings=_sendings(cut, program, sizes),
     )
 
