@@ -185,7 +185,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
 
     monkeypatch.setattr("fxpipe.profiling.profile", profile)
     monkeypatch.setattr("fxpipe.deciding.sites.kinds_of", lambda devices: list(devices[:2]))
-    monkeypatch.setattr("fxpipe.deciding.sites.kinds_left", lambda before, now: (0, 1))
+    monkeypatch.setattr("fxpipe.deciding.cuts.kinds_left", lambda before, now: (0, 1))
     monkeypatch.setattr("fxpipe.deciding.sites.workers_of", lambda settings: (Worker(0, None), Worker(1, None)))
 
 
@@ -202,7 +202,8 @@ def test_unequal_devices_get_unequal_shares(monkeypatch: pytest.MonkeyPatch, tim
     assert bottleneck(plan)["optimal"] == pytest.approx(largest)
     for stage in plan.stages:  # the parts of a stage's time are those of its own device
         linear = sum(name.startswith("layers") for name in stage.nodes)
-        assert stage.weight_seconds == pytest.approx(linear * 1e-6 * (times if stage.index else 1))
+        gradients = 2 * linear  # of weight and bias
+        assert stage.weight_seconds == pytest.approx(gradients * 1e-6 * (times if stage.index else 1))
     assert "2 stages" in str(plan)
 
 
@@ -221,8 +222,8 @@ def test_measured_links_count(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_at_hand_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = planned()
     memory = int(0.85 * max(needs(free)) / (1 - MARGIN))
-    monkeypatch.setattr("fxpipe.deciding.sites.memory_at_hand", lambda device: memory)
+    monkeypatch.setattr("fxpipe.deciding.sites.memory_at_hand", lambda device: 3 * memory)  # shared by three workers
     plan = planned()
     assert_within(plan)
     assert "always" in plan.modes
-    assert {stage.memory_limit for stage in plan.stages} == {int(memory * (1 - MARGIN))}
+    assert {stage.memory_limit for stage in plan.stages} == {int(3 * memory * (1 - MARGIN)) // 3}
