@@ -294,7 +294,7 @@ def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Pre
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
-    copies = copies_of(cut, program, cut.profiles[0], micro)
+    copies = copies_of(cut, program, micro)
     if any(copies):
         program = split(traced, cut.starts, settings.devices, copies)
     plan = describe(cut, program, copies, micro, settings)

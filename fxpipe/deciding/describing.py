@@ -10,7 +10,6 @@ from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes
 from fxpipe.partitioning.chain import Link
 from fxpipe.plans import Plan, Portal, Sending, StagePlan
-from fxpipe.profiling import Profile
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
 from fxpipe.rewriting.program import INPUT
@@ -20,13 +19,19 @@ from fxpipe.tracing import Traced
 from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
 
-def copies_of(cut: Cut, program: Program, profile: Profile, samples: int) -> tuple[tuple[str, ...], ...]:
+def copies_of(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...], ...]:
     """For each stage the nodes that it had better compute for itself than receive; none where nothing is sent."""
     if all(site.link is None for site in cut.sites):
         return ((),) * len(cut.sites)
-    seconds = {cost.name: cost.forward.at(samples) for cost in profile.nodes}
     receive = [None if site.link is None else _arrival(site.link) for site in cut.sites]
-    return choose_copies(cut.traced, program, seconds, _sizes(cut.traced, samples), receive)
+    sizes = _sizes(cut.traced, samples)
+
+    def if_all_were(kind: int) -> tuple[tuple[str, ...], ...]:
+        seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
+        return choose_copies(cut.traced, program, seconds, sizes, receive)
+
+    found = {kind: if_all_were(kind) for kind in {site.kind for site in cut.sites}}
+    return tuple(found[site.kind][j] for j, site in enumerate(cut.sites))
 
 
 def _arrival(link: Link) -> Callable[[float], float]:
@@ -49,13 +54,13 @@ def describe(
     """
     traced = cut.traced
     sizes = _sizes(traced, samples)
-    costs = {cost.name: cost for cost in cut.profiles[0].nodes}
+    by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
     bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
     ends = [*cut.starts[1:], len(names)]
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
-        load, memory = cut.loads[j], cut.sites[j].memory
+        load, memory, costs = cut.loads[j], cut.sites[j].memory, by_kind[cut.sites[j].kind]
         following = program.stages[j + 1].receives if j + 1 < len(cut.starts) else ()
         stages.append(
             StagePlan(
