@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError
 from fxpipe.polynomials import ZERO, Polynomial
+from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 
 if TYPE_CHECKING:
     import sympy
@@ -168,10 +169,29 @@ class Plan:
             OSError: the file cannot be read.
         """
         try:
-            return from_document(cls, json.loads(Path(path).read_bytes().decode()), "the plan")
+            plan = from_document(cls, json.loads(Path(path).read_bytes().decode()), "the plan")
+            plan._check()
+            return plan
         except (ValueError, RecursionError) as error:  # an ArgumentError among them
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ArgumentError(f"{path} is no plan of fxpipe: {why}; write one with plan.save(path)") from None
+
+    def _check(self) -> None:
+        """Raises `ArgumentError` unless the parts of the plan go together."""
+        n = len(self.stages)
+        ways = [*((p.source, p.target) for p in self.portals), *((s.source, s.target) for s in self.sendings)]
+        wrong = {
+            "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
+            "devices": len(self.devices) != n,
+            "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
+            "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
+            "schedule": self.schedule not in SCHEDULES,
+            "chunks": self.chunks < 1,
+            "micro_batch": self.micro_batch < 1,
+            "portals or sendings": not all(0 <= j < n for way in ways for j in way),
+        }
+        for name in (name for name, is_wrong in wrong.items() if is_wrong):
+            raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
 
     def __str__(self) -> str:
         from fxpipe.inspect.tables import plan_table

@@ -43,7 +43,7 @@ class Polynomial:
         import sympy
 
         b = sympy.Symbol("b", integer=True, positive=True)
-        numbers = (sympy.nsimplify(c) for c in self.coefficients)
+        numbers = (sympy.Rational(*c.as_integer_ratio()) for c in self.coefficients)
         return sympy.Add(*(number * b**power for power, number in enumerate(numbers)))
 
     def __str__(self) -> str:

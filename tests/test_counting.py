@@ -203,7 +203,7 @@ def test_peak_of_a_stage_is_what_is_alive_at_most(name: str) -> None:
     counts = counted(traced, leaves, 4)
     seen: list[int] = []
 
-    def around(run: Callable[[], Any], own: list[torch.Tensor]) -> tuple[Any, None]:
+    def around(run: Callable[[], Any], own: list[torch.Tensor], _: list[Any]) -> tuple[Any, None]:
         with (counter := _Counter()):
             counter.begin([*own, *(x for x in leaves if isinstance(x, torch.Tensor))])
             ends = [x for x in run() if isinstance(x, torch.Tensor) and x.requires_grad]

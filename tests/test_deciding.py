@@ -188,6 +188,8 @@ def remedies(message: str) -> list[dict[str, Any]]:
     for words in said[1].split("; or "):
         if words == "let stages recompute":
             found.append({"checkpoint": "auto"})
+        elif words == "use balance='optimal'":
+            found.append({"balance": "optimal"})
         elif devices := re.fullmatch(r"use (\d+) devices", words):
             found.append({"stages": int(devices[1])})
         else:
@@ -219,8 +221,8 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
         ({"checkpoint": "auto"}, 0.6, {"stages", "chunks"}),
         ({"checkpoint": "except_last"}, 0.8, {"stages", "chunks"}),
         ({"checkpoint": "always", "schedule": "gpipe"}, 0.9, {"stages", "chunks"}),
-        ({"balance": "block", "checkpoint": "never"}, 0.7, {"checkpoint", "chunks"}),
-        ({"balance": "block"}, 0.6, {"chunks"}),
+        ({"balance": "block", "checkpoint": "never"}, 0.7, {"checkpoint", "stages", "chunks"}),
+        ({"balance": "block"}, 0.6, {"stages", "chunks"}),
         ({"balance": [8, 8, 8]}, 0.6, {"chunks"}),
         ({"balance": ["layers.2"]}, 0.6, {"chunks"}),
         ({"pin": {"layers.0": 0, "layers.5": 0}}, 0.6, {"chunks"}),
@@ -231,7 +233,7 @@ def test_every_remedy_that_is_named_works(options: dict[str, Any], share: float,
     """`share`: of what a stage needs where nothing is limited, a device has."""
     options |= {"memory_limit": int(share * max(needs(planned(**options))))}
     found = remedies(refusal(**options))
-    assert {key for remedy in found for key in remedy} == kinds
+    assert {key for remedy in found for key in remedy} - {"balance"} == kinds  # that hangs on measured seconds
     for remedy in found:
         assert_within(planned(**options | remedy))
 

@@ -1,0 +1,78 @@
+"""Micro-batches in flight, and those with all their activations: against the sets of them that are there."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fxpipe.scheduling import (
+    CHECKPOINTS,
+    Kind,
+    Schedule,
+    activations_in_flight,
+    make_schedule,
+    micro_batches_in_flight,
+    parse_schedule,
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    stages = draw(st.integers(1, 6))
+    workers = draw(st.integers(1, stages))
+    modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=stages, max_size=stages))
+    placement = [j % workers for j in range(stages)]
+    return make_schedule(draw(st.sampled_from(["1f1b", "gpipe"])), stages, draw(st.integers(1, 9)), modes, placement)
+
+
+def most_at_once(schedule: Schedule, begins: Kind, stage: int, otherwise: Kind | None = None) -> int:
+    """The largest set of micro-batches that are between their first action of a kind and their last one."""
+    row = next(row for row in schedule.rows if any(a.stage == stage for a in row))
+    row = tuple(action for action in row if action.stage == stage)
+    again = {a.micro_batch for a in row if a.kind is begins}
+    there: set[int] = set()
+    most = 0
+    for place, action in enumerate(row):
+        is_first = action.kind is begins or (action.kind is otherwise and action.micro_batch not in again)
+        if is_first:
+            there.add(action.micro_batch)
+        most = max(most, len(there))
+        if not any(later.micro_batch == action.micro_batch for later in row[place + 1 :]):
+            there.discard(action.micro_batch)
+    return most
+
+
+@given(schedules())
+def test_they_are_the_largest_set_that_is_there(schedule: Schedule) -> None:
+    stages = range(schedule.stages)
+    assert micro_batches_in_flight(schedule) == tuple(most_at_once(schedule, Kind.FORWARD, j) for j in stages)
+    assert activations_in_flight(schedule) == tuple(
+        most_at_once(schedule, Kind.RECOMPUTE, j, Kind.FORWARD) for j in stages
+    )
+
+
+@given(schedules())
+def test_recomputing_never_holds_more(schedule: Schedule) -> None:
+    pairs = zip(activations_in_flight(schedule), micro_batches_in_flight(schedule), strict=True)
+    assert all(1 <= activations <= flights for activations, flights in pairs)
+
+
+def test_the_last_of_1f1b_is_there_beside_one_that_is_recomputed() -> None:
+    def held(schedule: str, checkpoint: str) -> tuple[int, ...]:
+        return activations_in_flight(make_schedule(schedule, 3, 8, checkpoint))
+
+    assert held("1f1b", "except_last") == (2, 2, 1)
+    assert held("gpipe", "except_last") == held("1f1b", "always") == held("gpipe", "always") == (1, 1, 1)
+    assert held("1f1b", "never") == (3, 2, 1)
+    assert held("gpipe", "never") == (8, 8, 8)
+
+
+def test_a_split_backward_is_over_with_its_weights() -> None:
+    schedule = parse_schedule("0F0 0F1 0B0 0B1 0W0 0W1")
+    assert micro_batches_in_flight(schedule) == activations_in_flight(schedule) == (2,)
+    schedule = parse_schedule("0F0 0B0 0F1 0W0 0B1 0W1")
+    assert micro_batches_in_flight(schedule) == activations_in_flight(schedule) == (2,)
+
+
+def test_where_nothing_goes_back_one_is_there() -> None:
+    assert micro_batches_in_flight(make_schedule("inference", 3, 8)) == (1, 1, 1)
