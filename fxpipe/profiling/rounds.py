@@ -7,10 +7,7 @@ the autograd graph of a node is its own and can go back alone.
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-What is measured must be what runs: code and values that are as warm, gradients that lie in memory in the same way. So
-nodes go forward in a row, and then back in a row, the last first, as soon as those that wait have made `WINDOW` bytes.
-(Samples that each went forward and back at once were up to twice as long as in a real step for small nodes, whose code
-was cold each time, and too short for large ones, whose values were still warm.)
+What is measured must be what runs: nodes go forward in a row, and then back in a row, as `going_back` says.
 
 A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
 leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
@@ -32,18 +29,17 @@ What no node does by itself counts for the node that makes it happen:
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 from torch import fx
 
 from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.going_back import GoingBack, Sums, Waiting, named
 from fxpipe.profiling.samples import (
     MOST,
     NEGLIGIBLE,
@@ -78,17 +74,6 @@ class Measured:
     bytes: int  # of all tensors that it returned
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A node that has gone forward and has still to go back."""
-
-    node: fx.Node
-    ends: list[torch.Tensor]  # from which its backward starts
-    starts: list[torch.Tensor]  # and to which it goes
-    totals: list[torch.Tensor | None]  # of gradients of parameters
-    found: list[float]  # where its seconds go
-
-
 @dataclass(slots=True)
 class Rounds:
     """The runs over the graph, and what they found."""
@@ -110,15 +95,15 @@ class Rounds:
     _written: set[int | None] = field(init=False)  # alias classes
     _of_inputs: set[fx.Node] = field(init=False)  # what is not the same for all micro-batches, as parameters are
     _number: Counter[Hashable] = field(default_factory=Counter)  # nodes of a kind
-    _sums: dict[Like, float] = field(default_factory=dict)  # seconds that it takes to add a gradient to another
+    _sums: Sums = field(init=False)
     _sums_of: dict[fx.Node, float] = field(default_factory=dict)
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _waiting_bytes: int = 0
+    _back: GoingBack = field(init=False)
     _left: dict[Hashable, int] = field(default_factory=dict)  # samples of a kind to take in this round
     _negligible: float = 0.0  # seconds, for all nodes of a kind
 
     def __post_init__(self) -> None:
         self._calls = calls_on(self.traced, self.device)
+        self._back, self._sums = GoingBack(self.clock), Sums(self.clock)
         self._written = set().union(*self.effects.writes)
         self._of_inputs = made_of(self.traced, self.traced.placeholders.values())
 
@@ -133,16 +118,16 @@ class Rounds:
         stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or self._left[self.kind[n]]), default=0)
         try:
             for place, node in enumerate(nodes[:stop]):
-                with _named(node):
+                with named(node):
                     self._visit(node, place)
                 for used in (*node.all_input_nodes, node):
                     if self.effects.last[used] <= place:
                         self.values.pop(used, None)
                 self.step()
-            self._go_back()
+            self._back.go()
         finally:
             self.values.clear()
-            self._waiting.clear()
+            self._back.clear()
         if stop:
             self._negligible = NEGLIGIBLE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
@@ -172,7 +157,7 @@ class Rounds:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
                 self.values[source] = self._held(source)
         written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
-        if written and self._waiting:
+        if written and self._back:
             self._keep_waiting(written)
         if node not in self.kind:
             self._meet(node, written)
@@ -204,7 +189,7 @@ class Rounds:
             if all(map(_are_alike, copies.values(), (self.values[n] for n in alive))):
                 self.values.update(copies)
                 return
-        self._go_back()
+        self._back.go()
 
     def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
         """Finds out of which kind a node is."""
@@ -252,10 +237,12 @@ class Rounds:
         if is_kept:
             samples.forward.append(seconds)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
-        self._wait(_Waiting(node, ends, every, totals, samples.backward if is_kept else []))
+        self._back.wait(Waiting(node, ends, every, totals, samples.backward if is_kept else []))
         if samples.has_both and is_kept:
             again = self._forward(node, written, samples)[2]
-            self._wait(_Waiting(node, again, inputs, [], samples.to_inputs))
+            self._back.wait_again(Waiting(node, again, inputs, [], samples.to_inputs), ends)
+        if self._back.is_full:
+            self._back.go()
         return (value,)
 
     def _forward(
@@ -277,30 +264,6 @@ class Rounds:
         samples.leaves_grad = tuple(t.requires_grad for t in changed)
         return seconds, value, distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
 
-    def _wait(self, waiting: _Waiting) -> None:
-        self._waiting.append(waiting)
-        self._waiting_bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
-        if self._waiting_bytes > WINDOW:
-            self._go_back()
-
-    def _go_back(self) -> None:
-        """Times the backward of the nodes that wait for it, the last first.
-
-        Each starts from ones, since gradients that go back through many nodes may become so small that arithmetic with
-        them is slow; but from ones that lie in memory as the gradient does that its users give it.
-        """
-        strides: dict[Hashable, tuple[int, ...]] = {}  # of gradients, by the tensor
-        while self._waiting:
-            waiting = self._waiting.pop()
-            ones = [_ones(t, strides.get(_place(t))) for t in waiting.ends]
-            with _named(waiting.node):
-                seconds, gradients = self.clock.backward_seconds(waiting.ends, waiting.starts, ones, waiting.totals)
-            waiting.found.append(seconds)
-            for start, gradient in zip(waiting.starts, gradients, strict=False):
-                if gradient is not None and gradient.layout == torch.strided:
-                    strides.setdefault(_place(start), gradient.stride())
-        self._waiting_bytes = 0
-
     def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
         """Seconds in which the gradients that come back from a node are added to those of users after it."""
         seconds = 0.0
@@ -308,24 +271,13 @@ class Rounds:
             value = self.values[source]
             is_summed = source.op != "get_attr" and source not in written and self._goes_back_later(source, place)
             if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
-                seconds += self._sum_seconds(value)
+                seconds += self._sums.seconds(value)
         return seconds
 
     def _goes_back_later(self, source: fx.Node, place: int) -> bool:
         """Does a gradient come back to a value from after this place?"""
         users = (u for u in source.users if self.effects.place.get(u, -1) > place)
         return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
-
-    def _sum_seconds(self, value: torch.Tensor) -> float:
-        if value.layout != torch.strided:
-            return 0.0
-        like = Like.of(value)
-        if like not in self._sums:
-            with torch.no_grad():
-                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
-                found = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUMS + 1)]
-            self._sums[like] = median(found[1:])  # the first is not warm
-        return self._sums[like]
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,34 +324,9 @@ def made_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _place(tensor: torch.Tensor) -> Hashable:
-    """Where it lies in memory: the same for a value and for what it was detached from."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-def _ones(like: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    if stride is None:
-        return torch.ones_like(like)
-    size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
-    return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
-
-
 def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _are_alike(left: Value, right: Value) -> bool:
     return list(map(Like.of, tensors_in(left))) == list(map(Like.of, tensors_in(right)))
-
-
-@contextlib.contextmanager
-def _named(node: fx.Node) -> Iterator[None]:
-    """What is raised in this block says which node it was."""
-    try:
-        yield
-    except Exception as error:
-        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{_NOTE}{node.name} ({node.meta['source']})")
-        raise

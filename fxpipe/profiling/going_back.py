@@ -1,0 +1,141 @@
+"""Takes samples of how long nodes take to go back, many nodes in a row, as in a real backward.
+
+What is measured must be as warm, and lie in memory in the same way, as what runs. So nodes wait until those that have
+gone forward have made `WINDOW` bytes; then all go back, the last first. (Samples that each went forward and back at
+once were up to twice as long as in a real step for small nodes, whose code was cold each time, and too short for large
+ones, whose values were still warm.)
+
+Some nodes go back twice: to all that wants a gradient, and to their inputs alone. The second way waits until all have
+gone the first, which it would leave warm weights behind for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+from torch import fx
+
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.samples import Like, storage_of
+
+WINDOW = 32 << 20  # bytes made by nodes that have still to go back
+_NOTE = "fxpipe: while measuring "
+_SUMS = 5  # samples of how long it takes to add gradients of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A node that has gone forward and has still to go back."""
+
+    node: fx.Node
+    ends: list[torch.Tensor]  # from which its backward starts
+    starts: list[torch.Tensor]  # and to which it goes
+    totals: list[torch.Tensor | None]  # of gradients of parameters
+    found: list[float]  # where its seconds go
+
+
+@dataclass(slots=True)
+class GoingBack:
+    """The nodes that wait to go back."""
+
+    clock: Clock
+    first: list[Waiting] = field(default_factory=list)
+    again: list[tuple[Waiting, list[torch.Tensor]]] = field(default_factory=list)  # with the ends of the first way
+    _bytes: int = 0
+    _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # of gradients, by the tensor
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    def wait(self, waiting: Waiting) -> None:
+        self.first.append(waiting)
+        self._count(waiting)
+
+    def wait_again(self, waiting: Waiting, ends: list[torch.Tensor]) -> None:
+        """Waits to go back another way than from `ends`, from equal tensors."""
+        self.again.append((waiting, ends))
+        self._count(waiting)
+
+    def _count(self, waiting: Waiting) -> None:
+        self._bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
+
+    @property
+    def is_full(self) -> bool:
+        return self._bytes > WINDOW
+
+    def go(self) -> None:
+        """Times the backward of all nodes that wait for it.
+
+        Each starts from ones, since gradients that go back through many nodes may become so small that arithmetic with
+        them is slow; but from ones that lie in memory as the gradient does that its users give it.
+        """
+        while self.first:
+            waiting = self.first.pop()
+            self._one(waiting, waiting.ends)
+        while self.again:
+            self._one(*self.again.pop())
+        self.clear()
+
+    def clear(self) -> None:
+        self.first.clear()
+        self.again.clear()
+        self._strides.clear()
+        self._bytes = 0
+
+    def _one(self, waiting: Waiting, like: list[torch.Tensor]) -> None:
+        ones = [_ones(t, self._strides.get(_place(t))) for t in like]
+        with named(waiting.node):
+            seconds, gradients = self.clock.backward_seconds(waiting.ends, waiting.starts, ones, waiting.totals)
+        waiting.found.append(seconds)
+        for start, gradient in zip(waiting.starts, gradients, strict=False):
+            if gradient is not None and gradient.layout == torch.strided:
+                self._strides.setdefault(_place(start), gradient.stride())
+
+
+@dataclass(slots=True)
+class Sums:
+    """How long it takes to add a gradient to another."""
+
+    clock: Clock
+    _found: dict[Like, float] = field(default_factory=dict)  # seconds
+
+    def seconds(self, value: torch.Tensor) -> float:
+        """For two gradients of `value`."""
+        if value.layout != torch.strided:
+            return 0.0
+        like = Like.of(value)
+        if like not in self._found:
+            with torch.no_grad():
+                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
+                found = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUMS + 1)]
+            self._found[like] = median(found[1:])  # the first is not warm
+        return self._found[like]
+
+
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Where it lies in memory: the same for a value and for what it was detached from."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _ones(like: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    if stride is None:
+        return torch.ones_like(like)
+    size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
+    return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
+
+
+@contextlib.contextmanager
+def named(node: fx.Node) -> Iterator[None]:
+    """What is raised in this block says which node it was."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE}{node.name} ({node.meta['source']})")
+        raise
