@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fxpipe
 from fxpipe.rewriting import INPUT
 from fxpipe.rewriting.functions import pop, stash
+from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, Kind
 
@@ -137,7 +138,7 @@ def test_the_plan_lists_the_portals():
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedule, checkpoint):
     x, taken = torch.randn(6, 4), Counter()
-    take = Step.take
+    take = Exchange.take
 
     def counting(self, user, link, i):
         taken[user, link.value.name, i] += 1
@@ -145,7 +146,7 @@ def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedul
 
     with cut_in_four(Net(), x, schedule=schedule, checkpoint=checkpoint) as pipe:
         program = pipe._fxpipe.first.program
-        monkeypatch.setattr(Step, "take", counting)
+        monkeypatch.setattr(Exchange, "take", counting)
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
     rows = [*(stage.receives for stage in program.stages), program.outputs]
     assert taken == Counter((user, r.name, i) for user, row in enumerate(rows) for r in row for i in range(3))
@@ -153,7 +154,7 @@ def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedul
 
 def watch(monkeypatch):
     crossed, gone = {}, {}
-    take, perform = Step.take, Step.perform
+    take, perform = Exchange.take, Step.perform
 
     def watched_take(self, user, link, i):
         value = take(self, user, link, i)
@@ -165,7 +166,7 @@ def watch(monkeypatch):
         perform(self, action)
         gone[action] = {key for key, storage in crossed.items() if storage.expired()}
 
-    monkeypatch.setattr(Step, "take", watched_take)
+    monkeypatch.setattr(Exchange, "take", watched_take)
     monkeypatch.setattr(Step, "perform", watched_perform)
     return crossed, gone
 

@@ -94,7 +94,7 @@ class Engine:
         schedule = make_schedule(name, n, m, checkpoint, placement)
         step = self._step(assembly, leaves, batch, schedule)
         self.driver.drive(step, forward_part(schedule))
-        parts = {link.value: [step.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
+        parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
         outputs = [
             o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
             for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
@@ -113,7 +113,7 @@ class Engine:
                 for (place, _), gradient, found in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
                         split = scatter_gradient(gradient, found, assembly.out_dims[place], step.weights)
-                        step.enter_gradients(place, split)
+                        step.exchange.enter_gradients(place, split)
                 with self.running():
                     self.driver.drive(step, backward_part(schedule))
                 self.last_step = record_of(schedule.name, step.times)
@@ -133,16 +133,18 @@ class Engine:
     ) -> tuple[torch.Tensor, ...]:
         """`outputs` in the caller's graph: their backward runs `backward`, then hands out what the step has summed."""
         named = {name: step.tensors.get(name) for stage in step.stages for name in stage.attributes}
-        names = [name for name, t in named.items() if t.requires_grad and name not in step.state]
+        names = [name for name, t in named.items() if t.requires_grad and not step.is_changed(name)]
         places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         inputs = [leaves[place] for place in places]
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> Gradients:
             backward(gradients)
             found: Gradients = [step.parameter_gradient(name) for name in names]
-            found += [step.input_gradients(place, leaves[place]) for place in places]
-            found += [step.loss_gradients.pop(id(leaf))[1] for leaf in extra]
-            divisor = step.losses.divisor if step.losses is not None else None
+            found += [step.exchange.input_gradients(place, leaves[place]) for place in places]
+            if step.loss is None:
+                return found
+            found += [step.loss.gradients.pop(id(leaf))[1] for leaf in extra]
+            divisor = step.loss.losses.divisor
             return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
         parameters = [named[name] for name in names]
@@ -170,28 +172,19 @@ class Engine:
         step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify)
         self.driver.drive(step, schedule.rows)
         self.last_step = record_of(schedule.name, step.times)
+        assert step.loss is not None
         if verify:
-            _verify(step, losses, target)
+            device = assembly.devices[-1]
+            step.loss.verify(
+                mapped(lambda t: t.to(device), target), lambda parts, how: gather(parts, how, step.weights)
+            )
             self._verified.add(kind)
         loss = losses.total()
-        extra = [leaf for leaf, _ in step.loss_gradients.values()]
+        extra = [leaf for leaf, _ in step.loss.gradients.values()]
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
         root.backward()
         step.commit_buffers()
         return loss
-
-
-def _verify(step: Step, losses: Losses, target: tuple[Any, ...]) -> None:
-    """Is the loss of all outputs what the losses of micro-batches add up to?"""
-    assembly = step.assembly
-    how = {
-        o: d for o, d in zip(assembly.program.outputs, assembly.out_dims, strict=True) if not isinstance(o, Constant)
-    }
-    parts = zip(*(step.outputs.pop(i) for i in range(step.micro_batches)), strict=True)
-    links = assembly.wiring.links[-1]
-    outputs = [gather(list(p), how[link.value], step.weights) for p, link in zip(parts, links, strict=True)]
-    device = assembly.devices[-1]
-    losses.verify(step.output_tree(outputs), mapped(lambda t: t.to(device), target))
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
