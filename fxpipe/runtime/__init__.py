@@ -2,8 +2,7 @@
 
 From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` and `exchange` (what stands
 between actions, and what goes between stages), `opened` (a stage in a step) and `loss_stage`, `step` (what each action
-does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends of
-a step.
+does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends.
 """
 
 from fxpipe.runtime.assembly import Assembly
