@@ -22,7 +22,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
     workers = draw(st.integers(1, stages))
     modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=stages, max_size=stages))
     placement = [j % workers for j in range(stages)]
-    return make_schedule(draw(st.sampled_from(["1f1b", "gpipe"])), stages, draw(st.integers(1, 9)), modes, placement)
+    m = draw(st.integers(1, 9))
+    if draw(st.booleans()):
+        return make_schedule(draw(st.sampled_from(["interleaved_1f1b", "zbv"])), 2 * stages, m, modes * 2)
+    names = ["1f1b", "gpipe", "zero_bubble", "zero_bubble_2p"]
+    return make_schedule(draw(st.sampled_from(names)), stages, m, modes, placement)
 
 
 def most_at_once(schedule: Schedule, begins: Kind, stage: int, otherwise: Kind | None = None) -> int:

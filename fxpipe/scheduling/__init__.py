@@ -67,21 +67,19 @@ How long a schedule takes, and how much of that is bubble, says `fxpipe.simulati
 """
 
 from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
+from fxpipe.scheduling.by_stage import gpipe, inference, one_f_one_b, zero_bubble, zero_bubble_2p
 from fxpipe.scheduling.clock import clock_cycles
 from fxpipe.scheduling.in_flight import activations_in_flight, micro_batches_in_flight
-from fxpipe.scheduling.schedules import (
-    CHECKPOINTS,
-    SCHEDULES,
-    Checkpoint,
-    backward_part,
-    forward_part,
-    gpipe,
-    inference,
-    make_schedule,
-    one_f_one_b,
-)
+from fxpipe.scheduling.interleaved import interleaved_1f1b
+from fxpipe.scheduling.known import SCHEDULES
+from fxpipe.scheduling.own import ScheduleLike, as_schedule_like, placement_of
+from fxpipe.scheduling.parts import backward_part, forward_part
+from fxpipe.scheduling.placements import round_robin, there_and_back
+from fxpipe.scheduling.recomputing import CHECKPOINTS, Checkpoint
+from fxpipe.scheduling.schedules import check_placement, make_schedule
 from fxpipe.scheduling.text import parse_schedule
 from fxpipe.scheduling.validation import dependencies, validate
+from fxpipe.scheduling.zbv import zbv
 
 __all__ = [
     "CHECKPOINTS",
@@ -91,16 +89,26 @@ __all__ = [
     "Kind",
     "Rows",
     "Schedule",
+    "ScheduleLike",
     "activations_in_flight",
+    "as_schedule_like",
     "backward_part",
+    "check_placement",
     "clock_cycles",
     "dependencies",
     "forward_part",
     "gpipe",
     "inference",
+    "interleaved_1f1b",
     "make_schedule",
     "micro_batches_in_flight",
     "one_f_one_b",
     "parse_schedule",
+    "placement_of",
+    "round_robin",
+    "there_and_back",
     "validate",
+    "zbv",
+    "zero_bubble",
+    "zero_bubble_2p",
 ]

@@ -26,6 +26,13 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
     device 0: 0F0 0F1 0B1 0B0
     device 1: 1F0 1F1 1B1 1B0
     """
+    schedule = read_schedule(text, name)
+    validate(schedule)
+    return schedule
+
+
+def read_schedule(text: str, name: str) -> Schedule:
+    """As `parse_schedule`, but not validated."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     rows = tuple(_parse_row(d, line) for d, line in enumerate(lines[1:] if head else lines))
@@ -33,12 +40,9 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
     if not actions:
         raise ScheduleError("no actions: expected one line for each device, as in '0F0 0F1 0B0 0B1'")
     if head:
-        schedule = Schedule(head["name"], int(head["stages"]), int(head["micro_batches"]), rows)
-    else:
-        stages, micro_batches = max(a.stage for a in actions) + 1, max(a.micro_batch for a in actions) + 1
-        schedule = Schedule(name, stages, micro_batches, rows)
-    validate(schedule)
-    return schedule
+        return Schedule(head["name"], int(head["stages"]), int(head["micro_batches"]), rows)
+    stages, micro_batches = max(a.stage for a in actions) + 1, max(a.micro_batch for a in actions) + 1
+    return Schedule(name, stages, micro_batches, rows)
 
 
 def _parse_row(d: int, line: str) -> tuple[Action, ...]:

@@ -6,27 +6,15 @@ Three questions, each asked only if the ones before it have been answered well:
 2. Does every row keep the order that its own actions need?
 3. Do the rows, run side by side, never wait for each other for ever?
 
-For the third the rows run here in thought, over channels that hold nothing: a result that another row needs is handed
-over only when both are there, its maker right after the action that made it, its user right before the action that
-takes it. Between two of its actions a row opens the sends of the one and the receives of the other *together*, and goes
-on when all have been met. We call such a place a gate:
+For the third the rows run here in thought: each goes on as long as what its next action needs has been made, and is
+come back to when more has. An action waits for what it needs, and for nothing else; above all nobody waits for another
+to take what he has made. So a result lies until it is taken, as between threads, and as between processes where sends
+do not block and receives are posted in the order in which the other side sends (`torch.distributed.pipelining` makes
+its transfers so). Whoever waits only for results comes as far whatever the order in which rows are looked at; so one
+run answers for all.
 
-    device 0    0F0 | 0F1     | 0B0       first gate:   0F0 is handed to 1F0
-    device 1        | 1F0 1B0 | 1F1       second gate:  0F1 is handed to 1F1, and 1B0 to 0B0
-
-At the second, both send and both receive; one after the other, each would wait for the other's receive. 1F1B needs this
-over any channels without room, and so `torch.distributed` pairs its sends and receives (`batch_isend_irecv`). What runs
-so runs all the more where a channel holds something, as between threads. Whoever is at a gate stays there until all is
-met; so it does not matter in which order the rows are looked at, and one run answers for all.
-
-Where some row holds several stages, channels have room. At a gate such a row would keep all its stages waiting for one
-of them; so whatever runs it must let a result lie until it is taken, as threads do and as sends and receives that are
-posted ahead do. A gate then waits for what it receives only. Two rows that want the forwards of four stages in the
-order of the stages need this: device 0 has handed over 0F0 and 0F1 and will take nothing before 0F2 is taken, device 1
-will take nothing before 1F0 is taken:
-
-    device 0    0F0 0F1 0F2 2F0 2F1 2F2
-    device 1    1F0 1F1 1F2 3F0 3F1 3F2
+(`gpipe` and `1f1b` would run even from hand to hand, if a row opens the sends of one action and the receives of the
+next together. Where a device has several stages, or W or more forwards stand in between, results have to lie.)
 """
 
 from __future__ import annotations
@@ -40,7 +28,6 @@ from fxpipe.errors import ScheduleError
 from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
 
 Cell: TypeAlias = tuple[int, int]  # (device, place in its row)
-Transfer: TypeAlias = tuple[Action, Action]  # (the action that makes a result, the one on another device that takes it)
 
 SHOWN_PROBLEMS = 8  # one slip often breaks many actions: the first few tell
 
@@ -195,91 +182,49 @@ def _find_wrong_order(schedule: Schedule) -> list[Problem]:
 # 3. No row waits for ever
 
 
-@dataclass(frozen=True, slots=True)
-class _Gates:
-    """The places between the actions of the rows, with what is handed over there: numbers of transfers.
-
-    Transfer 0 stands for none.
-    """
-
-    transfers: list[Transfer | None]
-    gives: list[list[int]]  # by row and gate, of which there are one more than actions: what the action before it made
-    takes: list[list[int]]  # what the action behind it needs
-
-
 def _find_deadlock(schedule: Schedule) -> list[Problem]:
     """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
-    cell_of = {action: cell for cell, action in _cells(schedule.rows)}
-    have_room = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
-    gates = _gates(cell_of, schedule.rows)
-    transfers, gives, takes = gates.transfers, gates.gives, gates.takes
-    place = [0] * len(schedule.rows)  # of each device, the gate it stands at
-    sides = [0] * len(transfers)  # that have opened: it is met by both
-    sides[0] = 2
-    moving: list[int] = list(range(len(schedule.rows)))
-
-    def arrive(d: int) -> None:
-        """Opens what is at the gate of `d`; who waits for it may go on."""
-        for t in (gives[d][place[d]], takes[d][place[d]]):
-            sides[t] += 1
-            if sides[t] == 2:
-                moving.extend(cell_of[action][0] for action in transfers[t] or ())
-
-    for d in range(len(schedule.rows)):
-        arrive(d)
+    rows, device_of = schedule.rows, {action.stage: d for (d, _), action in _cells(schedule.rows)}
+    ended: set[Action] = set()
+    place = [0] * len(rows)  # of each device: its next action
+    moving = list(range(len(rows)))
     while moving:
         d = moving.pop()
-        while place[d] < len(gives[d]):
-            if sides[takes[d][place[d]]] < 2 or (sides[gives[d][place[d]]] < 2 and not have_room):
-                break
+        while place[d] < len(rows[d]) and _awaited(schedule, rows[d][place[d]], ended) is None:
+            action = rows[d][place[d]]
+            ended.add(action)
             place[d] += 1
-            if place[d] < len(gives[d]):
-                arrive(d)
-
-    stuck = {}
-    for d in range(len(schedule.rows)):
-        if place[d] < len(gives[d]):
-            needs = (takes[d][place[d]], *(() if have_room else (gives[d][place[d]],)))
-            stuck[d] = [transfer for t in needs if sides[t] < 2 and (transfer := transfers[t])]
-    return [_wait(schedule, d, transfer) for d, transfer in _circle(cell_of, stuck)] if stuck else []
-
-
-def _gates(cell_of: dict[Action, Cell], rows: Rows) -> _Gates:
-    gates = _Gates([None], [[0] * (len(row) + 1) for row in rows], [[0] * (len(row) + 1) for row in rows])
-    for action, (d, place) in cell_of.items():
-        step = NEIGHBOUR.get(action.kind)
-        if step is None:
-            continue
-        maker = Action(action.kind, action.stage + step, action.micro_batch)
-        e, before = cell_of.get(maker, (d, 0))
-        if e != d:
-            gates.gives[e][before + 1] = gates.takes[d][place] = len(gates.transfers)
-            gates.transfers.append((maker, action))
-    return gates
+            user = action.stage - NEIGHBOUR.get(action.kind, 0)
+            if user in device_of and device_of[user] != d:
+                moving.append(device_of[user])
+    waits: dict[int, tuple[Action, int]] = {}  # device -> what it waits for, and whom
+    for d, row in enumerate(rows):
+        if place[d] < len(row):
+            awaited = _awaited(schedule, row[place[d]], ended)
+            assert awaited is not None
+            waits[d] = awaited, device_of[awaited.stage]
+    return [
+        Problem(
+            f"device {d} waits before {rows[d][place[d]]} for the result of {waits[d][0]}, for ever", ((d, place[d]),)
+        )
+        for d in _circle(waits)
+    ]
 
 
-def _circle(cell_of: dict[Action, Cell], stuck: dict[int, list[Transfer]]) -> list[tuple[int, Transfer]]:
-    """The devices that wait for each other in a circle, each with what it waits for.
-
-    There is one: whom a device waits for is stuck too, since a row that has ended has met all of its own.
-    """
-    path: dict[int, tuple[Transfer, int]] = {}
-    d = next(iter(stuck))
-    while d not in path:
-        transfer = min(stuck[d], key=str)
-        (maker, _), (user, _) = map(cell_of.__getitem__, transfer)
-        path[d] = (transfer, maker if d == user else user)
-        d = path[d][1]
-    circle: list[tuple[int, Transfer]] = []
-    while d not in (seen for seen, _ in circle):
-        circle.append((d, path[d][0]))
-        d = path[d][1]
-    return circle
+def _awaited(schedule: Schedule, action: Action, ended: set[Action]) -> Action | None:
+    """The result of a neighbour that an action needs, if it is not there yet; the order of its own row is right."""
+    step = NEIGHBOUR.get(action.kind)
+    if step is None or action.stage + step not in range(schedule.stages):
+        return None
+    maker = Action(action.kind, action.stage + step, action.micro_batch)
+    return None if maker in ended else maker
 
 
-def _wait(schedule: Schedule, d: int, transfer: Transfer) -> Problem:
-    maker, user = transfer
-    row = schedule.rows[d]
-    if user in row:
-        return Problem(f"device {d} waits before {user} for the result of {maker}, for ever", ((d, row.index(user)),))
-    return Problem(f"device {d} waits after {maker} for {user} to take its result, for ever", ((d, row.index(maker)),))
+def _circle(waits: dict[int, tuple[Action, int]]) -> list[int]:
+    """The devices that wait for each other in a circle. There is one: whom a device waits for is stuck, too."""
+    if not waits:
+        return []
+    path = [min(waits)]
+    while path.count(path[-1]) < 2:
+        path.append(waits[path[-1]][1])
+    return path[path.index(path[-1]) : -1]

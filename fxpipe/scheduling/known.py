@@ -1,0 +1,81 @@
+"""The schedules by name. A new one is a function and a line in `SCHEDULES`.
+
+Stages are equally long here, and F, B and W, where backward is split, too; B alone is as long as B and W. p devices
+have n stages, v = n / p each (n = p where v = 1); *kept* is the most that the device with the most keeps at once, in
+micro-batches of all its stages together. The bubble is the time that a device idles in a step, in units of what one
+micro-batch takes a device, F + B + W.
+
+| name               | backward                              | stages on a device  | kept          | bubble            |
+|--------------------|---------------------------------------|---------------------|---------------|-------------------|
+| `gpipe`            | after all forwards, in reverse        | 1, or any placement | m             | p - 1             |
+| `1f1b`             | as soon as it can be, in order        | 1, or any placement | p             | p - 1             |
+| `interleaved_1f1b` | the same, stage by stage              | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
+| `zero_bubble`      | B as soon as it can be, W in the gaps | 1, or any placement | p             | (p - 1) / 3       |
+| `zero_bubble_2p`   | the same, more in flight              | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
+| `zbv`              | the same, loss on the first device    | 2, there and back   | p             | (p - 1) / 6       |
+| `inference`        | none                                  | 1, or any placement | 0             | p - 1, of F alone |
+
+All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
+still needs, too, though that is less than what B needs.
+
+In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W).
+So the larger memory of the second pays where W is shorter than B (attention, activation functions, recomputation). What
+it then has left is the time until the last device has something to do: that is there as long as a step ends on all
+devices before the next one begins.
+
+If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
+`zbv` if twice as many transfers are no matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from fxpipe.scheduling.actions import Rows
+from fxpipe.scheduling.by_stage import gpipe, inference, one_f_one_b, zero_bubble, zero_bubble_2p
+from fxpipe.scheduling.interleaved import interleaved_1f1b
+from fxpipe.scheduling.merging import merged
+from fxpipe.scheduling.placements import round_robin, there_and_back
+from fxpipe.scheduling.zbv import zbv
+
+Placement: TypeAlias = tuple[int, ...]  # for each stage its device
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a schedule is made, and for which placements."""
+
+    rows: Callable[[int, Placement], Rows]  # (micro-batches, placement) -> a row for each device
+    placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> where stages are
+    per_device: int = 1  # how many stages a device has, unless others are asked for
+    is_bound: bool = False  # to that placement, and no fewer stages on a device than that
+    most: int | None = None  # stages on a device
+
+
+def _anywhere(by_stage: Callable[[int, int], Rows]) -> Recipe:
+    return Recipe(lambda m, placement: merged(by_stage(m, len(placement)), placement))
+
+
+def _looping(m: int, placement: Placement) -> Rows:
+    devices = max(placement) + 1
+    return interleaved_1f1b(m, devices, len(placement) // devices)
+
+
+def _there_and_back(m: int, placement: Placement) -> Rows:
+    return zbv(m, max(placement) + 1)
+
+
+SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "gpipe": _anywhere(gpipe),
+        "1f1b": _anywhere(one_f_one_b),
+        "interleaved_1f1b": Recipe(_looping, per_device=2, is_bound=True),
+        "zero_bubble": _anywhere(zero_bubble),
+        "zero_bubble_2p": _anywhere(zero_bubble_2p),
+        "zbv": Recipe(_there_and_back, there_and_back, per_device=2, is_bound=True, most=2),
+        "inference": _anywhere(inference),
+    }
+)
