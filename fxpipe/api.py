@@ -17,7 +17,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.runtime import Driver, StepRecord, Workers
 from fxpipe.runtime.losses import check_reduction
-from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling import ScheduleLike, make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.fake import without_values
@@ -34,8 +34,8 @@ def pipeline(
     example_kwargs: dict[str, Any] | None = None,
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
-    stages_per_device: int = 1,
-    schedule: str = "1f1b",
+    stages_per_device: int | None = None,
+    schedule: ScheduleLike = "1f1b",
     checkpoint: str = "auto",
     memory_limit: Any = None,
     optimizer_state: float = 2.0,
@@ -72,8 +72,21 @@ def pipeline(
             `fxpipe.cut()` in forward ends a stage, too.
         pin: modules or nodes, by name -> the device they must be on: a number in `devices`, or its name.
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
-            micro-batch goes round as often: each stage is shorter, and a device waits less before its first one.
-        schedule: of `forward_backward`: "1f1b" or "gpipe". The drop-in always runs gpipe's order.
+            micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
+            default 1, or what the schedule wants: 2 for "interleaved_1f1b" and "zbv".
+        schedule: of `forward_backward`; the drop-in always runs gpipe's order. `fxpipe.scheduling.known` compares them:
+
+            "gpipe"             all forwards, then all backwards: keeps every micro-batch
+            "1f1b"              backward as soon as it can be: keeps few, idles as long
+            "interleaved_1f1b"  the same with several stages per device: idles less, sends more
+            "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
+            "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
+            "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
+
+            Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
+            (micro_batches, stages) -> text or rows: "0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1" is 1f1b of two stages (stage,
+            F or B, micro-batch; W is the gradients of weights where B leaves them out, R recomputes). A table has as
+            many micro-batches as it says; of a mini-batch with fewer samples the first ones run.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
             "except_last", "always", or a mode for each stage. "auto": all in those stages that would not fit into
             their memory otherwise.

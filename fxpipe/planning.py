@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
     from fxpipe.rewriting import Program
+    from fxpipe.scheduling import ScheduleLike
     from fxpipe.settings import Settings
     from fxpipe.tracing import Traced
     from fxpipe.tracing.ways import Tracer
@@ -44,11 +45,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     devices: Sequence[str | torch.device] | None = None,
     chunks: int | str = "auto",
-    schedule: str = "1f1b",
+    schedule: ScheduleLike = "1f1b",
     checkpoint: str = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
-    stages_per_device: int = 1,
+    stages_per_device: int | None = None,
     memory_limit: Any = None,
     optimizer_state: float = 2.0,
     hardware: str | Hardware | None = None,
@@ -82,20 +83,17 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
+    from fxpipe.arguments import parse_given_hardware
+    from fxpipe.placing import parse_schedule_to_train, parse_stages_per_device, workers_for
     from fxpipe.settings import make_settings
 
-    per_device = parse_stages_per_device(stages_per_device)
+    schedule, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
     given_hardware = parse_given_hardware(hardware)
     if devices is None and stages is not None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
-        if stages % per_device:
-            raise ArgumentError(
-                f"stages={stages} cannot be shared out with stages_per_device={per_device}; give a multiple of it"
-            )
         is_gpu = given_hardware is not None and given_hardware.within is not None
-        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(stages // per_device)]
+        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, schedule, per_device))]
     settings = make_settings(
         devices=devices,
         chunks=chunks,
@@ -117,7 +115,8 @@ def plan(
         anywhere=given_hardware is not None,
     )
     if stages is not None and stages != len(settings.placement):
-        shared = f" of {per_device} stages" if per_device > 1 else ""
+        each = len(settings.placement) // len(settings.workers)
+        shared = f" of {each} stages" if each > 1 else ""
         raise ArgumentError(
             f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
             "out"
@@ -163,6 +162,7 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
     """The stages of a plan. Its figures stay: they are of the devices and micro-batches that it was made for."""
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
+    from fxpipe.scheduling import schedule_text
 
     by_name = {node.name: node for node in traced.nodes}
     names = [name for stage in given.stages for name in stage.nodes]
@@ -179,7 +179,7 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         given,
         stages=stages,
         devices=tuple(map(str, settings.devices)),
-        schedule=settings.schedule,
+        schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
         checkpoint=settings.checkpoint,
         placement=settings.placement,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.documents import from_document
-from fxpipe.errors import ArgumentError
+from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.polynomials import ZERO, Polynomial
-from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+from fxpipe.scheduling import CHECKPOINTS
 
 if TYPE_CHECKING:
     import sympy
@@ -84,7 +84,7 @@ class Plan:
     stages: tuple[StagePlan, ...]
     portals: tuple[Portal, ...]
     devices: tuple[str, ...]  # by stage
-    schedule: str
+    schedule: str  # a name or, of the user's own, a table as text
     chunks: int
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
     checkpoint: str | tuple[str, ...]  # or one for each stage
@@ -185,13 +185,22 @@ class Plan:
             "devices": len(self.devices) != n,
             "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
-            "schedule": self.schedule not in SCHEDULES,
+            "schedule": not self._has_a_schedule(),
             "chunks": self.chunks < 1,
             "micro_batch": self.micro_batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
+
+    def _has_a_schedule(self) -> bool:
+        from fxpipe.scheduling import as_schedule_like
+
+        try:
+            as_schedule_like(self.schedule)
+        except FxpipeError:
+            return False
+        return True
 
     def __str__(self) -> str:
         from fxpipe.inspect.tables import plan_table

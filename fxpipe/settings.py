@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fxpipe.arguments import (
-    one_of,
     parse_balance,
     parse_checkpoint,
     parse_chunks,
@@ -21,17 +20,15 @@ from fxpipe.arguments import (
     parse_number,
     parse_pins,
     parse_profile_budget,
-    parse_stages_per_device,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
+from fxpipe.placing import chunks_for, parse_schedule_to_train, parse_stages_per_device, placed
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.scheduling import SCHEDULES
+from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.ways import Tracer, check_tracer
-
-TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +38,7 @@ class Settings:
     workers: tuple[torch.device, ...]  # for each worker its device
     placement: tuple[int, ...]  # for each stage its worker
     chunks: int
-    schedule: str
+    schedule: ScheduleLike  # a name, or the user's own
     checkpoint: str | tuple[str, ...]  # "auto", a mode, or one for each stage
     balance: str | tuple[int, ...] | tuple[str, ...]
     tracer: Tracer
@@ -66,7 +63,7 @@ def make_settings(
     *,
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
-    schedule: str,
+    schedule: ScheduleLike,
     checkpoint: str | tuple[str, ...],
     balance: Any,
     tracer: Tracer,
@@ -74,7 +71,7 @@ def make_settings(
     out_dims: Any,
     leaf_modules: Sequence[str | type[nn.Module]],
     check: bool,
-    stages_per_device: int,
+    stages_per_device: int | None,
     pin: Mapping[str, Any] | None,
     memory_limit: Any,
     optimizer_state: float,
@@ -90,18 +87,20 @@ def make_settings(
 
     Raises:
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
+        ScheduleError: a schedule of the user's own would not run.
     """
-    per_device = parse_stages_per_device(stages_per_device)
+    order, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
     if plan is not None:
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
     workers = parse_devices(devices, anywhere)
-    placement = _placed(len(workers), per_device, plan)
+    count = parse_chunks(chunks_for(order, chunks), len(workers))
+    placement = placed(len(workers), per_device, order, count, plan)
     pins, balance = _pins(pin, balance, workers)
     return Settings(
         workers=workers,
         placement=placement,
-        chunks=parse_chunks(chunks, len(workers)),
-        schedule=one_of("schedule", schedule, TRAINING_SCHEDULES),
+        chunks=count,
+        schedule=order,
         checkpoint=parse_checkpoint(checkpoint, None if pins else len(placement)),  # pins may take other stages
         balance=parse_balance(balance, len(placement)),
         tracer=check_tracer(tracer),
@@ -130,25 +129,6 @@ def _pins(pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.d
             "numbers, or pin; give one of them"
         )
     return pins, balance
-
-
-def _placed(workers: int, per_device: int, plan: Plan | None) -> tuple[int, ...]:
-    """For each stage its worker: stage after stage in loops over the workers, or as the plan has it."""
-    if plan is not None and per_device == 1:
-        placement, accepted = plan.placement, max(plan.placement) + 1
-        if workers != accepted:
-            shared = f" on {accepted} devices" if accepted < len(placement) else ""
-            raise ArgumentError(
-                f"plan has {len(placement)} stages{shared}, but devices has {workers} entries; give {accepted}"
-            )
-        return placement
-    placement = tuple(range(workers)) * per_device
-    if plan is not None and len(plan.stages) != len(placement):
-        raise ArgumentError(
-            f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
-            f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
-        )
-    return placement
 
 
 def _left_to_plan(

@@ -103,7 +103,22 @@ def _nodes(traced: Traced, chain: Chain) -> Nodes:
 def _ways(settings: Settings, nodes: Nodes) -> tuple[Pinned, ...]:
     if not settings.pins:
         return (Pinned(settings.placement, (), ()),)
-    return pinned(settings.pins, settings.placement, nodes)
+    return _for_schedule(pinned(settings.pins, settings.placement, nodes), settings)
+
+
+def _for_schedule(ways: Sequence[Pinned], settings: Settings) -> tuple[Pinned, ...]:
+    """Those ways of pins in which stages are where the schedule can have them."""
+    found, failures = list[Pinned](), list[ArgumentError]()
+    for way in ways:
+        placement = _placed(settings, way.placement).placement
+        try:
+            make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
+            found.append(way)
+        except ArgumentError as error:
+            failures.append(error)
+    if not found:
+        raise ArgumentError(f"with these pins {failures[0]}") from None
+    return tuple(found)
 
 
 def _case(
@@ -220,7 +235,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         loads = stage_loads(case.chain, sites, starts, recompute)
         optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
         transfers = tuple(_transfers(case.chain, sites, starts))
-        simulation = _simulated(case, loads, transfers)
+        simulation = _simulated(case, starts, loads, transfers)
         yield Cut(
             case.traced,
             starts,
@@ -281,6 +296,8 @@ def _remedies(case: _Case) -> list[Iterable[Trial]]:
     found: list[Iterable[Trial]] = [recomputing(_as_asked(case, case.chain, case.settings), case.sites)]
     if settings.balance == "block":
         found.insert(0, [Trial("use balance='optimal'", case.chain, case.sites)])
+    if not isinstance(settings.schedule, str):
+        return found  # it is for these sizes
     if not (settings.pins or case.chain.required or len(settings.placement) > len(settings.workers)):
         found.append(_more_devices(case))
     found.append(_smaller_micro_batches(case))
@@ -349,10 +366,25 @@ def _transfers(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> It
         yield Transfer(source, target, size, seconds)
 
 
-def _simulated(case: _Case, loads: Sequence[StageLoad], transfers: Sequence[Transfer]) -> Simulation:
+def _simulated(
+    case: _Case, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
     schedule = make_schedule(
         case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.settings.placement
     )
-    costs = [StageCost(load.forward_seconds, load.backward_seconds) for load in loads]
+    weights = _weight_seconds(case, starts)
+    costs = [
+        StageCost(load.forward_seconds, load.backward_seconds, weight=min(weight, load.backward_seconds))
+        for load, weight in zip(loads, weights, strict=True)
+    ]
     return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))
+
+
+def _weight_seconds(case: _Case, starts: Sequence[int]) -> list[float]:
+    """For each stage, how much of its backward makes gradients of parameters."""
+    found = []
+    for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
+        cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
+        found.append(math.fsum(cost_of[name].weight.at(case.samples) for name in case.nodes.names[start:end]))
+    return found

@@ -13,6 +13,7 @@ from fxpipe.plans import Plan, Portal, Sending, StagePlan
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
 from fxpipe.rewriting.program import INPUT
+from fxpipe.scheduling import schedule_text
 from fxpipe.settings import Settings
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
@@ -85,7 +86,7 @@ def describe(
         stages=tuple(stages),
         portals=tuple(Portal(s.name, s.source, s.target, sizes[s.name]) for s in program.skips),
         devices=tuple(map(str, settings.devices)),
-        schedule=settings.schedule,
+        schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
         micro_batch=samples,
         checkpoint=settings.checkpoint,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError
 from fxpipe.inspect.inputs import ACCEPTED, Arguments, Shape, make_arguments, parse_input
 from fxpipe.inspect.target import FORMS, Target, describe, load_model, parse_target
+from fxpipe.scheduling import SCHEDULES
 
 # Neither torch nor anything that imports it is imported above: --help answers at once.
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SCHEDULES = ("gpipe", "1f1b")
 CHECKPOINTS = ("never", "except_last", "always")
 TRACERS = ("auto", "record", "export", "fx")
 BALANCES = ("auto", "block", "optimal")  # any other word is the name of a node or module
@@ -52,7 +52,7 @@ class Request:
     model: Target
     inputs: tuple[Shape | Target, ...]
     devices: int | tuple[str, ...] | None
-    stages_per_device: int
+    stages_per_device: int | None
     options: dict[str, Any]  # of `fxpipe.plan`: those that were given
     evaluating: bool
     json: bool
@@ -96,7 +96,8 @@ def make_plan(request: Request) -> Plan:
     planned_for = request.options.get("hardware")
     devices = resolve_devices(request.devices) if planned_for is None else _named(request.devices)
     count = devices if isinstance(devices, int) else len(devices)
-    stages = count * request.stages_per_device
+    usual = SCHEDULES[request.options.get("schedule", "1f1b")].per_device
+    stages = count * (request.stages_per_device or usual)
     if request.code is not None and not 0 <= request.code < stages:
         raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
     model = load_model(request.model)
@@ -104,7 +105,7 @@ def make_plan(request: Request) -> Plan:
         model.eval()
     arguments = make_arguments(request.inputs)
     options = request.options
-    if request.stages_per_device > 1:
+    if request.stages_per_device:
         options = options | {"stages_per_device": request.stages_per_device}
     try:
         return _plan(model, stages, arguments, devices, options)
@@ -242,12 +243,11 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--stages-per-device",
         type=_value(_parse_stages_per_device),
-        default=1,
         metavar="K",
-        help="number of stages of each worker: stage j is on worker j modulo their number. Default: 1",
+        help="number of stages of each worker, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
     )
     add("--chunks", type=_value(_parse_chunks), metavar="M", help="number of micro-batches")
-    add("--schedule", choices=SCHEDULES, help="order of forward and backward")
+    add("--schedule", choices=[name for name in SCHEDULES if name != "inference"], help="order of forward and backward")
     add("--checkpoint", choices=CHECKPOINTS, help="which micro-batches are recomputed in backward")
     add(
         "--balance",

@@ -44,7 +44,10 @@ def plan_figures(plan: Plan) -> PlanFigures:
     from fxpipe.simulation import StageCost, Transfer, simulate_schedule
 
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.chunks, plan.checkpoint, plan.placement)
-    costs = [StageCost(s.forward_seconds, s.backward_seconds, weight=s.weight_seconds) for s in plan.stages]
+    costs = [
+        StageCost(s.forward_seconds, s.backward_seconds, weight=min(s.weight_seconds, s.backward_seconds))
+        for s in plan.stages
+    ]
     transfers = [Transfer(s.source, s.target, s.bytes, s.seconds) for s in plan.sendings]
     simulation = simulate_schedule(schedule, costs, transfers, overlaps=False)
     stages = tuple(

@@ -46,9 +46,10 @@ def _head(plan: Plan) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.chunks == 1 else "at most "
     workers = f" on {_count(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
+    name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
     return (
         f"{_count(len(plan.stages), 'stage')}{workers}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
-        f"schedule {plan.schedule}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"schedule {name}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
         + (f"\nseconds are estimates for {plan.estimated_for}" if plan.estimated_for else "")
         + (f"\nslowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "")

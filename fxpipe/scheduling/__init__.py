@@ -76,7 +76,7 @@ from fxpipe.scheduling.own import ScheduleLike, as_schedule_like, placement_of
 from fxpipe.scheduling.parts import backward_part, forward_part
 from fxpipe.scheduling.placements import round_robin, there_and_back
 from fxpipe.scheduling.recomputing import CHECKPOINTS, Checkpoint
-from fxpipe.scheduling.schedules import check_placement, make_schedule
+from fxpipe.scheduling.schedules import check_placement, make_schedule, schedule_text
 from fxpipe.scheduling.text import parse_schedule
 from fxpipe.scheduling.validation import dependencies, validate
 from fxpipe.scheduling.zbv import zbv
@@ -106,6 +106,7 @@ __all__ = [
     "parse_schedule",
     "placement_of",
     "round_robin",
+    "schedule_text",
     "there_and_back",
     "validate",
     "zbv",

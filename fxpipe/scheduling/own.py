@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError, ScheduleError
+from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling.actions import Action, Rows, Schedule
 from fxpipe.scheduling.known import SCHEDULES, Placement
 from fxpipe.scheduling.text import parse_schedule, read_schedule
@@ -29,23 +30,19 @@ def as_schedule_like(given: object) -> ScheduleLike:
     """A name that is known, a table that can run, or a function: text is parsed.
 
     Raises:
-        ArgumentError: an unknown name.
-        ArgumentTypeError: something else.
+        ArgumentError: an unknown name, or something else.
         ScheduleError: text that is no schedule, or a schedule that would not run.
     """
-    if isinstance(given, str) and given not in SCHEDULES:
-        if _SOME_ACTION.search(given):
-            return parse_schedule(given)
-        raise ArgumentError(
-            f"schedule={given!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}, or a table of your own "
-            "('0F0 0F1 0B0 0B1', a line for each device)"
-        )
-    if not isinstance(given, (str, Schedule)) and not (callable(given) and isinstance(given, Hashable)):
-        raise ArgumentTypeError(
-            f"schedule is a {type(given).__name__}; expected a name ({', '.join(map(repr, SCHEDULES))}), a table as "
-            "text or a fxpipe.scheduling.Schedule, or a function (micro_batches, stages) -> table"
-        )
-    return given
+    if isinstance(given, str) and given not in SCHEDULES and _SOME_ACTION.search(given):
+        return parse_schedule(given)
+    if isinstance(given, Schedule):  # in tuples, so that it can be a key
+        return replace(given, rows=tuple(map(tuple, given.rows)))
+    if (isinstance(given, str) and given in SCHEDULES) or (callable(given) and isinstance(given, Hashable)):
+        return given
+    raise ArgumentError(
+        f"schedule={given!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}; or give your own: a table "
+        "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
+    )
 
 
 def own_schedule(given: Schedule | Function, n: int, m: int) -> Schedule:

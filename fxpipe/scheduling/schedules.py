@@ -62,6 +62,13 @@ def make_schedule(
     return _make_schedule(given, n, m, _modes(checkpoint, n), placed)
 
 
+def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
+    """What `make_schedule` makes the same schedule of: a name, or the text of a table of one's own."""
+    if isinstance(schedule, str):
+        return schedule
+    return str(make_schedule(schedule, len(placement), micro_batches, placement=placement))
+
+
 @lru_cache(maxsize=128)
 def _make_schedule(
     given: ScheduleLike, n: int, m: int, modes: tuple[Checkpoint, ...], placement: Placement | None
