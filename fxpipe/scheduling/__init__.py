@@ -43,12 +43,32 @@ gpipe: 2 stages, 2 micro-batches
 device 0: 0F0 0F1 0B1 0R0 0B0
 device 1: 1F0 1F1 1B1 1R0 1B0
 
-A device may have several stages, which then take turns:
+Nothing waits for the gradients of weights until the step ends. Made apart (`W`) from those that go back (`B`), they
+fill what else would be bubble:
 
->>> print(make_schedule("1f1b", stages=4, micro_batches=2, placement=(0, 1, 0, 1)))
-1f1b: 4 stages, 2 micro-batches
+>>> print(make_schedule("zero_bubble", stages=2, micro_batches=3))
+zero_bubble: 2 stages, 3 micro-batches
+device 0: 0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2
+device 1: 1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2
+
+A device may have several stages. Each is shorter then, and so is the time until the last device has something to do.
+They go round the devices, or there and back:
+
+>>> print(make_schedule("interleaved_1f1b", stages=4, micro_batches=2))
+interleaved_1f1b: 4 stages, 2 micro-batches
 device 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
 device 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+>>> print(make_schedule("zbv", stages=4, micro_batches=3))
+zbv: 4 stages, 3 micro-batches
+device 0: 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
+device 1: 1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
+
+`fxpipe.scheduling.known` compares them all. Those that are bound to no placement take turns on any:
+
+>>> print(make_schedule("1f1b", stages=3, micro_batches=2, placement=(0, 1, 0)))
+1f1b: 3 stages, 2 micro-batches
+device 0: 0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1
+device 1: 1F0 1F1 1B0 1B1
 
 A table of your own is as good, if it can run. What cannot is refused when it is made:
 

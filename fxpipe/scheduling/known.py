@@ -18,10 +18,10 @@ micro-batch takes a device, F + B + W.
 All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
 still needs, too, though that is less than what B needs.
 
-In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W).
-So the larger memory of the second pays where W is shorter than B (attention, activation functions, recomputation). What
-it then has left is the time until the last device has something to do: that is there as long as a step ends on all
-devices before the next one begins.
+In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), as
+long as W takes no longer than F and than B. So the larger memory of the second pays where W is shorter than B
+(attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
+which is there as long as a step ends on all devices before the next one begins.
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
 `zbv` if twice as many transfers are no matter.

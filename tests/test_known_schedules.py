@@ -1,0 +1,293 @@
+"""All schedules that are known by name: what they look like, and in closed forms what they keep and how they idle."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxpipe.errors import ArgumentError
+from fxpipe.scheduling import (
+    CHECKPOINTS,
+    SCHEDULES,
+    Action,
+    Kind,
+    Rows,
+    Schedule,
+    activations_in_flight,
+    make_schedule,
+    micro_batches_in_flight,
+    round_robin,
+    there_and_back,
+    validate,
+)
+from fxpipe.simulation import StageCost, simulate_schedule
+
+SIZES = list(product(range(1, 7), range(1, 14)))  # devices, micro-batches
+UNIT = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)  # F, B and W as long as each other
+BOUND = [name for name, recipe in SCHEDULES.items() if recipe.is_bound]
+SPLIT = ["zero_bubble", "zero_bubble_2p", "zbv"]
+
+
+def rows(text: str) -> Rows:
+    return tuple(tuple(map(Action.parse, line.split())) for line in text.strip().splitlines())
+
+
+def on(name: str, p: int, m: int, v: int | None = None, checkpoint: object = "never") -> Schedule:
+    """On p devices with v stages each; as many as is usual, if not given."""
+    recipe = SCHEDULES[name]
+    each = v or recipe.per_device
+    return make_schedule(name, p * each, m, checkpoint, recipe.placement(p, each))
+
+
+def simulated(schedule: Schedule, cost: StageCost = UNIT):
+    return simulate_schedule(schedule, [cost] * schedule.stages)
+
+
+# What they look like
+
+
+def test_interleaved_1f1b_goes_round_in_groups():
+    assert make_schedule("interleaved_1f1b", stages=4, micro_batches=4).rows == rows("""
+        0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+        1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+    """)
+
+
+def test_interleaved_1f1b_of_a_number_that_is_no_multiple_has_larger_groups():
+    assert make_schedule("interleaved_1f1b", stages=4, micro_batches=3).rows == rows("""
+        0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+        1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
+    """)
+
+
+def test_zero_bubble_lags_behind_with_w_the_more_the_later_the_stage():
+    assert make_schedule("zero_bubble", stages=3, micro_batches=4).rows == rows("""
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+        2F0 2B0 2F1 2B1 2F2 2B2 2W0 2F3 2B3 2W1 2W2 2W3
+    """)
+
+
+def test_zero_bubble_2p_takes_in_more():
+    assert make_schedule("zero_bubble_2p", stages=2, micro_batches=4).rows == rows("""
+        0F0 0F1 0F2 0B0 0W0 0F3 0B1 0W1 0B2 0W2 0B3 0W3
+        1F0 1B0 1F1 1B1 1F2 1B2 1W0 1F3 1B3 1W1 1W2 1W3
+    """)
+
+
+def test_zero_bubble_2p_has_nothing_more_to_take_in_of_few():
+    for n, m in SIZES:
+        if m <= n:
+            assert make_schedule("zero_bubble_2p", n, m).rows == make_schedule("zero_bubble", n, m).rows
+
+
+def test_zbv_goes_there_and_back():
+    assert make_schedule("zbv", stages=4, micro_batches=4).rows == rows("""
+        0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0F3 0B0 0W0 3F2 3B2 3W2 0B1 0W1 3F3 3B3 3W3 0B2 0W2 0B3 0W3
+        1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 2W2 1B2 2B3 1B3 1W2 2W3 1W3
+    """)
+
+
+def test_of_one_micro_batch_zbv_leaves_all_w_to_the_end():
+    assert make_schedule("zbv", stages=4, micro_batches=1).rows == rows("""
+        0F0 3F0 3B0 3W0 0B0 0W0
+        1F0 2F0 2B0 1B0 2W0 1W0
+    """)
+
+
+# Whatever the sizes
+
+
+@st.composite
+def any_known(draw: st.DrawFn) -> Schedule:
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    v = 2 if name == "zbv" else draw(st.integers(2, 4)) if name in BOUND else draw(st.integers(1, 3))
+    p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=p * v, max_size=p * v))
+    return on(name, p, m, v, modes)
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_known())
+def test_every_known_schedule_can_run_and_has_what_belongs_there(schedule):
+    validate(schedule)
+    place = {action: (d, k) for d, row in enumerate(schedule.rows) for k, action in enumerate(row)}
+    kinds = [Kind.FORWARD] if schedule.name == "inference" else [Kind.FORWARD, Kind.BACKWARD]
+    kinds += [Kind.WEIGHT] if schedule.name in SPLIT else []
+    want = {Action(k, j, i) for k, j, i in product(kinds, range(schedule.stages), range(schedule.micro_batches))}
+    assert {a for a in place if a.kind is not Kind.RECOMPUTE} == want
+    for action, (d, k) in place.items():
+        if action.kind is Kind.WEIGHT:
+            assert place[Action(Kind.BACKWARD, *action[1:])] < (d, k)
+        if action.kind is Kind.RECOMPUTE:
+            assert schedule.rows[d][k + 1] == Action(Kind.BACKWARD, *action[1:])
+
+
+@settings(max_examples=200, deadline=None)
+@given(any_known())
+def test_every_known_schedule_ends_and_keeps_no_more_than_there_is(schedule):
+    """A device is never idle for longer than all micro-batches would take to go through, one after the other."""
+    simulation, m = simulated(schedule), schedule.micro_batches
+    assert max(simulation.busy) <= simulation.step_seconds <= sum(simulation.busy)
+    assert all(1 <= a <= f <= m for a, f in zip(*_flights(schedule), strict=True)) or schedule.name == "inference"
+
+
+def _flights(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return activations_in_flight(schedule), micro_batches_in_flight(schedule)
+
+
+def test_first_micro_batches_of_a_schedule_can_run_alone():
+    """What a table of one's own does for fewer samples: the order of the others stays an order."""
+    for name, p, m in product(SCHEDULES, (1, 2, 3), (2, 5)):
+        whole = on(name, p, m)
+        for fewer in range(1, m):
+            part = make_schedule(whole, whole.stages, fewer)
+            assert part.rows == tuple(tuple(a for a in row if a.micro_batch < fewer) for row in whole.rows)
+
+
+# What they keep: of a device, activations of one stage and one micro-batch
+
+
+def kept(schedule: Schedule) -> list[float]:
+    return [memory.peak for memory in simulated(schedule).memory]
+
+
+def test_interleaved_1f1b_keeps_the_first_group_and_two_for_each_later_device():
+    for (p, m), v in product(SIZES, (2, 3)):
+        largest = -(-m // max(1, m // p))
+        ahead = [(v - 1) * largest + 2 * (p - 1 - d) for d in range(p)]
+        assert kept(on("interleaved_1f1b", p, m, v)) == [min(m * v, a + 1) for a in ahead]
+
+
+def test_zero_bubble_keeps_what_the_first_stage_of_1f1b_keeps():
+    for p, m in SIZES:
+        assert kept(on("zero_bubble", p, m)) == [min(p, m)] * p
+        assert kept(on("1f1b", p, m))[0] == min(p, m)
+
+
+def test_zero_bubble_2p_keeps_nearly_twice_as_many():
+    for p, m in SIZES:
+        assert kept(on("zero_bubble_2p", p, m)) == [min(2 * p - 1, m)] * p
+
+
+def test_zbv_keeps_no_more_than_1f1b():
+    """Of two stages, each half as large."""
+    for p, m in SIZES:
+        assert max(kept(on("zbv", p, m))) <= 2 * min(p, m)
+
+
+def test_recomputing_holds_one_where_backward_is_whole_and_what_waits_for_w_where_it_is_split():
+    for p, m in SIZES:
+        assert set(activations_in_flight(on("interleaved_1f1b", p, m, 2, "always"))) == {1}
+        again = activations_in_flight(on("zero_bubble", p, m, checkpoint="always"))
+        assert again == tuple(min(j + 1, m) for j in range(p))
+
+
+# How long they take
+
+
+def test_interleaved_1f1b_makes_the_bubble_as_many_times_shorter():
+    """(p - 1) / (v m + p - 1) of the step, whether or not m is a multiple of p."""
+    for (p, m), v in product(SIZES, (2, 3)):
+        simulation = simulated(on("interleaved_1f1b", p, m, v))
+        if m >= p:
+            assert simulation.step_seconds == 3 * (v * m + p - 1)
+            assert simulation.mean_bubble == pytest.approx((p - 1) / (v * m + p - 1))
+        else:  # it goes round as one group
+            assert simulation.step_seconds == 3 * (v * p + m - 1)
+
+
+def test_zero_bubble_idles_a_third_of_1f1b():
+    for p, m in SIZES:
+        step = simulated(on("zero_bubble", p, m)).step_seconds
+        assert step == (3 * m + (p - 1) if m >= p else 2 * m + 2 * p - 1)
+        assert simulated(on("1f1b", p, m)).step_seconds == 3 * m + 3 * (p - 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 14), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
+def test_zero_bubbles_of_other_times(p, more, f, b, w):
+    w = min(w, f, b)
+    cost, work = StageCost(f, b + w, weight=w), f + b + w
+    m = p + more
+    assert simulated(on("zero_bubble", p, m), cost).step_seconds == m * work + (p - 1) * (f + b - w)
+    m += p - 1
+    assert simulated(on("zero_bubble_2p", p, m), cost).step_seconds == m * work + (p - 1) * max(f, f + b - 2 * w)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 14), st.integers(1, 9), st.integers(1, 9), st.integers(0, 9))
+def test_more_memory_never_makes_zero_bubble_slower(p, m, f, b, w):
+    w = min(w, f, b)
+    cost = StageCost(f, b + w, weight=w)
+    steps = [simulated(on(name, p, m), cost).step_seconds for name in ("zero_bubble_2p", "zero_bubble", "1f1b")]
+    assert steps == sorted(steps)
+
+
+def test_zbv_idles_a_sixth_of_1f1b():
+    """Stages are half as long here. Of a few more micro-batches than devices it idles up to 7 % of the step longer."""
+    for p, m in SIZES:
+        step = simulated(on("zbv", p, m)).step_seconds
+        ideal = 6 * m + p - 1
+        if m == p or m >= 2 * p - 1:
+            assert step == ideal
+        elif m > p:
+            assert ideal <= step <= 1.07 * ideal
+        else:
+            assert step <= 4 * p + 3 * m - 1
+
+
+def test_one_micro_batch_goes_there_and_back_and_w_comes_last():
+    for p in range(1, 7):
+        assert simulated(on("zero_bubble", p, 1)).step_seconds == 2 * p + 1
+        assert simulated(on("zbv", p, 1)).step_seconds == max(4 * p + 1, 6)  # one device has 6 to do
+        assert simulated(on("interleaved_1f1b", p, 1)).step_seconds == 3 * 2 * p
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zero_bubble", "zbv"])
+def test_recomputing_fills_the_bubble(name):
+    """It takes its own time, on the device that has most to do, and none beside."""
+    for p, m in SIZES:
+        if m >= 2 * p:
+            schedule = on(name, p, m, checkpoint="always")
+            work = m * schedule.stages / p
+            without = simulated(on(name, p, m)).step_seconds
+            assert simulated(schedule).step_seconds <= without + work
+
+
+# Where they can be
+
+
+def test_placements():
+    assert make_schedule("interleaved_1f1b", 6, 2, placement=round_robin(3, 2)) is make_schedule(
+        "interleaved_1f1b", 6, 2
+    )
+    assert make_schedule("zbv", 6, 2, placement=there_and_back(3, 2)) is make_schedule("zbv", 6, 2)
+    assert len(make_schedule("interleaved_1f1b", 6, 2, placement=round_robin(2, 3)).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("zbv", 3, 2),
+            "schedule 'zbv' has 2 stages on each device, and 3 cannot be shared out so: give a multiple of 2",
+        ),
+        (("interleaved_1f1b", 5, 2), "'interleaved_1f1b' has 2 stages on each device, and 5 cannot"),
+        (
+            ("zbv", 4, 2, "never", (0, 1, 0, 1)),
+            r"schedule 'zbv' needs 2 stages on each device, placed as in \(0, 1, 1, 0\), but is given 4 stages on 2 "
+            r"devices, placed as in \(0, 1, 0, 1\): give as many \(stages_per_device=2\), or use '1f1b' or",
+        ),
+        (("zbv", 6, 2, "never", (0, 1, 1, 0, 0, 1)), "'zbv' needs 2 stages on each device, .* is given 6 stages on 2"),
+        (("zbv", 2, 2, "never", (0, 1)), r"'zbv' needs 2 stages on each device, .* placed as in \(0, 1\)"),
+        (("interleaved_1f1b", 2, 2, "never", (0, 1)), "'interleaved_1f1b' needs 2 or more stages on each device"),
+        (("interleaved_1f1b", 5, 2, "never", (0, 1, 0, 1, 0)), "needs 2 or more .* is given 5 stages on 2 devices"),
+    ],
+)
+def test_stages_where_a_schedule_cannot_have_them_are_refused(arguments, words):
+    with pytest.raises(ArgumentError, match=words):
+        make_schedule(*arguments)
