@@ -59,22 +59,21 @@ class Ran(NamedTuple):
 
     value: torch.Tensor
     core: torch.Tensor  # the same memory where autograd has its node: `value` may be a view of it
-    x: torch.Tensor  # what the gradient of the weight is made of
+    x: torch.Tensor | None  # what the gradients of weight and bias are made of; None: only of what will arrive
 
 
 class Kind(NamedTuple):
     """`x`, the weight `w` and the bias `b`, then the node's options, which are constants."""
 
     name: str
-    run: Callable[..., Ran]  # (x, w, b, *options)
+    run: Callable[..., Ran]  # (x, w, b, wants w, *options); the `w` at hand may be a detached one
     weigh: Callable[..., Pair]  # (gradient, x, w, b, wants w, wants b, *options)
 
 
-def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Ran:
-    if x.dim() < 3 or x.is_contiguous():
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> Ran:
+    if not _is_made_dense(x, wants_w):
         y = F.linear(x, w, b)
-        return Ran(y, y if y._base is None else y._base, x)
-    # With gaps `linear` makes it dense for the sake of a weight that requires grad; this one does so no more.
+        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
     if b is not None:
@@ -82,21 +81,26 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Ran:
     return Ran(y, y, flat)
 
 
-def _matmul(x: torch.Tensor, w: torch.Tensor, b: None) -> Ran:
-    if x.dim() < 3 or x.is_contiguous():
+def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
+    if not _is_made_dense(x, wants_w):
         y = torch.matmul(x, w)
-        return Ran(y, y if y._base is None else y._base, x)
+        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
     return Ran(y, y, flat)
 
 
-def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Ran:
+def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
+    """Does `matmul` copy this `x`, where it has gaps, for the sake of a second operand that requires grad?"""
+    return wants_w and x.dim() > 2 and not x.is_contiguous()
+
+
+def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wants_w: bool) -> Ran:
     y = torch.addmm(b, x, w)
-    return Ran(y, y, x)
+    return Ran(y, y, x if wants_w else None)
 
 
-def _bmm(x: torch.Tensor, w: torch.Tensor, b: None) -> Ran:
+def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
     y = torch.bmm(x, w)
     return Ran(y, y, x)
 
@@ -144,6 +148,7 @@ def convolution(function: Callable[..., torch.Tensor], dims: int, transposed: bo
         x: torch.Tensor,
         w: torch.Tensor,
         b: torch.Tensor | None,
+        wants_w: bool,
         stride: list[int],
         padding: list[int],
         dilation: list[int],
@@ -202,7 +207,7 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
         own_w, own_b = (w.detach(), None if b is None else b.detach()) if is_split else (w, b)
         if casts:
             x, own_w, own_b = _cast(x, own_w, own_b)
-        ran = kind.run(x, own_w, own_b, *options)
+        ran = kind.run(x, own_w, own_b, wants_w, *options)
         if not is_noted:
             return ran.value
         assert tape is not None
@@ -211,11 +216,12 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
         if not is_split:
             tape.uses.append(Use(wanted, _of_autograd(edge, [t for t in (w, b) if t is not None and t.requires_grad])))
         else:
-            kept = ran.x.detach()
-            version, dtype = kept._version, w.dtype
+            kept = None if ran.x is None else ran.x.detach()
+            version, dtype = 0 if kept is None else kept._version, w.dtype
 
             def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
-                _check_unchanged(kept, version, wanted[0])
+                if kept is not None:
+                    _check_unchanged(kept, version, wanted[0])
                 found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
                 return [g.to(dtype) if casts else g for g in found if g is not None]
 
