@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # of the weight and of the bias
 
@@ -45,6 +45,13 @@ class Tape:
     uses: list[Use] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
+    bare: dict[str, torch.Tensor] = field(default_factory=dict)  # detached parameters; one for all tapes of a stage
+
+    def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        found = self.bare.get(name)
+        if found is None:
+            found = self.bare[name] = parameter.detach()
+        return found
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """B has been; the edges would keep alive what is left of its graph."""
@@ -74,7 +81,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: b
     if not _is_made_dense(x, wants_w):
         y = F.linear(x, w, b)
         return Ran(y, y if y._base is None else y._base, x if wants_w else None)
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    flat = _matrix(x)
     y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
     if b is not None:
         y = y.add_(b)
@@ -85,7 +92,7 @@ def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
     if not _is_made_dense(x, wants_w):
         y = torch.matmul(x, w)
         return Ran(y, y if y._base is None else y._base, x if wants_w else None)
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    flat = _matrix(x)
     y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
     return Ran(y, y, flat)
 
@@ -108,27 +115,42 @@ def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
 def _weigh_linear(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> Pair:
-    found = _second_operand(gradient, x, w.t()).t() if wants_w else None
+    # Autograd chooses by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
+    found = None
+    if wants_w:
+        found = _gx(gradient, x) if w.stride() == (w.shape[1], 1) else _xg(gradient, x).t()
     return found, _bias(gradient, b) if wants_b else None
 
 
 def _weigh_matmul(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> Pair:
-    return _second_operand(gradient, x, w) if wants_w else None, _bias(gradient, b) if wants_b else None
+    found = None
+    if wants_w:
+        found = _gx(gradient, x).t() if w.stride() == (1, w.shape[0]) else _xg(gradient, x)
+    return found, _bias(gradient, b) if wants_b else None
 
 
 def _weigh_bmm(gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, wants_b: bool) -> Pair:
     return x.transpose(1, 2).conj().bmm(gradient), None
 
 
-def _second_operand(gradient: torch.Tensor, x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Of `x @ second`; autograd chooses by the strides of `second` (`mm_mat2_backward` in FunctionsManual.cpp)."""
-    rows = math.prod(x.shape[:-1])
-    flat, flat_gradient = x.reshape(rows, x.shape[-1]), gradient.reshape(rows, second.shape[1])
-    if second.stride() == (1, second.shape[0]):
-        return flat_gradient.t().mm(flat.conj()).t()
-    return flat.t().conj().mm(flat_gradient)
+def _gx(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _matrix(gradient).t().mm(_conjugate(_matrix(x)))
+
+
+def _xg(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _conjugate(_matrix(x).t()).mm(_matrix(gradient))
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _conjugate(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.is_complex() else tensor
 
 
 def _bias(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
@@ -204,14 +226,18 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
         wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
         is_noted = tape is not None and (wants_w or wants_b) and torch.is_grad_enabled()
         is_split = is_noted and x.requires_grad
-        own_w, own_b = (w.detach(), None if b is None else b.detach()) if is_split else (w, b)
+        own_w, own_b = w, b
+        if is_split:
+            assert tape is not None
+            own_w = tape.detached(names[0], w)
+            own_b = None if b is None or names[1] is None else tape.detached(names[1], b)
         if casts:
             x, own_w, own_b = _cast(x, own_w, own_b)
         ran = kind.run(x, own_w, own_b, wants_w, *options)
         if not is_noted:
             return ran.value
         assert tape is not None
-        edge = get_gradient_edge(ran.core)
+        edge = _edge(ran.core)
         wanted = tuple(name for name, wants in zip(names, (wants_w, wants_b), strict=True) if name and wants)
         if not is_split:
             tape.uses.append(Use(wanted, _of_autograd(edge, [t for t in (w, b) if t is not None and t.requires_grad])))
@@ -238,12 +264,18 @@ def looked_up(function: Callable[..., torch.Tensor], name: str, place: int) -> C
     def call(tape: Tape | None, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = function(*args, **kwargs)
         if tape is not None and y.requires_grad:
-            edge = get_gradient_edge(y)
+            edge = _edge(y)
             tape.uses.append(Use((name,), _of_autograd(edge, [args[place]])))
             tape.edges.append(edge)
         return y
 
     return _named(call, getattr(function, "__name__", "embedding").partition(".")[0])
+
+
+def _edge(made: torch.Tensor) -> GradientEdge:
+    """`get_gradient_edge` of what a node has made, in half the time."""
+    assert made.grad_fn is not None
+    return GradientEdge(made.grad_fn, made.output_nr)
 
 
 def _of_autograd(edge: GradientEdge, weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:

@@ -56,6 +56,7 @@ class OpenStage:
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
         self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
         self._counts: dict[str, int] = {}  # of gradients in a sum
+        self._bare: dict[str, torch.Tensor] = {}  # parameters as tapes have them
         for name in stage.attributes:
             tensor = tensors.get(name)
             moved = on(tensor.detach(), device)
@@ -70,7 +71,7 @@ class OpenStage:
         """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
         stage, pending = self.stage, Pending()
         if stage.weighed and grad and is_kept:
-            pending.tape = Tape()
+            pending.tape = Tape(bare=self._bare)
         first = (pending.tape,) if stage.weighed else ()
         copies = {name: tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views, self.constants
