@@ -17,7 +17,7 @@ from fxpipe.rewriting.functions import mixed
 from fxpipe.runtime import Assembly, Engine, wire
 from fxpipe.runtime.drivers import Interleaved
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Rows
+from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
 
 
@@ -100,6 +100,9 @@ class EveryCut:
         for name, value in want.buffers.items():
             assert torch.equal(have.buffers[name], value), f"buffer {name} differs, {where}"
 
+    def schedule(self, name: str, stages: int, m: int, checkpoint: str) -> Schedule:
+        return make_schedule(name, stages, m, checkpoint)
+
     # -- both sides --------------------------------------------------------------------------------------------------
 
     def _inputs(self) -> tuple[Any, ...]:
@@ -171,7 +174,7 @@ class EveryCut:
             outputs = [x.detach() for x in pytree.tree_leaves(output)]
             loss_of(output).backward()
         else:
-            plan = make_schedule(schedule, len(devices), m, checkpoint)
+            plan = self.schedule(schedule, len(devices), m, checkpoint)
             engine.forward_backward(assembly, leaves, self.batch, plan, loss_of, (), "mean")
         for x, value in zip((x for x in leaves if isinstance(x, torch.Tensor)), before, strict=True):
             assert torch.equal(x, value), "an input was changed"

@@ -44,6 +44,7 @@ class Stage:
     changes: tuple[str, ...]
     locations: dict[str, Location]  # by node name
     code: str  # for people
+    weighed: frozenset[str] = frozenset()  # attributes whose gradients W computes; if any, `run` takes a `Tape` first
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ class _Builder:
     def receive(self, attributes: Iterable[fx.Node], draft: _Draft, popped: Collection[str]) -> None:
         for node in attributes:
             self.made[node] = self.graph.placeholder(node.name)
-            self.made[node].meta["text"] = str(node.target)
+            self.made[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
         for node in draft.needs:
             self.made[node] = self.graph.placeholder(node.name)
         for node in draft.needs:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.rewriting.program import Program
+from fxpipe.rewriting.program import Program, Stage
+from fxpipe.rewriting.splitting import split_weights
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.thread_state import ThreadState
 
@@ -25,6 +26,13 @@ class Assembly:
     out_spec: Any  # tree of the output
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
+    _split: dict[int, Stage] = field(default_factory=dict)  # made so far, by stage
+
+    def with_split_weights(self, j: int) -> Stage:
+        """Stage j, whose weights get their gradients in W."""
+        if j not in self._split:
+            self._split[j] = split_weights(self.program.stages[j])
+        return self._split[j]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,9 @@ class Engine:
         # pipe.
         seed = int(torch.randint(2**62, ()).item()) if assembly.program.is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
-        return Step(assembly, Tensors(self.model, assembly.constants), leaves, shares, seed, recomputed, **more)
+        split = frozenset(a.stage for row in schedule.rows for a in row if a.kind is Kind.WEIGHT)
+        tensors = Tensors(self.model, assembly.constants)
+        return Step(assembly, tensors, leaves, shares, seed, recomputed, split=split, **more)
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
 """A stage in one step: its code on views of the model's tensors, and the autograd graphs that it makes.
 
 F runs the stage on detached values, so that each micro-batch has a graph of its own; B calls autograd for that graph,
-and sums the gradients of parameters in the order of the row.
+and sums the gradients of parameters in the order of the row. Where backward is split, W does so for the weights that B
+leaves to it.
 
 The model itself is not touched before the step has ended well: parameters are read through detached views, a buffer
 that forward changes is copied for each F.
@@ -9,7 +10,7 @@ that forward changes is copied for each F.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Value, on, requires_grad
+from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
 from fxpipe.thread_state import ThreadState, applied
 
@@ -30,6 +33,7 @@ class Pending:
 
     leaves: list[tuple[Link, torch.Tensor]] = field(default_factory=list)  # received values that require grad
     roots: list[tuple[str, GradientEdge]] = field(default_factory=list)  # where gradients enter, by value
+    tape: Tape | None = None  # where backward is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class OpenStage:
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
         self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
         self._counts: dict[str, int] = {}  # of gradients in a sum
+        self._bare: dict[str, torch.Tensor] = {}  # parameters as tapes have them
         for name in stage.attributes:
             tensor = tensors.get(name)
             moved = on(tensor.detach(), device)
@@ -62,9 +67,12 @@ class OpenStage:
             else:
                 self.constants[name] = moved
 
-    def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], grad: bool) -> Ran:
-        """The stage's code on received values and copies of `buffers`."""
+    def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], grad: bool, is_kept: bool = True) -> Ran:
+        """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
         stage, pending = self.stage, Pending()
+        if stage.weighed and grad and is_kept:
+            pending.tape = Tape(bare=self._bare)
+        first = (pending.tape,) if stage.weighed else ()
         copies = {name: tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views, self.constants
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
@@ -74,7 +82,7 @@ class OpenStage:
                 for link, value in zip(self.links, received, strict=True)
             ]
             # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
-            made = stage.run.forward(*attributes, *uses)  # type: ignore[attr-defined]
+            made = stage.run.forward(*first, *attributes, *uses)  # type: ignore[attr-defined]
         sent, assigned = list(made[: len(stage.sends)]), made[len(stage.sends) :]
         after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
         if grad:
@@ -84,7 +92,7 @@ class OpenStage:
         return Ran(sent, after, pending)
 
     def go_back(self, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Sums the gradients of parameters.
+        """Sums the gradients of parameters, but for those that W computes, and puts on the tape what W needs.
 
         Args:
             gradients: of `pending.roots`.
@@ -93,24 +101,38 @@ class OpenStage:
             Those of `pending.leaves`.
         """
         roots = [(edge, g) for (_, edge), g in zip(pending.roots, gradients, strict=True) if g is not None]
-        views = [(name, view) for name, view in self.views.items() if view.requires_grad]
-        if not roots or not (views or pending.leaves):
+        left = self.stage.weighed
+        views = [(name, view) for name, view in self.views.items() if view.requires_grad and name not in left]
+        edges = [] if pending.tape is None else pending.tape.edges
+        if not roots or not (views or pending.leaves or edges):
             return [None] * len(pending.leaves)
         # autograd.grad and not .backward(): AccumulateGrad would give each gradient the strides of its leaf, and the
         # next kernel other bits.
         with torch.autograd.set_multithreading_enabled(False):
+            wanted: Any = [*(view for _, view in views), *(leaf for _, leaf in pending.leaves), *edges]
             found = torch.autograd.grad(
                 [edge for edge, _ in roots],
-                [*(view for _, view in views), *(leaf for _, leaf in pending.leaves)],
+                wanted,
                 [g for _, g in roots],
                 allow_unused=True,
             )
-        for (name, _), gradient in zip(views, found, strict=False):
+        self._add((name, gradient) for (name, _), gradient in zip(views, found, strict=False))
+        if pending.tape is not None:
+            pending.tape.arrived(found[len(found) - len(edges) :])
+        return list(found[len(views) : len(found) - len(edges)])
+
+    def weigh(self, tape: Tape) -> None:
+        """Sums the gradients of the parameters that B has left."""
+        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+            self._add(weighed(tape))
+
+    def _add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        for name, gradient in gradients:
             if gradient is not None:
                 count = self._counts.get(name, 0)
                 self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
                 self._counts[name] = count + 1
-        return list(found[len(views) :])
+            del gradient  # before the next one is made
 
 
 def _enter(link: Link, value: Value, pending: Pending) -> torch.Tensor:

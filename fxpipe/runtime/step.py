@@ -4,12 +4,14 @@ F  runs a stage, and keeps its autograd graph for B.
 R  runs it again on what F was given, for a micro-batch whose graph was not kept.
 B  goes back through that graph, in the worker; gradients of values go on to other stages, those of parameters are
    summed.
+W  computes the gradients of those weights that B has left to it, where the schedule splits backward.
 
 What stages hand each other is in `exchange`; what a stage does with it in `opened`. Whatever an action makes lives
 until its last reader has taken it:
 
 - `saved`       from F to R
 - `pending`     from F or R to B
+- `tapes`       from B to W
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.exchange import Exchange, Value
 from fxpipe.runtime.failures import note
@@ -58,7 +61,9 @@ class Step:
         recomputed: frozenset[Action],
         losses: Losses | None = None,
         keep_outputs: bool = False,
+        split: frozenset[int] = frozenset(),
     ):
+        """`split`: the stages that have W."""
         self.assembly, self.tensors = assembly, tensors
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
@@ -66,11 +71,18 @@ class Step:
         self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)))
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
         self.opened = [
-            OpenStage(stage, wiring.links[j], assembly.devices[j], tensors, assembly.state)
+            OpenStage(
+                assembly.with_split_weights(j) if j in split else stage,
+                wiring.links[j],
+                assembly.devices[j],
+                tensors,
+                assembly.state,
+            )
             for j, stage in enumerate(self.stages)
         ]
         self.saved: dict[tuple[int, int], Given] = {}
         self.pending: dict[tuple[int, int], Pending] = {}
+        self.tapes: dict[tuple[int, int], Tape] = {}
         # A worker's own stream is the default one; what the caller has queued on another must come first.
         self._streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in assembly.devices]
         self.failure: BaseException | None = None
@@ -110,7 +122,7 @@ class Step:
                 _DO[action.kind](self, action.stage, action.micro_batch)
         except BaseException as error:
             device = str(self.assembly.devices[action.stage])
-            error.add_note(note(error, action, self.stages[action.stage], len(self.stages), device))
+            error.add_note(note(error, action, self.opened[action.stage].stage, len(self.stages), device))
             self.fail(error)
             return
         self.times[action] = (start, time.perf_counter())
@@ -125,7 +137,7 @@ class Step:
         if Action(Kind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with saved_tensors_hooks(_forget, _forgotten):
-                ran = self._run(j, i, received, buffers)
+                ran = self._run(j, i, received, buffers, is_kept=False)
             self.saved[j, i] = Given(received, buffers)
         else:
             ran = self._run(j, i, received, buffers)
@@ -141,9 +153,11 @@ class Step:
         given = self.saved.pop((j, i))
         self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
 
-    def _run(self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor]) -> Ran:
+    def _run(
+        self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True
+    ) -> Ran:
         running.seed, running.recomputes = mixed(self.seed, i), bool(self.recomputed)
-        return self.opened[j].run(received, buffers, self.grad)
+        return self.opened[j].run(received, buffers, self.grad, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
         for name, value in zip(self.stages[j].sends, sent, strict=True):
@@ -155,6 +169,13 @@ class Step:
         found = self.opened[j].go_back(pending, arrived)
         for (link, _), gradient in zip(pending.leaves, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)
+        if pending.tape is not None:
+            self.tapes[j, i] = pending.tape
+
+    def weigh(self, j: int, i: int) -> None:
+        tape = self.tapes.pop((j, i), None)
+        if tape is not None:  # else B has done all
+            self.opened[j].weigh(tape)
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 
@@ -196,4 +217,5 @@ _DO: dict[Kind, Callable[[Step, int, int], None]] = {
     Kind.FORWARD: Step.forward,
     Kind.RECOMPUTE: Step.recompute,
     Kind.BACKWARD: Step.backward,
+    Kind.WEIGHT: Step.weigh,
 }

@@ -1,0 +1,316 @@
+"""Functions of split stage code: nodes whose weights get their gradients not in B but later, in W.
+
+A split node computes what it always did, but on a detached weight, so that autograd knows nothing of the weight. On the
+tape it leaves the gradient edge of its output, and how the gradient that will arrive there makes those of the weight
+and the bias:
+
+    F    y = F.linear(x, w.detach(), b.detach())      on the tape: the edge of y, x
+    B    asks autograd for the gradients of received values, of all other parameters, and at the edges
+    W    gradient.t() @ x
+
+Nothing is computed twice, nothing is kept but x, which autograd would have kept too, and the gradient at the edge. And
+since the kernels of W are those that autograd's own formulas call, on operands of the same strides, the gradients are
+the same bits. Where x requires no gradient the node stays as it is, weights and all: autograd's own backward of it is
+then the work of W.
+
+A function here never changes what forward computes. For that it must know one thing: `matmul` asks whether its second
+operand requires grad when it decides how to treat a first one with gaps, and here that answer has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge
+
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # of the weight and of the bias
+
+
+class Use(NamedTuple):
+    """A split node that has run."""
+
+    names: tuple[str, ...]  # of the parameters that it used and that want a gradient
+    weigh: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
+
+
+@dataclass(slots=True)
+class Tape:
+    """What the split nodes of one stage leave of one micro-batch, in the order in which they ran."""
+
+    uses: list[Use] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
+    bare: dict[str, torch.Tensor] = field(default_factory=dict)  # detached parameters; one for all tapes of a stage
+
+    def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        found = self.bare.get(name)
+        if found is None:
+            found = self.bare[name] = parameter.detach()
+        return found
+
+    def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """B has been; the edges would keep alive what is left of its graph."""
+        self.edges, self.gradients = [], list(gradients)
+
+
+# -- the kinds of nodes ------------------------------------------------------------------------------------------------
+
+
+class Ran(NamedTuple):
+    """What a kind's `run` has made."""
+
+    value: torch.Tensor
+    core: torch.Tensor  # the same memory where autograd has its node: `value` may be a view of it
+    x: torch.Tensor | None  # what the gradients of weight and bias are made of; None: only of what will arrive
+
+
+class Kind(NamedTuple):
+    """`x`, the weight `w` and the bias `b`, then the node's options, which are constants."""
+
+    name: str
+    run: Callable[..., Ran]  # (x, w, b, wants w, *options); the `w` at hand may be a detached one
+    weigh: Callable[..., Pair]  # (gradient, x, w, b, wants w, wants b, *options)
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> Ran:
+    if not _is_made_dense(x, wants_w):
+        y = F.linear(x, w, b)
+        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
+    flat = _matrix(x)
+    y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
+    if b is not None:
+        y = y.add_(b)
+    return Ran(y, y, flat)
+
+
+def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
+    if not _is_made_dense(x, wants_w):
+        y = torch.matmul(x, w)
+        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
+    flat = _matrix(x)
+    y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
+    return Ran(y, y, flat)
+
+
+def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
+    """Does `matmul` copy this `x`, where it has gaps, for the sake of a second operand that requires grad?"""
+    return wants_w and x.dim() > 2 and not x.is_contiguous()
+
+
+def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wants_w: bool) -> Ran:
+    y = torch.addmm(b, x, w)
+    return Ran(y, y, x if wants_w else None)
+
+
+def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
+    y = torch.bmm(x, w)
+    return Ran(y, y, x)
+
+
+def _weigh_linear(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
+) -> Pair:
+    # Autograd chooses by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
+    found = None
+    if wants_w:
+        found = _gx(gradient, x) if w.stride() == (w.shape[1], 1) else _xg(gradient, x).t()
+    return found, _bias(gradient, b) if wants_b else None
+
+
+def _weigh_matmul(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
+) -> Pair:
+    found = None
+    if wants_w:
+        found = _gx(gradient, x).t() if w.stride() == (1, w.shape[0]) else _xg(gradient, x)
+    return found, _bias(gradient, b) if wants_b else None
+
+
+def _weigh_bmm(gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, wants_b: bool) -> Pair:
+    return x.transpose(1, 2).conj().bmm(gradient), None
+
+
+def _gx(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _matrix(gradient).t().mm(_conjugate(_matrix(x)))
+
+
+def _xg(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _conjugate(_matrix(x).t()).mm(_matrix(gradient))
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _conjugate(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.is_complex() else tensor
+
+
+def _bias(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
+    return None if b is None else gradient.sum_to_size(b.shape)
+
+
+LINEAR = Kind("linear", _linear, _weigh_linear)
+MATMUL = Kind("matmul", _matmul, _weigh_matmul)
+ADDMM = Kind("addmm", _addmm, _weigh_matmul)
+BMM = Kind("bmm", _bmm, _weigh_bmm)
+
+
+def convolution(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> Kind:
+    """`function` with all its options as lists of `dims` numbers: stride, padding, dilation, output padding; groups."""
+
+    def run(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        wants_w: bool,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        output_padding: list[int],
+        groups: int,
+    ) -> Ran:
+        batched = x if x.dim() == dims + 2 else x.unsqueeze(0)
+        if transposed:
+            y = function(batched, w, b, stride, padding, output_padding, groups, dilation)
+        else:
+            y = function(batched, w, b, stride, padding, dilation, groups)
+        return Ran(y if batched is x else y.squeeze(0), y, batched)
+
+    def weigh(
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        wants_w: bool,
+        wants_b: bool,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        output_padding: list[int],
+        groups: int,
+    ) -> Pair:
+        sizes = None if b is None else list(b.shape)
+        mask = [False, wants_w, wants_b]
+        _, of_w, of_b = torch.ops.aten.convolution_backward(
+            gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+        )
+        return of_w, of_b
+
+    return Kind(function.__name__, run, weigh)
+
+
+# -- what stands in the code of a stage --------------------------------------------------------------------------------
+
+
+def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:
+    """A node of this kind, as a function of (tape, x, weight, bias, *options).
+
+    Without a tape it is the node as it was.
+
+    Args:
+        names: of the weight and the bias.
+        casts: does autocast stand over the node; its cast of the weight is then a part of what W goes back through.
+    """
+
+    def call(
+        tape: Tape | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *options: Any
+    ) -> torch.Tensor:
+        wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
+        is_noted = tape is not None and (wants_w or wants_b) and torch.is_grad_enabled()
+        is_split = is_noted and x.requires_grad
+        own_w, own_b = w, b
+        if is_split:
+            assert tape is not None
+            own_w = tape.detached(names[0], w)
+            own_b = None if b is None or names[1] is None else tape.detached(names[1], b)
+        if casts:
+            x, own_w, own_b = _cast(x, own_w, own_b)
+        ran = kind.run(x, own_w, own_b, wants_w, *options)
+        if not is_noted:
+            return ran.value
+        assert tape is not None
+        edge = _edge(ran.core)
+        wanted = tuple(name for name, wants in zip(names, (wants_w, wants_b), strict=True) if name and wants)
+        if not is_split:
+            tape.uses.append(Use(wanted, _of_autograd(edge, [t for t in (w, b) if t is not None and t.requires_grad])))
+        else:
+            kept = None if ran.x is None else ran.x.detach()
+            version, dtype = 0 if kept is None else kept._version, w.dtype
+
+            def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
+                if kept is not None:
+                    _check_unchanged(kept, version, wanted[0])
+                found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
+                return [g.to(dtype) if casts else g for g in found if g is not None]
+
+            tape.uses.append(Use(wanted, weigh))
+        tape.edges.append(edge)
+        return ran.value
+
+    return _named(call, kind.name)
+
+
+def looked_up(function: Callable[..., torch.Tensor], name: str, place: int) -> Callable[..., torch.Tensor]:
+    """An embedding, as a function of (tape, ...); its table, the parameter `name`, is argument `place` of it."""
+
+    def call(tape: Tape | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = function(*args, **kwargs)
+        if tape is not None and y.requires_grad:
+            edge = _edge(y)
+            tape.uses.append(Use((name,), _of_autograd(edge, [args[place]])))
+            tape.edges.append(edge)
+        return y
+
+    return _named(call, getattr(function, "__name__", "embedding").partition(".")[0])
+
+
+def _edge(made: torch.Tensor) -> GradientEdge:
+    """`get_gradient_edge` of what a node has made, in half the time."""
+    assert made.grad_fn is not None
+    return GradientEdge(made.grad_fn, made.output_nr)
+
+
+def _of_autograd(edge: GradientEdge, weights: list[torch.Tensor]) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+    """For a node behind which there is nothing but weights."""
+
+    def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad([edge], weights, [gradient])
+
+    return weigh
+
+
+def _check_unchanged(x: torch.Tensor, version: int, name: str) -> None:
+    """As autograd checks what it has saved."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
+            f"that {name} was applied to, of shape {tuple(x.shape)}, is at version {x._version}; expected version "
+            f"{version} instead"
+        )
+
+
+def _cast(*tensors: torch.Tensor | None) -> list[Any]:
+    """What autocast does to the operands of these kinds."""
+    kind = next(t.device.type for t in tensors if t is not None)
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if t is not None and _may_cast(t) else t for t in tensors]
+
+
+def _may_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+
+
+def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    function.__name__ = function.__qualname__ = f"split_{name}"
+    function.__module__ = __name__
+    return function
