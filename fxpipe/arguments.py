@@ -35,6 +35,13 @@ def parse_stages_per_device(given: int) -> int:
     return count
 
 
+def parse_switch(name: str, given: bool) -> bool:
+    """True or False, and nothing that merely looks so."""
+    if not isinstance(given, bool):
+        raise ArgumentTypeError(f"{name}={given!r}: expected True or False")
+    return given
+
+
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
     """Names and classes of modules."""
     if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):

@@ -131,7 +131,7 @@ class Step:
             ran = self._run(j, i, received, buffers)
             if self.grad:
                 self.pending[j, i] = ran.pending
-        opened.buffers.update(ran.buffers)
+        opened.leave(i, ran)
         self._send(j, i, ran.sent)
         if j == len(self.stages) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
@@ -166,7 +166,7 @@ class Step:
     def commit_buffers(self) -> None:
         """Writes the buffers that forward has changed into the model."""
         for opened in self.opened:
-            for name, value in opened.buffers.items():
+            for name, value in opened.final_buffers().items():
                 if name in opened.stage.assigns:
                     self.tensors.set(name, value)
                 else:
