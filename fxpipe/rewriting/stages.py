@@ -27,6 +27,7 @@ from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
 from fxpipe.rewriting.deferring import Deferring, defer_norm, deferring_whole
+from fxpipe.rewriting.forgetting import keeping
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
@@ -278,6 +279,8 @@ class _Builder:
             self.made[node] = self._copied(node)
             ordinal, copy = self.ordinals.get(node), self.made[node]
             self._defer(node, copy)
+            if node.meta.get("opaque") and node.target is not operator.getitem:
+                copy.target = keeping(copy.target)  # type: ignore[arg-type]
             if ordinal is None and node.meta.get("opaque"):
                 copy.target = undrawn(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.errors import InternalError
+from fxpipe.recomputing import recomputing
+from fxpipe.rewriting.forgetting import forgetting
 from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.assembly import Assembly, Tensors
@@ -124,7 +124,7 @@ class Step:
         buffers = dict(opened.buffers)
         if Action(Kind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
-            with saved_tensors_hooks(_forget, _forgotten):
+            with forgetting():
                 ran = self._run(j, i, received, buffers)
             self.saved[j, i] = Given(received, buffers)
         else:
@@ -139,7 +139,8 @@ class Step:
 
     def recompute(self, j: int, i: int) -> None:
         given = self.saved.pop((j, i))
-        self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
+        with recomputing():
+            self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
 
     def _run(self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor]) -> Ran:
         running.seed, running.recomputes = mixed(self.seed, i), bool(self.recomputed)
@@ -182,14 +183,6 @@ class Step:
         for gradient in found[1:]:
             total = total + gradient.to(home)
         return total
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    """What a forward that will be recomputed would save for backward."""
-
-
-def _forgotten(nothing: None) -> torch.Tensor:
-    raise InternalError("backward of a forward that was to be recomputed")
 
 
 _DO: dict[Kind, Callable[[Step, int, int], None]] = {

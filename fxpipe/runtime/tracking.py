@@ -7,8 +7,11 @@ Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979): with N
     mean = sum(n mean_i) / N
     var  = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)
 
-in float64, in the order of micro-batches, so that no bit hangs on the schedule. Calls that share running statistics
-then move them one after the other, as they do in forward.
+in float64, in the order of micro-batches, so that no bit hangs on the schedule. The means come rounded to the buffer's
+dtype; so the variance of values that are k times farther from 0 than from each other is right to about k / 1e7 in
+float32, as good as the values themselves are rounded. (Sums of squares would lose k^2.)
+
+Calls that share running statistics then move them one after the other, as they do in forward.
 """
 
 from __future__ import annotations
