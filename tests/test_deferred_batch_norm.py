@@ -23,7 +23,6 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.runtime import Interleaved, Workers
 from fxpipe.runtime.tracking import merged
 
-CHECKPOINTS = ("never", "except_last", "always")
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -136,17 +135,16 @@ def test_the_running_statistics_are_those_of_the_mini_batch(model, shape):
     steps(model(), batches(*shape), chunks=3)
 
 
-@pytest.mark.parametrize("momentum", [None, 0.0, 0.25, 1.0])
-@pytest.mark.parametrize("model", [lambda m: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, momentum=m)), Twice])
-def test_every_momentum(model, momentum):
-    steps(model(momentum), batches(5), chunks=3)
+@pytest.mark.parametrize("momentum", [None, 0.0, 1.0])
+def test_every_momentum(momentum):
+    steps(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5, momentum=momentum), Twice(momentum)), batches(5), chunks=3)
 
 
 @pytest.mark.parametrize("one_pass", [True, False], ids=["forward_backward", "drop-in"])
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", ["except_last", "always"])
 def test_what_is_recomputed_counts_once(checkpoint, one_pass):
-    steps(convolutions(), batches(3, 6, 6), one_pass=one_pass, checkpoint=checkpoint)
-    steps(Twice(None), batches(5), chunks=3, one_pass=one_pass, checkpoint=checkpoint)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 5), Twice(None))
+    steps(model, batches(5), chunks=3, one_pass=one_pass, checkpoint=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -358,10 +356,9 @@ class Block(nn.Module):
         return self.two(h * 2 + 1)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_batch_norm_in_modules_kept_whole(checkpoint):
+def test_batch_norm_in_modules_kept_whole():
     model = nn.Sequential(nn.Linear(5, 5), Block(), nn.Linear(5, 3))
-    steps(model, batches(5), 3, leaf_modules=["1"], checkpoint=checkpoint)
+    steps(model, batches(5), 3, leaf_modules=["1"], checkpoint="except_last")
 
 
 def test_batch_norm_with_hooks_that_run():
