@@ -174,15 +174,17 @@ def test_digits_are_lost_as_by_the_rounding_of_the_input_only():
 
 
 def test_parts_put_together():
-    values = torch.randn(40, 3, dtype=torch.float64)
-    parts = values.split([1, 2, 30, 7])
+    """Two groups of columns side by side, of which the parts have other numbers of values."""
+    groups = [torch.randn(40, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64) * 5]
+    parts = list(zip(groups[0].split([4, 2, 30, 4]), groups[1].split([3, 2, 5, 2]), strict=True))
     mean, var = merged(
-        [len(p) for p in parts],
-        [p.mean(0) for p in parts],
-        [p.var(0, correction=0 if len(p) == 1 else 1) for p in parts],
+        tuple((len(a), len(b)) for a, b in parts),
+        (3, 1),
+        torch.stack([torch.cat([a.mean(0), b.mean(0)]) for a, b in parts]),
+        torch.stack([torch.cat([a.var(0), b.var(0)]) for a, b in parts]),
     )
-    torch.testing.assert_close(mean, values.mean(0))
-    torch.testing.assert_close(var, values.var(0))
+    torch.testing.assert_close(mean, torch.cat([values.mean(0) for values in groups]))
+    torch.testing.assert_close(var, torch.cat([values.var(0) for values in groups]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -65,6 +65,7 @@ class Deferring:
 
     norms: frozenset[str] = frozenset()  # nodes: batch norm that tracks
     whole: frozenset[str] = frozenset()  # nodes: Python that may have some inside
+    statistics: frozenset[str] = frozenset()  # buffers: those that `norms` track
     counters: frozenset[str] = frozenset()  # buffers that count mini-batches
 
     @classmethod
@@ -85,13 +86,15 @@ class Deferring:
                 )
         as_it_is = [n for n in effects.nodes if n.meta.get("opaque") and n.target is not operator.getitem]
         whole = {n for n in as_it_is if any(_is_buffer(traced, a) for a in _given(n))}
-        tracking = {str(s.target).rpartition(".")[0] for statistics in norms.values() for s in statistics}
+        tracked = {str(s.target) for statistics in norms.values() for s in statistics}
+        tracking = {name.rpartition(".")[0] for name in tracked}
         counters = {
             str(n.target)
             for n in traced.graph.nodes
             if n.op == "get_attr" and _is_counter(n, tracking, whole, traced, effects)
         }
-        return cls(frozenset(n.name for n in norms), frozenset(n.name for n in whole), frozenset(counters))
+        names = [frozenset(n.name for n in found) for found in (norms, whole)]
+        return cls(names[0], names[1], frozenset(tracked), frozenset(counters))
 
 
 def _problem(

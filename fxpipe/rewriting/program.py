@@ -34,7 +34,7 @@ class Stage:
 
     It returns the values of `sends`, then the new values of `assigns`, then what deferred batch norm has found: for
     each of its nodes a tuple of `fxpipe.rewriting.deferring.Found`. Buffers named in `changes` are written in place:
-    give it copies.
+    give it copies, but for those in `tracks`.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -43,6 +43,7 @@ class Stage:
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
     changes: tuple[str, ...]
+    tracks: tuple[str, ...]  # of those in `changes`: running statistics, which it leaves to the end of the step
     counters: tuple[str, ...]  # of those in `changes` and `assigns`: what counts mini-batches, not micro-batches
     locations: dict[str, Location]  # by node name
     code: str  # for people

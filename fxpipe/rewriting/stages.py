@@ -82,6 +82,7 @@ def split(
                 tuple(n.name for n in sends),
                 tuple(draft.assigns),
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
+                tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
                 {n.name: Location(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
                 stage_code(builder.graph, stage),

@@ -70,7 +70,7 @@ class OpenStage:
     def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], grad: bool) -> Ran:
         """The stage's code on received values and copies of `buffers`."""
         stage, pending = self.stage, Pending()
-        copies = {name: tensor.clone() for name, tensor in buffers.items()}
+        copies = {name: tensor if name in stage.tracks else tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views, self.constants
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
         with applied(self.state), torch.set_grad_enabled(grad):

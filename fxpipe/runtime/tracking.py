@@ -16,6 +16,7 @@ Calls that share running statistics then move them one after the other, as they 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,35 +26,57 @@ from fxpipe.rewriting.deferring import Found
 
 
 def tracked(buffers: Mapping[str, torch.Tensor], micro_batches: Sequence[Sequence[Found]]) -> dict[str, torch.Tensor]:
-    """`buffers`, by name, with running statistics as they are after the mini-batch.
+    """The buffers of a stage, by name, with running statistics as they are after the mini-batch.
 
     Args:
         micro_batches: for each micro-batch what each call of batch norm has found, in the order of the calls.
     """
+    after = dict(buffers)
+    if not any(micro_batches):
+        return after
     calls = [[(mean, var, momentum) for mean, var, *_, momentum in found] for found in micro_batches]
     if any(others != calls[0] for others in calls):
         raise StateError(
             "deferred_batch_norm=True, but batch norm in a module kept whole runs otherwise for some micro-batches "
             "than for others; let it run as often for each, with the same momentum, or give deferred_batch_norm=False"
         )
-    after = dict(buffers)
-    for parts in zip(*micro_batches, strict=True):
-        mean_name, var_name, *_, momentum = parts[0]
-        statistics = merged([n for _, _, n, *_ in parts], [p[3] for p in parts], [p[4] for p in parts])
-        for name, new in zip((mean_name, var_name), statistics, strict=True):
-            old = after[name]
-            # As the kernel has it, which rounds once: with a momentum of 0 or 1 nothing is lost.
-            after[name] = (momentum * new + (1 - momentum) * old.double()).to(old.dtype)
+    # All calls at once, side by side: a stage may have dozens of them, with few channels each.
+    widths = tuple(mean.numel() for _, _, _, mean, _, _ in micro_batches[0])
+    counts = tuple(tuple(n for _, _, n, *_ in found) for found in micro_batches)
+    mean, var = merged(
+        counts,
+        widths,
+        torch.stack([torch.cat([mean for _, _, _, mean, _, _ in found]) for found in micro_batches]),
+        torch.stack([torch.cat([var for _, _, _, _, var, _ in found]) for found in micro_batches]),
+    )
+    for call, new_mean, new_var in zip(calls[0], mean.split(widths), var.split(widths), strict=True):
+        mean_name, var_name, momentum = call
+        for name, new in ((mean_name, new_mean), (var_name, new_var)):
+            # Rounded once, as by the kernel; with a momentum of 0 or 1 nothing is.
+            after[name] = after[name].double().lerp_(new, momentum).to(after[name].dtype)
     return after
 
 
 def merged(
-    counts: Sequence[int], means: Sequence[torch.Tensor], variances: Sequence[torch.Tensor]
+    counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], means: torch.Tensor, variances: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and unbiased variance of values of which those of parts are given; in float64."""
-    mean, var = torch.stack([*means]).double(), torch.stack([*variances]).double()
-    n = torch.tensor(counts, dtype=torch.float64, device=mean.device)[:, None]
-    total = sum(counts)
-    whole = (n * mean).sum(0) / total
-    squares = ((n - 1) * var + n * (mean - whole) ** 2).sum(0)
-    return whole, squares / (total - 1)
+    """Mean and unbiased variance of values of which those of parts are given, one part in each row; in float64.
+
+    Args:
+        counts: for each part and each group of columns the number of values.
+        widths: of the groups.
+    """
+    of_mean, within, between = _weights(counts, widths, means.device)
+    means = means.double()
+    mean = (of_mean * means).sum(0)
+    return mean, (within * variances + between * (means - mean) ** 2).sum(0)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(
+    counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """n / N, (n - 1) / (N - 1), n / (N - 1). They are the same in every step: a GPU need not wait for them again."""
+    n = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(widths), dim=1)
+    total = n.sum(0)
+    return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)
