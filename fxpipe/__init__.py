@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
     from fxpipe.profiling import Profile, profile
+    from fxpipe.recomputing import is_recomputing
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
@@ -30,6 +31,7 @@ _HOMES = {
     "Plan": "fxpipe.plans",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
+    "is_recomputing": "fxpipe.recomputing",
     "leaf": "fxpipe.tracing.recording.one_node",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
@@ -44,6 +46,7 @@ __all__ = [
     "Plan",
     "Profile",
     "cut",
+    "is_recomputing",
     "leaf",
     "partition",
     "pipeline",

@@ -47,6 +47,7 @@ def pipeline(
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
+    deferred_batch_norm: bool = False,
     plan: Plan | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
@@ -107,6 +108,10 @@ def pipeline(
             for all), "mean", "sum", "stack"; one for all or a tree like the output.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
+        deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
+            those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
+            each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
+            more than one value for each channel. As in torchgpipe (Kim et al., 2020), but the modules stay as they are.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it.
 
@@ -144,6 +149,7 @@ def pipeline(
         out_dims=out_dims,
         leaf_modules=leaf_modules,
         check=check,
+        deferred_batch_norm=deferred_batch_norm,
         plan=plan,
     )
     pipe = Pipeline(model, settings, plan)

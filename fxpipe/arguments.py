@@ -22,6 +22,13 @@ PROFILE_BUDGET = 5.0  # seconds
 BALANCES = ("auto", "block", "optimal")  # besides those by hand
 
 
+def parse_switch(name: str, given: bool) -> bool:
+    """True or False, and nothing that merely looks so."""
+    if not isinstance(given, bool):
+        raise ArgumentTypeError(f"{name}={given!r}: expected True or False")
+    return given
+
+
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
     """Names and classes of modules."""
     if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):

@@ -170,7 +170,9 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
     reordered = in_order(traced, [by_name[name] for name in names])
     starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
-    program = split(reordered, starts, settings.devices, [stage.copies for stage in given.stages])
+    program = split(
+        reordered, starts, settings.devices, [stage.copies for stage in given.stages], settings.deferred_batch_norm
+    )
     stages = tuple(
         replace(stage, device=str(device), code=made.code)
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
@@ -203,7 +205,8 @@ def prepare_beside(
     if first.is_reordered:
         traced = ordered(traced)
     starts = follow(_misplaced(first, traced), forbidden_cuts(traced))
-    return replace(first, traced=traced, program=split(traced, starts, settings.devices))
+    program = split(traced, starts, settings.devices, deferred_batch_norm=settings.deferred_batch_norm)
+    return replace(first, traced=traced, program=program)
 
 
 def _trace(
@@ -293,10 +296,11 @@ def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Pre
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
-    program = split(traced, cut.starts, settings.devices)
+    deferred = settings.deferred_batch_norm
+    program = split(traced, cut.starts, settings.devices, deferred_batch_norm=deferred)
     copies = copies_of(cut, program, micro)
     if any(copies):
-        program = split(traced, cut.starts, settings.devices, copies)
+        program = split(traced, cut.starts, settings.devices, copies, deferred)
     plan = describe(cut, program, copies, micro, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)

@@ -20,6 +20,7 @@ from fxpipe.arguments import (
     parse_number,
     parse_pins,
     parse_profile_budget,
+    parse_switch,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
@@ -52,6 +53,7 @@ class Settings:
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before
     profile_budget: float = 5.0  # seconds
+    deferred_batch_norm: bool = False
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -78,6 +80,7 @@ def make_settings(
     hardware: str | Hardware | None,
     profile: Any,
     profile_budget: float | None,
+    deferred_batch_norm: bool = False,
     plan: Plan | None = None,
     anywhere: bool = False,
 ) -> Settings:
@@ -114,6 +117,7 @@ def make_settings(
         hardware=parse_given_hardware(hardware),
         profile=parse_given_profile(profile),
         profile_budget=parse_profile_budget(profile_budget),
+        deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
     )
 
 

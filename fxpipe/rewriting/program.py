@@ -32,8 +32,9 @@ class Location:
 class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
-    It returns the values of `sends`, then the new values of `assigns`. Buffers named in `changes` are written in place:
-    give it copies.
+    It returns the values of `sends`, then the new values of `assigns`, then what deferred batch norm has found: for
+    each of its nodes a tuple of `fxpipe.rewriting.deferring.Found`. Buffers named in `changes` are written in place:
+    give it copies, but for those in `tracks`.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -42,6 +43,8 @@ class Stage:
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
     changes: tuple[str, ...]
+    tracks: tuple[str, ...]  # of those in `changes`: running statistics, which it leaves to the end of the step
+    counters: tuple[str, ...]  # of those in `changes` and `assigns`: what counts mini-batches, not micro-batches
     locations: dict[str, Location]  # by node name
     code: str  # for people
     weighed: frozenset[str] = frozenset()  # attributes whose gradients W computes; if any, `run` takes a `Tape` first

@@ -13,6 +13,7 @@ For each stage, in this order:
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
+from fxpipe.rewriting.deferring import Deferring, defer_norm, deferring_whole
+from fxpipe.rewriting.forgetting import keeping
 from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.checking.effects import Effects
+from fxpipe.tracing.checking.effects import Effects, running_statistics
 from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.traced import Traced, lookup
 
@@ -39,12 +42,14 @@ def split(
     starts: Sequence[int],
     devices: Sequence[torch.device],
     copies: Sequence[Collection[str]] = (),
+    deferred_batch_norm: bool = False,
 ) -> Program:
     """Stages that begin at the places `starts` (the first is 0), for one device each.
 
     Args:
         copies: for each stage the names of earlier nodes that it computes itself where it needs them, instead of
             receiving their values (`fxpipe.rewriting.copies`); none: no stage does.
+        deferred_batch_norm: stages hand out what batch norm would track (`fxpipe.rewriting.deferring`).
     """
     cut = _Cut.of(traced, starts, copies)
     drafts = [_draft(cut, stage) for stage in range(cut.count)]
@@ -59,10 +64,11 @@ def split(
         if INPUT < source < stage - 1
     ]
     ordinals = random_ordinals(cut.effects.nodes)
+    deferring = Deferring.of(traced) if deferred_batch_norm else Deferring()
     stages = []
     for stage, draft in enumerate(drafts):
         sends = list(dict.fromkeys(n for row in table for n, source in row.items() if source == stage))
-        builder = _Builder(cut, devices[stage], ordinals)
+        builder = _Builder(cut, devices[stage], ordinals, deferring)
         attributes = cut.attributes_of(draft, sends)
         builder.receive(attributes, draft, {skip.name for skip in skips if skip.target == stage})
         builder.copy(draft.nodes)
@@ -76,6 +82,8 @@ def split(
                 tuple(n.name for n in sends),
                 tuple(draft.assigns),
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
+                tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
+                tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
                 {n.name: Location(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
                 stage_code(builder.graph, stage),
             )
@@ -245,10 +253,11 @@ def _to_clone(cut: _Cut, stage: int, members: Sequence[fx.Node]) -> tuple[list[f
 class _Builder:
     """Writes the graph of one stage."""
 
-    def __init__(self, cut: _Cut, device: torch.device, ordinals: dict[fx.Node, int]):
-        self.cut, self.device, self.ordinals = cut, device, ordinals
+    def __init__(self, cut: _Cut, device: torch.device, ordinals: dict[fx.Node, int], deferring: Deferring):
+        self.cut, self.device, self.ordinals, self.deferring = cut, device, ordinals, deferring
         self.graph = fx.Graph()
         self.made: dict[fx.Node, fx.Node] = {}
+        self.statistics: list[Any] = []  # what batch norm finds and does not track: an output for each node
         self._state = cut.traced.state
 
     def receive(self, attributes: Iterable[fx.Node], draft: _Draft, popped: Collection[str]) -> None:
@@ -270,12 +279,15 @@ class _Builder:
         for node in nodes:
             self.made[node] = self._copied(node)
             ordinal, copy = self.ordinals.get(node), self.made[node]
+            self._defer(node, copy)
+            if node.meta.get("opaque") and node.target is not operator.getitem:
+                copy.target = keeping(copy.target)  # type: ignore[arg-type]
             if ordinal is None and node.meta.get("opaque"):
-                copy.target = undrawn(node.target)  # type: ignore[arg-type]
+                copy.target = undrawn(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:
                 copy.op, copy.target = (
                     "call_function",
-                    seeded(ordinal, node.target, self.device, bool(node.meta.get("dice"))),
+                    seeded(ordinal, copy.target, self.device, bool(node.meta.get("dice"))),
                 )
 
     def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
@@ -289,7 +301,15 @@ class _Builder:
             if node.name in stashed:
                 value = self._call(stash, (value, node.name), f"{node.name}_stashed")
             values.append(value)
-        self.graph.output((*values, *(self.made[node] for node in assigns.values())))
+        self.graph.output((*values, *(self.made[node] for node in assigns.values()), *self.statistics))
+
+    def _defer(self, node: fx.Node, copy: fx.Node) -> None:
+        if node.name in self.deferring.norms:
+            mean, var = (str(n.target) for n in running_statistics(node))
+            self.statistics.append(defer_norm(copy, (mean, var)))
+        elif node.name in self.deferring.whole:
+            copy.target = deferring_whole(node.target, node)  # type: ignore[arg-type]
+            self.statistics.append(self._call(operator.getitem, (copy, -1), f"{node.name}_statistics"))
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
         return self.graph.create_node("call_function", function, args, name=name)

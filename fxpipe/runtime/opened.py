@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpipe.rewriting.deferring import Found
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import Value, on, requires_grad
+from fxpipe.runtime.tracking import tracked
 from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
 from fxpipe.thread_state import ThreadState, applied
@@ -42,6 +44,7 @@ class Ran:
 
     sent: list[Any]
     buffers: dict[str, torch.Tensor]  # as they are after it
+    statistics: list[Found]  # of deferred batch norm
     pending: Pending
 
 
@@ -54,6 +57,8 @@ class OpenStage:
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
+        self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
+        self._statistics: dict[int, list[Found]] = {}  # of deferred batch norm, by micro-batch
         self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
         self._counts: dict[str, int] = {}  # of gradients in a sum
         self._bare: dict[str, torch.Tensor] = {}  # parameters as tapes have them
@@ -73,7 +78,7 @@ class OpenStage:
         if stage.weighed and grad and is_kept:
             pending.tape = Tape(bare=self._bare)
         first = (pending.tape,) if stage.weighed else ()
-        copies = {name: tensor.clone() for name, tensor in buffers.items()}
+        copies = {name: tensor if name in stage.tracks else tensor.clone() for name, tensor in buffers.items()}
         views, constants = self.views, self.constants
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
         with applied(self.state), torch.set_grad_enabled(grad):
@@ -83,13 +88,25 @@ class OpenStage:
             ]
             # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
             made = stage.run.forward(*first, *attributes, *uses)  # type: ignore[attr-defined]
-        sent, assigned = list(made[: len(stage.sends)]), made[len(stage.sends) :]
+        sends, assigns = len(stage.sends), len(stage.assigns)
+        sent, assigned = list(made[:sends]), made[sends : sends + assigns]
+        statistics = [found for node in made[sends + assigns :] for found in node]
         after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
         if grad:
             pending.roots += [
                 (name, get_gradient_edge(x)) for name, x in zip(stage.sends, sent, strict=True) if requires_grad(x)
             ]
-        return Ran(sent, after, pending)
+        return Ran(sent, after, statistics, pending)
+
+    def leave(self, i: int, ran: Ran) -> None:
+        """What F leaves for that of the next micro-batch, and for the end of the step."""
+        for name, value in ran.buffers.items():
+            (self._counters if name in self.stage.counters else self.buffers)[name] = value
+        self._statistics[i] = ran.statistics
+
+    def final_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that change, after all micro-batches."""
+        return tracked(self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)])
 
     def go_back(self, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Sums the gradients of parameters, but for those that W computes, and puts on the tape what W needs.

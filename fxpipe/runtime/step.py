@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.errors import InternalError
+from fxpipe.recomputing import recomputing
+from fxpipe.rewriting.forgetting import forgetting
 from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
@@ -136,14 +136,14 @@ class Step:
         buffers = dict(opened.buffers)
         if Action(Kind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
-            with saved_tensors_hooks(_forget, _forgotten):
+            with forgetting():
                 ran = self._run(j, i, received, buffers, is_kept=False)
             self.saved[j, i] = Given(received, buffers)
         else:
             ran = self._run(j, i, received, buffers)
             if self.grad:
                 self.pending[j, i] = ran.pending
-        opened.buffers.update(ran.buffers)
+        opened.leave(i, ran)
         self._send(j, i, ran.sent)
         if j == len(self.stages) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
@@ -151,7 +151,8 @@ class Step:
 
     def recompute(self, j: int, i: int) -> None:
         given = self.saved.pop((j, i))
-        self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
+        with recomputing():
+            self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
 
     def _run(
         self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True
@@ -187,7 +188,7 @@ class Step:
     def commit_buffers(self) -> None:
         """Writes the buffers that forward has changed into the model."""
         for opened in self.opened:
-            for name, value in opened.buffers.items():
+            for name, value in opened.final_buffers().items():
                 if name in opened.stage.assigns:
                     self.tensors.set(name, value)
                 else:
@@ -203,14 +204,6 @@ class Step:
         for gradient in found[1:]:
             total = total + gradient.to(home)
         return total
-
-
-def _forget(tensor: torch.Tensor) -> None:
-    """What a forward that will be recomputed would save for backward."""
-
-
-def _forgotten(nothing: None) -> torch.Tensor:
-    raise InternalError("backward of a forward that was to be recomputed")
 
 
 _DO: dict[Kind, Callable[[Step, int, int], None]] = {
