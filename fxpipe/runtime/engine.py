@@ -78,7 +78,7 @@ class Engine:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
-        seed = int(torch.randint(2**62, ()).item()) if assembly.program.is_random else 0
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
         tensors = Tensors(self.model, assembly.constants)
         return Step(assembly, tensors, leaves, shares, seed, recomputed, self._ambient, **more)
@@ -201,7 +201,7 @@ class Engine:
             self._verified.add(kind)
         loss = losses.total()
         extra = [leaf for leaf, _ in step.loss.gradients.values()]
-        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
+        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
         root.backward()
         step.commit_buffers()
         return loss

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,7 @@ class Step:
         try:
             with self.ambient.entered(action.kind, device), profiled(action):
                 start = mark(stream)
-                with torch.cuda.stream(stream):  # None: does nothing
+                with _NOTHING if stream is None else torch.cuda.stream(stream):  # for None it takes 14 us
                     _DO[action.kind](self, action.stage, action.micro_batch)
                 self.log.times[action] = (start, mark(stream))
         except BaseException as error:
@@ -187,6 +188,9 @@ class Step:
         for gradient in found[1:]:
             total = total + gradient.to(home)
         return total
+
+
+_NOTHING = nullcontext()
 
 
 def _forget(tensor: torch.Tensor) -> None:
