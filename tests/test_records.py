@@ -205,7 +205,7 @@ def test_a_record_prints_as_a_table_and_a_timeline():
         "       1  cuda:0  5.00 ms   3.00 ms       50%     2.0 KiB  2.0 KiB",
         "",
         "device 0: F0= .............B0",
-        "device 1: .....F0== B0==== ...",
+        "device 1: ......F0= B0=== ....",
     ]
 
 
