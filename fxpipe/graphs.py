@@ -54,8 +54,6 @@ class Inside:
         """The graph for these inputs, mode and state; recorded where there is none yet."""
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
         leaves, spec = flatten((args, kwargs))
         if not all(map(has_values, leaves)):
             raise ArgumentError(

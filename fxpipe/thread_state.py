@@ -2,7 +2,8 @@
 
 A function sees more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong to a
 thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under; `applied(state)` sets
-it for a block. The default dtype belongs to the process; a model that changes it in forward is refused.
+it for a block. What else a thread may have around it (inference mode, hooks for saved tensors, modes) is no node's, and
+in `runtime.ambient`. The default dtype belongs to the process; a model that changes it in forward is refused.
 """
 
 from __future__ import annotations

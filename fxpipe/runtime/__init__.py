@@ -1,14 +1,27 @@
 """The runtime: runs a program of stages on devices, a step at a time. It never looks at a graph node.
 
 From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` and `exchange` (what stands
-between actions, and what goes between stages), `opened` (a stage in a step) and `loss_stage`, `step` (what each action
-does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends.
+between actions, and what goes between stages), `opened` (a stage in a step) and `loss_stage`, `ambient` (what the
+caller has around it), `step` (what each action does), `drivers` (who drives the rows), `engine` (whole steps).
+`microbatches`, `losses` and `commit` are the two ends. `log` is what a step notes of itself, `record` and `traces` what
+is made of that, `ranges` what a profiler sees.
 """
 
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.drivers import Driver, Interleaved, Workers
 from fxpipe.runtime.engine import Engine
-from fxpipe.runtime.record import ActionRecord, StepRecord
+from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.runtime.wiring import wire
 
-__all__ = ["ActionRecord", "Assembly", "Driver", "Engine", "Interleaved", "StepRecord", "Workers", "wire"]
+__all__ = [
+    "ActionRecord",
+    "Assembly",
+    "DeviceRecord",
+    "Driver",
+    "Engine",
+    "Interleaved",
+    "StepRecord",
+    "TransferRecord",
+    "Workers",
+    "wire",
+]

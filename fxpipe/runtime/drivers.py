@@ -12,6 +12,7 @@ Assumed: rows of a validated schedule, so that some action is always ready.
 
 from __future__ import annotations
 
+import contextvars
 import os
 import queue
 import random
@@ -26,6 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from fxpipe.errors import InternalError, StateError
+from fxpipe.runtime.ranges import warn_of_unseen_workers
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, Rows
 from fxpipe.thread_state import ThreadState, applied
@@ -56,7 +58,7 @@ POLL = 1.0  # seconds between two looks at whether the workers are still alive
 def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, ready: queue.SimpleQueue[Any]) -> None:
     """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
 
-    A job is (step, row, what to do before each action), or a queue to answer to, or None for the end.
+    A job is (context, step, row, what to do before each action), or a queue to answer to, or None for the end.
     """
     try:
         torch.set_num_threads(threads)
@@ -71,7 +73,7 @@ def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, read
     del ready
     while (job := jobs.get()) is not None:
         if isinstance(job, tuple):
-            _run_row(*job)
+            job[0].run(_run_row, *job[1:])
         else:
             job.put(None)
         del job  # nothing of a step may live on while the worker waits for the next one
@@ -113,11 +115,13 @@ class Workers:
             self._start()
         if self._step is not None:  # left behind by a second interrupt
             self._step.fail(StateError("the step was interrupted"))
+        warn_of_unseen_workers()
         queues, threads = self._queues, self._threads
         self._step = step
         try:
             for jobs, row in zip(queues, rows, strict=True):
-                jobs.put((step, row, self._before()))
+                # Context variables are the caller's; what a stage sets stays in its row.
+                jobs.put((contextvars.copy_context(), step, row, self._before()))
             self._wait_until_idle(queues, threads)
         except BaseException as error:  # an interrupt of the caller, wherever it struck
             step.fail(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import StateError
 from fxpipe.rewriting.program import Constant
+from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import Commit, Gradients
 from fxpipe.runtime.drivers import Driver, close_all
@@ -28,7 +30,7 @@ from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
-from fxpipe.scheduling.actions import Kind, Schedule
+from fxpipe.scheduling.actions import Kind, Rows, Schedule
 from fxpipe.trees import flatten, mapped, refuse_hidden
 
 LAST_STEP = 1.0  # seconds that the interpreter waits for a step that has lost its workers
@@ -40,7 +42,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, driver: Driver):
         self.model, self.driver = model, driver
-        self.last_step: StepRecord | None = None
+        self._last_step: Callable[[], StepRecord] | None = None
+        self._ambient = Ambient()  # of who calls, while a step runs
         self._verified: set[Any] = set()  # what losses are made by, and how they add up
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
@@ -58,10 +61,12 @@ class Engine:
                     "call it when that has ended"
                 )
             self._runner = threading.get_ident()
-            yield
+            self._ambient = Ambient.now()
+            with self._ambient.suspended():
+                yield
         finally:
             if acquired:
-                self._runner = None
+                self._runner, self._ambient = None, Ambient()
                 self._busy.release()
 
     def _end(self) -> None:
@@ -73,11 +78,27 @@ class Engine:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
-        seed = int(torch.randint(2**62, ()).item()) if assembly.program.is_random else 0
+        seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
         split = frozenset(a.stage for row in schedule.rows for a in row if a.kind is Kind.WEIGHT)
         tensors = Tensors(self.model, assembly.constants)
-        return Step(assembly, tensors, leaves, shares, seed, recomputed, split=split, **more)
+        return Step(assembly, tensors, leaves, shares, seed, recomputed, self._ambient, split=split, **more)
+
+    def _drive(self, step: Step, schedule: Schedule, rows: Rows) -> None:
+        """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
+        step.log.begun.append(time.perf_counter())
+        self.driver.drive(step, rows)
+        # Not the step itself, which holds tensors.
+        self._last_step = functools.partial(record_of, schedule, step.assembly, step.log.now(), [*step.exchange.moved])
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What the last step did; None before the first. Made when it is first asked for."""
+        if self._last_step is None:
+            return None
+        record = self._last_step()
+        self._last_step = lambda: record
+        return record
 
     # -- the drop-in -------------------------------------------------------------------------------------------------
 
@@ -95,14 +116,13 @@ class Engine:
         name = "gpipe" if assembly.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
         step = self._step(assembly, leaves, batch, schedule)
-        self.driver.drive(step, forward_part(schedule))
+        self._drive(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
         outputs = [
             o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
             for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
         ]
         step.commit_buffers()
-        self.last_step = record_of(schedule.name, step.times)
         differentiable = [
             (place, o)
             for place, o in enumerate(assembly.program.outputs)
@@ -117,8 +137,8 @@ class Engine:
                         split = scatter_gradient(gradient, found, assembly.out_dims[place], step.weights)
                         step.exchange.enter_gradients(place, split)
                 with self.running():
-                    self.driver.drive(step, backward_part(schedule))
-                self.last_step = record_of(schedule.name, step.times)
+                    step.ambient = self._ambient.of_backward(step.ambient)
+                    self._drive(step, schedule, backward_part(schedule))
 
             made = self._commit(step, leaves, backward, [outputs[place] for place, _ in differentiable])
             for (place, _), output in zip(differentiable, made, strict=True):
@@ -172,8 +192,7 @@ class Engine:
         kind = (_maker_of(loss_fn), reduction)
         verify = kind not in self._verified and m > 1
         step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify)
-        self.driver.drive(step, schedule.rows)
-        self.last_step = record_of(schedule.name, step.times)
+        self._drive(step, schedule, schedule.rows)
         assert step.loss is not None
         if verify:
             device = assembly.devices[-1]
@@ -183,7 +202,7 @@ class Engine:
             self._verified.add(kind)
         loss = losses.total()
         extra = [leaf for leaf, _ in step.loss.gradients.values()]
-        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros(())], extra)
+        (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
         root.backward()
         step.commit_buffers()
         return loss

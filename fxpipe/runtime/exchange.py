@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,6 +26,16 @@ class Value:
     requires_grad: bool
 
 
+class Moved(NamedTuple):
+    """Noted when a value, or a gradient, has come to a stage or the loss."""
+
+    value: str
+    source: int | None  # where the value was made; None for a gradient
+    user: int
+    micro_batch: int
+    bytes: int
+
+
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
@@ -35,6 +45,7 @@ class Exchange:
         self._places = {name: place for place, name in enumerate(assembly.program.inputs) if name is not None}
         self._values: dict[tuple[int, int, str, int], Value] = {}
         self._gradients: dict[tuple[int, str, int], torch.Tensor] = {}
+        self.moved: list[Moved] = []
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -51,6 +62,7 @@ class Exchange:
             value = Value(given.detach(), given.requires_grad and self.assembly.state.grad)
         else:
             value = self._values.pop((user, source, name, i))
+            self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
         if isinstance(value.value, torch.Tensor):
             devices = self.assembly.devices
             value.value = on(value.value, devices[min(user, len(devices) - 1)])
@@ -69,7 +81,10 @@ class Exchange:
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
         """What has come back for a value that stage `user` has made or uses, on its device."""
         gradient = self._gradients.pop((user, name, i), None)
-        return None if gradient is None else on(gradient, self.assembly.devices[user])
+        if gradient is None:
+            return None
+        self.moved.append(Moved(name, None, user, i, bytes_of(gradient)))
+        return on(gradient, self.assembly.devices[user])
 
     def enter_gradients(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
         """The drop-in: the gradients of an output, one for each micro-batch."""
@@ -98,6 +113,13 @@ class Exchange:
 def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy to a GPU need not be waited for, its stream does; one to the CPU would be read before it is there."""
     return tensor.to(device, non_blocking=device.type == "cuda")
+
+
+def bytes_of(value: Any) -> int:
+    """Of a tensor; of the values of a sparse one."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return value.nbytes if value.layout is torch.strided else value._nnz() * value.element_size()
 
 
 def requires_grad(value: Any) -> bool:

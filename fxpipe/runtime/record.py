@@ -1,45 +1,191 @@
-"""What a step did, and when."""
+"""What a step did, and when: `pipe.last_step`.
+
+Times are seconds since the step began. What the caller did between the forward and the backward of a drop-in is left
+out of all of them; it is `StepRecord.away`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fxpipe.scheduling.actions import Action
+from tabulate import tabulate
+
+from fxpipe.runtime.log import HostClock, StepLog
+from fxpipe.scheduling.actions import Action, Kind, Schedule
+from fxpipe.timelines import Span, timeline
+from fxpipe.units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.assembly import Assembly
+    from fxpipe.runtime.exchange import Moved
 
 
 @dataclass(frozen=True, slots=True)
 class ActionRecord:
-    """One action of the last step; seconds since the step began."""
+    """One action of the last step."""
 
     action: Action
-    start: float
+    start: float  # on a GPU as its stream has it, not the host
     end: float
+    device: int  # which of the pipe's devices
+    waited: float  # seconds before `start` in which the device had nothing to do
+    received: int  # bytes of values and gradients from other stages
+    sent: int  # bytes that other stages have received of it
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """A value, or its gradient, on the way from one action to another; on one device nothing is copied."""
+
+    value: str
+    maker: Action
+    user: Action
+    bytes: int
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.user.kind is not Kind.FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What one device did in all."""
+
+    name: str
+    busy: float  # seconds
+    waited: float  # seconds before actions; after its last action a device waits for the others
+    received: int  # bytes
+    sent: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The actions of the last `forward_backward`, or of a drop-in forward and its backward, in order of their start."""
+    """The last `forward_backward`, or a drop-in forward and, once it has run, its backward. `print` shows a summary."""
 
     schedule: str
-    actions: tuple[ActionRecord, ...]
+    actions: tuple[ActionRecord, ...]  # in order of their start
+    transfers: tuple[TransferRecord, ...]
+    devices: tuple[DeviceRecord, ...]
+    away: float  # seconds between forward and backward of a drop-in
 
     @property
     def seconds(self) -> float:
-        """From the first action's start to the last one's end."""
+        """From the beginning to the last action's end."""
         return max((a.end for a in self.actions), default=0.0)
 
     def busy(self, stage: int) -> float:
         """Seconds in which a stage was at work."""
         return sum(a.end - a.start for a in self.actions if a.action.stage == stage)
 
+    def bubble(self, device: int) -> float:
+        """The share of the step in which a device had nothing to do."""
+        return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the step for chrome://tracing or https://ui.perfetto.dev.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from fxpipe.runtime.traces import write_trace
+
+        write_trace(self, path)
+
     def __str__(self) -> str:
-        stages = sorted({a.action.stage for a in self.actions})
-        shares = (f"stage {j} busy {self.busy(j) / (self.seconds or 1):.0%}" for j in stages)
-        return f"{self.schedule}: {len(self.actions)} actions in {self.seconds * 1e3:.1f} ms; {', '.join(shares)}"
+        count = f"{len(self.actions)} action{'' if len(self.actions) == 1 else 's'}"
+        away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
+        rows = [
+            (d, one.name, human_seconds(one.busy), human_seconds(one.waited), f"{self.bubble(d):.0%}",
+             human_bytes(one.received), human_bytes(one.sent))
+            for d, one in enumerate(self.devices)
+        ]  # fmt: skip
+        headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
+        align = ("right", "left", *["right"] * 5)
+        table = tabulate(rows, headers, colalign=align) if rows else ""
+        return "\n".join(
+            [f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}", table, "", *self._timeline()]
+        ).rstrip()
+
+    def _timeline(self) -> Iterator[str]:
+        rows = [[a.action for a in self.actions if a.device == d] for d in range(len(self.devices))]
+        spans = [Span(a.action, a.device, a.start, a.end) for a in self.actions]
+        stages, m = {a.action.stage for a in self.actions}, {a.action.micro_batch for a in self.actions}
+        schedule = Schedule(self.schedule, len(stages), len(m), tuple(map(tuple, rows)))
+        for d, line in enumerate(timeline(schedule, spans, self.seconds)):
+            yield f"device {d}: {line.rstrip()}"
 
 
-def record_of(schedule: str, times: dict[Action, tuple[float, float]]) -> StepRecord:
-    """From host times of actions."""
-    begin = min((start for start, _ in times.values()), default=0.0)
-    actions = [ActionRecord(action, start - begin, end - begin) for action, (start, end) in times.items()]
-    return StepRecord(schedule, tuple(sorted(actions, key=lambda a: a.start)))
+# -- made from the notes of a step -----------------------------------------------------------------------------------
+
+
+def record_of(schedule: Schedule, assembly: Assembly, log: StepLog, moved: Sequence[Moved]) -> StepRecord:
+    """What has been done of a schedule."""
+    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    names = {device_of[j]: str(device) for j, device in enumerate(assembly.devices) if j in device_of}
+    parts, away = _parts(log)
+    has_loss = len(parts) == 1 and any(action.kind is Kind.BACKWARD for action in log.times)
+    transfers = tuple(_transfers(assembly, moved, has_loss))
+    received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
+    for transfer in transfers:
+        received[transfer.user] += transfer.bytes
+        sent[transfer.maker] += transfer.bytes
+
+    actions: list[ActionRecord] = []
+    free: dict[int, float] = {}  # since when the device has nothing to do
+    for begin, times in parts:
+        free = {d: max(begin, since) for d, since in free.items()}
+        for action, (start, end) in sorted(times.items(), key=lambda one: one[1]):
+            d = device_of[action.stage]
+            waited = max(0.0, start - free.get(d, begin))
+            free[d] = end
+            actions.append(ActionRecord(action, start, end, d, waited, received[action], sent[action]))
+    actions.sort(key=lambda a: a.start)
+    devices = tuple(_device(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows)))
+    return StepRecord(schedule.name, tuple(actions), transfers, devices, away)
+
+
+Times = dict[Action, tuple[float, float]]
+
+
+def _parts(log: StepLog) -> tuple[list[tuple[float, Times]], float]:
+    """When each part of the step began, and its actions; and the seconds between two parts, which are left out."""
+    clock = HostClock()
+    first = log.begun[0]
+    times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
+    if len(log.begun) == 1:
+        return [(0.0, times)], 0.0
+    forward = {action: time for action, time in times.items() if action.kind is Kind.FORWARD}
+    end = max(end for _, end in forward.values())
+    away = max(0.0, log.begun[1] - first - end)  # a GPU may still be at the forward when the host starts the backward
+    backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
+    return [(0.0, forward), (log.begun[1] - first - away, backward)], away
+
+
+def _transfers(assembly: Assembly, moved: Sequence[Moved], has_loss: bool) -> Iterator[TransferRecord]:
+    """What went between stages. The loss belongs to the last one; in a drop-in it is the caller's, and no transfer."""
+    n = len(assembly.devices)
+    senders = {(link.earlier, link.value.name): user for user, row in enumerate(assembly.wiring.links) for link in row}
+    for one in moved:
+        kind = Kind.FORWARD if one.source is not None else Kind.BACKWARD
+        maker = one.source if one.source is not None else senders[one.user, one.value]
+        if not has_loss and n in (maker, one.user):
+            continue
+        made, used = (
+            Action(Kind.FORWARD, n - 1, one.micro_batch) if j == n else Action(kind, j, one.micro_batch)
+            for j in (maker, one.user)
+        )
+        if made.stage != used.stage:
+            yield TransferRecord(one.value, made, used, one.bytes)
+
+
+def _device(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:
+    return DeviceRecord(
+        name,
+        sum(a.end - a.start for a in actions),
+        sum(a.waited for a in actions),
+        sum(a.received for a in actions),
+        sum(a.sent for a in actions),
+    )
