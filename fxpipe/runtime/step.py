@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import scatter
 from fxpipe.runtime.opened import OpenStage, Pending, Ran
+from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, Kind
 
 
@@ -58,21 +60,21 @@ class Step:
         recomputed: frozenset[Action],
         losses: Losses | None = None,
         keep_outputs: bool = False,
+        transport: Transport | None = None,
     ):
         self.assembly, self.tensors = assembly, tensors
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
         wiring = assembly.wiring
-        self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)))
+        self.transport = transport or Transport.of(assembly.devices, leaves)
+        self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)), self.transport)
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
         self.opened = [
-            OpenStage(stage, wiring.links[j], assembly.devices[j], tensors, assembly.state)
-            for j, stage in enumerate(self.stages)
+            OpenStage(stage, links, partial(self.transport.bring, target=device), tensors, assembly.state)
+            for stage, links, device in zip(self.stages, wiring.links, assembly.devices, strict=False)
         ]
         self.saved: dict[tuple[int, int], Given] = {}
         self.pending: dict[tuple[int, int], Pending] = {}
-        # A worker's own stream is the default one; what the caller has queued on another must come first.
-        self._streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in assembly.devices]
         self.failure: BaseException | None = None
         self.times: dict[Action, tuple[float, float]] = {}
         self._failing = threading.Lock()
@@ -106,7 +108,7 @@ class Step:
         """Does what the action says. An exception makes the step fail."""
         start = time.perf_counter()
         try:
-            with torch.cuda.stream(self._streams[action.stage]):  # None: does nothing
+            with self.transport.at(self.assembly.devices[action.stage]):
                 _DO[action.kind](self, action.stage, action.micro_batch)
         except BaseException as error:
             device = str(self.assembly.devices[action.stage])
@@ -178,9 +180,9 @@ class Step:
         if not found:
             return None
         home = self.tensors.get(name).device
-        total = found[0].to(home)
-        for gradient in found[1:]:
-            total = total + gradient.to(home)
+        total, *more = [self.transport.bring(gradient, home) for gradient in found]
+        for gradient in more:
+            total = total + gradient
         return total
 
 
