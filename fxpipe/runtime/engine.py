@@ -27,7 +27,7 @@ from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import brought
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Schedule
 from fxpipe.trees import flatten, mapped, refuse_hidden
@@ -169,17 +169,18 @@ class Engine:
         """Runs a step and adds its gradients to the model's parameters; returns the loss."""
         m = schedule.micro_batches
         shares = [size / batch for size in sizes(batch, m)]
-        transport = Transport.of(assembly.devices, leaves)
-        bring = functools.partial(transport.bring, target=assembly.devices[-1])
-        losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, bring))
+        losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, assembly.devices[-1]))
         kind = (_maker_of(loss_fn), reduction)
         verify = kind not in self._verified and m > 1
-        step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify, transport=transport)
+        step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify)
         self.driver.drive(step, schedule.rows)
         self.last_step = record_of(schedule.name, step.times)
         assert step.loss is not None
         if verify:
-            step.loss.verify(mapped(bring, target), lambda parts, how: gather(parts, how, step.weights))
+            device = assembly.devices[-1]
+            step.loss.verify(
+                mapped(lambda t: t.to(device), target), lambda parts, how: gather(parts, how, step.weights)
+            )
             self._verified.add(kind)
         loss = losses.total()
         extra = [leaf for leaf, _ in step.loss.gradients.values()]
@@ -210,15 +211,13 @@ def _options(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(v for v in values if isinstance(v[-1] if isinstance(v, tuple) and v else v, kinds))
 
 
-def _scatter_target(
-    target: tuple[Any, ...], batch: int, count: int, bring: Callable[[torch.Tensor], torch.Tensor]
-) -> list[tuple[Any, ...]]:
-    """The target of each micro-batch, where the loss is taken, to which `bring` brings it: `()` or `(target,)`."""
+def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:
+    """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
     leaves, spec = flatten(target)
     for leaf in leaves:
         refuse_hidden("target", leaf)
     dims = target_dims(leaves, batch)
-    moved = [bring(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+    moved = brought(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
 
 

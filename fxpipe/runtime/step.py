@@ -60,13 +60,12 @@ class Step:
         recomputed: frozenset[Action],
         losses: Losses | None = None,
         keep_outputs: bool = False,
-        transport: Transport | None = None,
     ):
         self.assembly, self.tensors = assembly, tensors
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
         wiring = assembly.wiring
-        self.transport = transport or Transport.of(assembly.devices, leaves)
+        self.transport = Transport.of(assembly.devices, leaves)
         self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)), self.transport)
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
         self.opened = [

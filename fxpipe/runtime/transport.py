@@ -302,3 +302,12 @@ class Transport:
             else:
                 self._stream(source).wait_event(last)
             held.clear()
+
+
+def brought(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+    """What the caller gives, on a device, for this thread to use at once."""
+    leaves = list(leaves)
+    transport = Transport.of((), leaves)
+    found = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    transport.settle()
+    return found
