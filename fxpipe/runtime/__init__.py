@@ -1,9 +1,9 @@
 """The runtime: runs a program of stages on devices, a step at a time. It never looks at a graph node.
 
-From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` (what stands between actions),
-`packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages), `entering` and
-`opened` (a stage in a step), `loss_stage`, `step` (what each action does), `drivers` (who drives the rows), `engine`
-(whole steps). `microbatches`, `losses` and `commit` are the two ends.
+From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` (what stands between
+actions), `packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
+`entering` and `opened` (a stage in a step), `loss_stage`, `step` (what each action does), `drivers` (who drives the
+rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends.
 """
 
 from fxpipe.runtime.assembly import Assembly
