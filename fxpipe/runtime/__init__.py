@@ -1,10 +1,10 @@
 """The runtime: runs a program of stages on devices, a step at a time. It never looks at a graph node.
 
-From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` and `exchange` (what stands
-between actions, and what goes between stages), `opened` (a stage in a step) and `loss_stage`, `ambient` (what the
-caller has around it), `step` (what each action does), `drivers` (who drives the rows), `engine` (whole steps).
-`microbatches`, `losses` and `commit` are the two ends. `log` is what a step notes of itself, `record` and `traces` what
-is made of that, `ranges` what a profiler sees.
+From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` (what stands between
+actions), `packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
+`entering` and `opened` (a stage in a step), `loss_stage`, `ambient` (what the caller has around it), `step` (what each
+action does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two
+ends. `log` is what a step notes of itself, `record` and `traces` what is made of that, `ranges` what a profiler sees.
 """
 
 from fxpipe.runtime.assembly import Assembly

@@ -29,6 +29,7 @@ from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.step import Step
+from fxpipe.runtime.transport import brought
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Rows, Schedule
 from fxpipe.trees import flatten, mapped, refuse_hidden
@@ -123,6 +124,7 @@ class Engine:
             for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
         ]
         step.commit_buffers()
+        step.transport.settle()
         differentiable = [
             (place, o)
             for place, o in enumerate(assembly.program.outputs)
@@ -170,7 +172,8 @@ class Engine:
             return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
         parameters = [named[name] for name in names]
-        made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *parameters, *inputs, *extra)
+        followed = step.transport.following(finish)
+        made: tuple[torch.Tensor, ...] = Commit.apply(followed, outputs, *parameters, *inputs, *extra)
         return made
 
     # -- forward and backward in one ---------------------------------------------------------------------------------
@@ -235,8 +238,7 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
     for leaf in leaves:
         refuse_hidden("target", leaf)
     dims = target_dims(leaves, batch)
-    asynchronous = device.type == "cuda"
-    moved = [x.to(device, non_blocking=asynchronous) if isinstance(x, torch.Tensor) else x for x in leaves]
+    moved = brought(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
 
 

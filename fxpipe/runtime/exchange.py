@@ -2,6 +2,7 @@
 
 The tables are filled by one worker and emptied by another, each entry behind a fence; an entry has one reader, and is
 gone with it. A value goes from its maker to each user; a gradient from a user to the next earlier one or to the maker.
+Whoever fills in an entry sends it on its way to the reader's device.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import INPUT
 from fxpipe.runtime.assembly import Assembly
+from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import Link
 
 
@@ -22,7 +24,7 @@ from fxpipe.runtime.wiring import Link
 class Value:
     """What one stage hands to another."""
 
-    value: Any  # a tensor is detached
+    value: Any  # a tensor is detached; in the tables it may be a parcel
     requires_grad: bool
 
 
@@ -39,33 +41,53 @@ class Moved(NamedTuple):
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
-    def __init__(self, assembly: Assembly, inputs: Sequence[Sequence[Any]]):
+    def __init__(self, assembly: Assembly, inputs: Sequence[Sequence[Any]], transport: Transport):
         """`inputs`: for each micro-batch its part of the input leaves."""
-        self.assembly, self.inputs = assembly, inputs
-        self._places = {name: place for place, name in enumerate(assembly.program.inputs) if name is not None}
+        self.assembly, self.transport = assembly, transport
         self._values: dict[tuple[int, int, str, int], Value] = {}
-        self._gradients: dict[tuple[int, str, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[Moved] = []
+        # Of inputs that require grad, the parts, for where and how large their gradients are.
+        self._parts: dict[str, list[torch.Tensor]] = {}
+        for place, name in enumerate(assembly.program.inputs):
+            if name is not None:
+                self._enter(name, [part[place] for part in inputs])
+
+    def _enter(self, name: str, parts: Sequence[Any]) -> None:
+        """An input goes the way of all values, but is sent only when it is asked for."""
+        for user in self.assembly.wiring.users.get((INPUT, name), ()):
+            for i, part in enumerate(parts):
+                self._values[user, INPUT, name, i] = self._value(part, self.assembly.state.grad)
+        if requires_grad(parts[0]):
+            self._parts[name] = [part.detach() for part in parts]
+
+    @staticmethod
+    def _value(value: Any, grad: bool = True) -> Value:
+        return Value(value.detach() if isinstance(value, torch.Tensor) else value, grad and requires_grad(value))
+
+    def _device(self, user: int) -> torch.device:
+        """The loss is where the last stage is."""
+        devices = self.assembly.devices
+        return devices[min(user, len(devices) - 1)]
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
-        bare = value.detach() if isinstance(value, torch.Tensor) else value
+        made = self._value(value)
+        sent: dict[torch.device, Any] = {}  # once to each device
         for user in self.assembly.wiring.users[maker, name]:
-            self._values[user, maker, name, i] = Value(bare, requires_grad(value))
+            device = self._device(user)
+            if device not in sent:
+                sent[device] = self.transport.ship(made.value, device)
+            self._values[user, maker, name, i] = Value(sent[device], made.requires_grad)
 
     def take(self, user: int, link: Link, i: int) -> Value:
         """What `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
-        if source == INPUT:
-            given = self.inputs[i][self._places[name]]
-            value = Value(given.detach(), given.requires_grad and self.assembly.state.grad)
-        else:
-            value = self._values.pop((user, source, name, i))
+        value = self._values.pop((user, source, name, i))
+        value.value = self.transport.open(value.value, self._device(user))
+        if source != INPUT:
             self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
-        if isinstance(value.value, torch.Tensor):
-            devices = self.assembly.devices
-            value.value = on(value.value, devices[min(user, len(devices) - 1)])
         return value
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -76,18 +98,21 @@ class Exchange:
         key = (link.earlier, link.value.name, i)
         if key in self._gradients:
             raise InternalError(f"two gradients for {link.value.name} at stage {link.earlier}, micro-batch {i}")
-        self._gradients[key] = gradient
+        is_input = link.earlier == INPUT
+        target = self._parts[link.value.name][i].device if is_input else self._device(link.earlier)
+        self._gradients[key] = self.transport.ship(gradient, target)
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
         """What has come back for a value that stage `user` has made or uses, on its device."""
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
-        self.moved.append(Moved(name, None, user, i, bytes_of(gradient)))
-        return on(gradient, self.assembly.devices[user])
+        found: torch.Tensor = self.transport.open(gradient, self._device(user))
+        self.moved.append(Moved(name, None, user, i, bytes_of(found)))
+        return found
 
     def enter_gradients(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The drop-in: the gradients of an output, one for each micro-batch."""
+        """The drop-in: the gradients of an output, one for each micro-batch. They are sent when they are asked for."""
         output = self.assembly.program.outputs[place]
         link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
@@ -99,20 +124,15 @@ class Exchange:
         """Of an input that requires grad."""
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
-        found = [self._gradients.pop((INPUT, name, i), None) for i in range(len(self.inputs))]
+        parts = self._parts.pop(name)
+        sent = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
+        found = [None if g is None else self.transport.open(g, like.device) for g in sent]
         if all(g is None for g in found):
             return None
         if dim is None:
-            total: Any = sum(g.to(like.device) for g in found if g is not None)
+            total: Any = sum(g for g in found if g is not None)
             return total  # type: ignore[no-any-return]
-        parts = [part[place] for part in self.inputs]
-        filled = [torch.zeros_like(p) if g is None else g.to(like.device) for g, p in zip(found, parts, strict=True)]
-        return torch.cat(filled, dim)
-
-
-def on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy to a GPU need not be waited for, its stream does; one to the CPU would be read before it is there."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
+        return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(found, parts, strict=True)], dim)
 
 
 def bytes_of(value: Any) -> int:

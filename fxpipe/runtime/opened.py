@@ -10,7 +10,7 @@ that forward changes is copied for each F.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
-from fxpipe.runtime.exchange import Value, on, requires_grad
+from fxpipe.runtime.entering import enter
+from fxpipe.runtime.exchange import Value, requires_grad
 from fxpipe.runtime.tracking import tracked
 from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
@@ -33,9 +34,15 @@ from fxpipe.thread_state import ThreadState, applied
 class Pending:
     """What B needs of the graph that F or R has made."""
 
-    leaves: list[tuple[Link, torch.Tensor]] = field(default_factory=list)  # received values that require grad
+    leaves: list[tuple[Link, GradientEdge]] = field(default_factory=list)  # received values that require grad
     roots: list[tuple[str, GradientEdge]] = field(default_factory=list)  # where gradients enter, by value
     tape: Tape | None = None  # where backward is split
+
+    def enter(self, link: Link, edge: GradientEdge) -> None:
+        """Notes a received value."""
+        self.leaves.append((link, edge))
+        if link.later is not None:  # a later user's gradient enters there, too
+            self.roots.append((link.value.name, edge))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,15 @@ class Ran:
 class OpenStage:
     """A stage with the tensors of the model that it uses, on its device."""
 
-    def __init__(self, stage: Stage, links: Sequence[Link], device: torch.device, tensors: Tensors, state: ThreadState):
-        """`state`: of the caller."""
+    def __init__(
+        self,
+        stage: Stage,
+        links: Sequence[Link],
+        bring: Callable[[torch.Tensor], torch.Tensor],
+        tensors: Tensors,
+        state: ThreadState,
+    ):
+        """`bring`: to the stage's device; `state`: of the caller."""
         self.stage, self.links, self.state = stage, links, state
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
@@ -64,7 +78,7 @@ class OpenStage:
         self._bare: dict[str, torch.Tensor] = {}  # parameters as tapes have them
         for name in stage.attributes:
             tensor = tensors.get(name)
-            moved = on(tensor.detach(), device)
+            moved = bring(tensor.detach())
             if name in stage.changes or name in stage.assigns:
                 self.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw
             elif tensor.is_floating_point() or tensor.is_complex():
@@ -82,10 +96,10 @@ class OpenStage:
         views, constants = self.views, self.constants
         attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
         with applied(self.state), torch.set_grad_enabled(grad):
-            uses = [
-                _enter(link, value, pending) if isinstance(value.value, torch.Tensor) else value.value
-                for link, value in zip(self.links, received, strict=True)
-            ]
+            uses, edges = enter(received)
+            for link, edge in zip(self.links, edges, strict=True):
+                if edge is not None:
+                    pending.enter(link, edge)
             # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
             made = stage.run.forward(*first, *attributes, *uses)  # type: ignore[attr-defined]
         sends, assigns = len(stage.sends), len(stage.assigns)
@@ -126,7 +140,7 @@ class OpenStage:
         # autograd.grad and not .backward(): AccumulateGrad would give each gradient the strides of its leaf, and the
         # next kernel other bits.
         with torch.autograd.set_multithreading_enabled(False):
-            wanted: Any = [*(view for _, view in views), *(leaf for _, leaf in pending.leaves), *edges]
+            wanted: list[Any] = [*(view for _, view in views), *(edge for _, edge in pending.leaves), *edges]
             found = torch.autograd.grad(
                 [edge for edge, _ in roots],
                 wanted,
@@ -150,16 +164,3 @@ class OpenStage:
                 self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
                 self._counts[name] = count + 1
             del gradient  # before the next one is made
-
-
-def _enter(link: Link, value: Value, pending: Pending) -> torch.Tensor:
-    """A received tensor as the stage uses it: a leaf of the graph that is about to be made."""
-    leaf: torch.Tensor = value.value.detach()
-    if not (value.requires_grad and torch.is_grad_enabled()):
-        return leaf
-    pending.leaves.append((link, leaf.requires_grad_()))
-    if link.later is None:
-        return leaf
-    use = leaf.view_as(leaf)  # a later user's gradient enters here
-    pending.roots.append((link.value.name, get_gradient_edge(use)))
-    return use

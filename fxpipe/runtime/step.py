@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import scatter
 from fxpipe.runtime.opened import OpenStage, Pending, Ran
 from fxpipe.runtime.ranges import profiled
+from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, Kind
 
 
@@ -73,13 +74,14 @@ class Step:
         self.grad = assembly.state.grad
         self.ambient = ambient  # of the caller; the drop-in's backward brings its own
         wiring = assembly.wiring
-        self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)))
+        self.transport = Transport.of(assembly.devices, leaves)
+        self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)), self.transport)
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
         self.opened = [
             OpenStage(
                 assembly.with_split_weights(j) if j in split else stage,
                 wiring.links[j],
-                assembly.devices[j],
+                partial(self.transport.bring, target=assembly.devices[j]),
                 tensors,
                 assembly.state,
             )
@@ -88,8 +90,6 @@ class Step:
         self.saved: dict[tuple[int, int], Given] = {}
         self.pending: dict[tuple[int, int], Pending] = {}
         self.tapes: dict[tuple[int, int], Tape] = {}
-        # A worker's own stream is the default one; what the caller has queued on another must come first.
-        self._streams = [torch.cuda.current_stream(d) if d.type == "cuda" else None for d in assembly.devices]
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
@@ -121,12 +121,12 @@ class Step:
 
     def perform(self, action: Action) -> None:
         """Does what the action says. An exception makes the step fail."""
-        stream, device = self._streams[action.stage], self.assembly.devices[action.stage]
+        device = self.assembly.devices[action.stage]
+        stream = self.transport.compute_stream(device)
         try:
-            with self.ambient.entered(action.kind, device), profiled(action):
+            with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
                 start = mark(stream)
-                with _NOTHING if stream is None else torch.cuda.stream(stream):  # for None it takes 14 us
-                    _DO[action.kind](self, action.stage, action.micro_batch)
+                _DO[action.kind](self, action.stage, action.micro_batch)
                 self.log.times[action] = (start, mark(stream))
         except BaseException as error:
             error.add_note(note(error, action, self.opened[action.stage].stage, len(self.stages), str(device)))
@@ -206,13 +206,11 @@ class Step:
         if not found:
             return None
         home = self.tensors.get(name).device
-        total = found[0].to(home)
-        for gradient in found[1:]:
-            total = total + gradient.to(home)
+        total, *more = [self.transport.bring(gradient, home) for gradient in found]
+        for gradient in more:
+            total = total + gradient
         return total
 
-
-_NOTHING = nullcontext()
 
 _DO: dict[Kind, Callable[[Step, int, int], None]] = {
     Kind.FORWARD: Step.forward,

@@ -1,0 +1,317 @@
+"""Tensors on their way between devices, and the streams on which a step runs.
+
+A GPU does what it is told in the order of its streams. Fences order who tells it what; what one stream does for another
+must be ordered again, by events:
+
+    stage j on device a                                   stage k on device b
+    compute a   ──F(j,i)──●──F(j,i+1)──▶                   compute b   ──F(k,i-1)──●──F(k,i)──▶
+                     1    └───▶ copy a→b  ══v══▶ ●  ──────────────────────────────▶┘ 4
+                                         2       3
+
+1. What the maker has queued so far is marked by an event, for which the copy stream waits.
+2. The copy runs on streams of its own, one for each pair of devices and direction, beside both stages' computations.
+3. An event marks its end.
+4. The user's compute stream waits for that event, the host for nothing. Only a stage on the CPU must wait itself.
+
+*Compute streams.* A device has one, and it is the stream that was current there when the caller began the step. So a
+step comes after all that the caller has queued and before all that it queues next, as the plain model would, without
+an event, and what it hands back is memory of the caller's stream. Two stages on one GPU share it.
+
+*Memory.* torch gives memory back when the last reference goes, for work on the stream that it was taken on, though
+other streams may be at it still. Of the two remedies each has its place:
+
+- What is sent was taken on the compute stream and is read by the copy. We hold a reference until the copy's event has
+  passed, or until the compute stream has been told to wait for it. This is exact: `record_stream`, which torchgpipe
+  uses, makes the allocator wait, from when the reference goes, for all that the copy stream has been given until then.
+- What arrives was taken on the copy stream (on the compute stream, each copy would have to wait for all that is queued
+  there) and is used by computations. When the last one is done only autograd knows, which saves it or not; so here
+  `record_stream` is right.
+
+Between CPU and GPU copies go through pinned memory, since others block the host. Memory of the caller that is pinned is
+read in place, and `settle` waits until that is over: the caller may write to it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from fxpipe.runtime.packing import Packed, has_gaps, is_plain, pack
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+_NOWHERE: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A tensor on its way to another device."""
+
+    content: Packed | torch.Tensor  # a tensor that is not plain goes when its reader asks for it
+    arrived: Any  # the event that marks the end of the copy; None where there is nothing to wait for
+
+
+class Machine(Protocol):
+    """What transport asks of the devices; streams and events are torch's, or what a test has in their place."""
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device: ...
+
+    def current(self, device: torch.device) -> Any:
+        """The stream that is current on a device in this thread."""
+
+    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[Any, ...]:
+        """The streams for copies in this direction: of the source, and of the target where that is another."""
+
+    def on(self, *streams: Any) -> AbstractContextManager[None]:
+        """A block in which these are the current streams; the last one's device is the current device."""
+
+    def record(self, stream: Any, for_host: bool = False) -> Any:
+        """An event behind all that the stream has been given."""
+
+    def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        """Memory of the CPU that GPUs can read meanwhile: itself or a copy."""
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        """The tensor's memory is not used anew before this stream is done with it."""
+
+
+class Cuda:
+    """GPUs, as torch has them."""
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.device
+
+    def current(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, ...]:
+        with _making:
+            if (source, target) not in _copy_streams:
+                ends = dict.fromkeys(device for device in (source, target) if device.type == "cuda")
+                _copy_streams[source, target] = tuple(torch.cuda.Stream(device) for device in ends)
+            return _copy_streams[source, target]
+
+    def on(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(streams[0]) if len(streams) == 1 else _on_all(streams)
+
+    def record(self, stream: torch.cuda.Stream, for_host: bool = False) -> torch.cuda.Event:
+        # The host sleeps until a blocking event; else it would spin, on a core that another stage may need.
+        event = torch.cuda.Event(blocking=for_host)
+        event.record(stream)
+        return event
+
+    def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
+        is_home = target.type == "cpu"
+        made = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=is_home)
+        return made.copy_(memory, non_blocking=True)
+
+    def pinned(self, memory: torch.Tensor) -> torch.Tensor:
+        if memory.is_pinned():
+            return memory
+        return torch.empty(memory.shape, dtype=memory.dtype, pin_memory=True).copy_(memory)
+
+    def keep(self, tensor: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)
+
+
+@contextlib.contextmanager
+def _on_all(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+# Of the process: a stream has a pool of memory, which new streams for each step would have to fill again.
+_copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, ...]] = {}
+_making = threading.Lock()
+
+_forced = False
+
+
+@contextlib.contextmanager
+def forced_copies() -> Iterator[None]:
+    """For tests: in steps that begin in this block, values between stages of one device are copied, too."""
+    global _forced
+    before, _forced = _forced, True
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+class Transport:
+    """The streams and copies of one step. Made in the caller's thread, used by the workers.
+
+    `ship` starts a copy, `open` ends it, each in the worker of its stage. Where nothing has to be copied, both do
+    nothing.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], machine: Machine | None = None):
+        self._machine = machine or Cuda()
+        self._compute = {d: self._machine.current(d) for d in dict.fromkeys(devices) if d.type == "cuda"}
+        self._forced = _forced
+        self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
+        self._holding = threading.Lock()
+
+    @classmethod
+    def of(cls, devices: Iterable[torch.device], given: Iterable[Any]) -> Transport:
+        """For stages on these devices, and what the caller gives, wherever that is."""
+        return cls([*devices, *(x.device for x in given if isinstance(x, torch.Tensor))])
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def _stream(self, device: torch.device) -> Any:
+        """The compute stream; of a device unknown so far, which only the caller's thread asks for, its current one."""
+        found = self._compute.get(device)
+        return self._machine.current(device) if found is None else found
+
+    def compute_stream(self, device: torch.device) -> Any:
+        """None for the CPU."""
+        return self._compute.get(device)
+
+    def at(self, device: torch.device) -> AbstractContextManager[None]:
+        """A block whose computations are those of the step on this device."""
+        stream = self._compute.get(device)
+        return _NOWHERE if stream is None else self._machine.on(stream)
+
+    def following(self, function: Callable[[S], T]) -> Callable[[S], T]:
+        """`function`, the end of a step, as autograd or the caller is to call it: on the step's streams, and settled.
+
+        The thread may have other current streams than the step, which was begun in another one. The step's wait for
+        those, and those for the step's.
+        """
+        if not self._compute:
+            return function
+
+        def call(argument: S) -> T:
+            others = [(s, self._machine.current(d)) for d, s in self._compute.items()]
+            others = [(compute, other) for compute, other in others if compute != other]
+            for compute, other in others:
+                compute.wait_event(self._machine.record(other))
+            with self._machine.on(*self._compute.values()):
+                found = function(argument)
+                self.settle()
+            for compute, other in others:
+                other.wait_event(self._machine.record(compute))
+            return found
+
+        return call
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def ship(self, value: Any, target: torch.device) -> Any:
+        """Starts to copy a tensor to a device where it is not yet; what else there is, is handed on as it is."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        source = self._machine.device_of(value)
+        if source == target and not self._forced:
+            return value
+        return self._send(value, source, target)
+
+    def open(self, value: Any, target: torch.device) -> Any:
+        """What has been shipped, for the reader's stage to use. What has not been shipped comes now."""
+        if not isinstance(value, Parcel):
+            value = self.ship(value, target)
+            if not isinstance(value, Parcel):
+                return value
+        if isinstance(value.content, torch.Tensor):
+            return self._carried(value.content, target)
+        if value.arrived is not None:
+            if target.type == "cpu":
+                value.arrived.synchronize()
+            else:
+                self._stream(target).wait_event(value.arrived)
+        return value.content.unpack()
+
+    def bring(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """A tensor on a device: itself, or a copy that this thread may use at once."""
+        source = self._machine.device_of(tensor)
+        if source == target:
+            return tensor
+        found: torch.Tensor = self.open(self._send(tensor, source, target), target)
+        return found
+
+    def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> Parcel:
+        if not is_plain(tensor):
+            return Parcel(tensor, None)
+        with self.at(source) if has_gaps(tensor) else _NOWHERE:  # there it was made, and is gathered
+            packed = pack(tensor)
+        if source.type == target.type == "cpu":
+            return Parcel(packed.at(packed.memory.clone()), None)
+        memory, arrived = self._copied(packed.memory, source, target)
+        return Parcel(packed.at(memory), arrived)
+
+    def _copied(self, memory: torch.Tensor, source: torch.device, target: torch.device) -> tuple[torch.Tensor, Any]:
+        machine = self._machine
+        streams = machine.copy_streams(source, target)
+        if source.type == "cpu":
+            given, memory = memory, machine.pinned(memory)
+            is_ours = given is not memory  # torch's allocator minds pinned memory that copies are still at
+        else:
+            streams[0].wait_event(machine.record(self._stream(source)))
+            is_ours = False
+        with machine.on(*streams):
+            made = machine.copy(memory, target)
+            # The stream of the target is told to wait for the copy, on whichever that runs.
+            arrived = machine.record(streams[-1], for_host=target.type == "cpu")
+        if target.type != "cpu":
+            machine.keep(made, self._stream(target))
+        if not is_ours:
+            self._hold(source, target, arrived, memory)
+        return made, arrived
+
+    def _carried(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+        """A copy of a tensor that is not plain, on both compute streams: torch has each wait for the other."""
+        source = self._machine.device_of(tensor)
+        if source == target:
+            return tensor.clone()
+        with self._machine.on(*(self._stream(d) for d in (source, target) if d.type != "cpu")):
+            return tensor.to(target)
+
+    # -- references --------------------------------------------------------------------------------------------------
+
+    def _hold(self, source: torch.device, target: torch.device, arrived: Any, memory: torch.Tensor) -> None:
+        """Holds what a copy reads. What earlier copies have read goes, as they end in the order in which they began."""
+        done = []
+        with self._holding:
+            held = self._held.setdefault((source, target), deque())
+            held.append((arrived, memory))
+            while held and held[0][0].query():
+                done.append(held.popleft())
+        del done  # not under the lock: whatever hangs on a tensor may run now
+
+    def settle(self) -> None:
+        """At the end of a part of a step: all that was sent may be given back, or be written to by the caller.
+
+        A step that fails needs no settling: then nobody reads what its copies have read.
+        """
+        for (source, target), held in self._held.items():
+            if not held:
+                continue
+            last = self._machine.record(self._machine.copy_streams(source, target)[-1], for_host=source.type == "cpu")
+            if source.type == "cpu":
+                last.synchronize()
+            else:
+                self._stream(source).wait_event(last)
+            held.clear()
+
+
+def brought(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+    """What the caller gives, on a device, for this thread to use at once."""
+    leaves = list(leaves)
+    transport = Transport.of((), leaves)
+    found = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    transport.settle()
+    return found

@@ -1,0 +1,223 @@
+"""Nothing lives longer than it must: what crosses between stages, graphs, outputs, and the step itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fxpipe
+from fxpipe.rewriting.program import INPUT
+from fxpipe.runtime import Interleaved
+from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling.actions import Action, Kind
+
+STAGES, CHUNKS = 3, 5
+
+
+class Saved(nn.Module):
+    """Each stage saves what it receives: a linear layer does, for its weight's gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(STAGES))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Unsaved(nn.Module):
+    """No stage saves what it receives: to add is all they do with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(4)) for _ in range(STAGES))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = x + weight
+        return x
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """By user, name and micro-batch the storages that crossed; by action how many of a stage's are alive behind it."""
+    crossed, alive, steps = {}, {}, []
+    take, perform, init = Exchange.take, Step.perform, Step.__init__
+
+    def watched_take(self, user, link, i):
+        value = take(self, user, link, i)
+        if link.value.source != INPUT:
+            crossed[user, link.value.name, i] = StorageWeakRef(value.value.untyped_storage())
+        return value
+
+    def watched_perform(self, action):
+        perform(self, action)
+        now = defaultdict(set)
+        for (user, _, i), storage in crossed.items():
+            if not storage.expired():
+                now[user].add(i)
+        for j, i in self.pending:
+            now["graphs", j].add(i)
+        alive[action] = now
+
+    def watched_init(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        steps.append((weakref.ref(self), weakref.ref(self.exchange)))
+
+    monkeypatch.setattr(Exchange, "take", watched_take)
+    monkeypatch.setattr(Step, "perform", watched_perform)
+    monkeypatch.setattr(Step, "__init__", watched_init)
+    return crossed, alive, steps
+
+
+def pipe_of(model, seed=0, **options):
+    x = torch.randn(10, 4)
+    pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=[1] * STAGES, **options)
+    pipe._fxpipe.engine.driver = Interleaved(seed)
+    return pipe, x
+
+
+def _loss(y):
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_a_value_that_nobody_has_saved_is_freed_by_forward(watched, drop_in):
+    crossed, alive, _ = watched
+    pipe, x = pipe_of(Unsaved(), checkpoint="never")
+    with pipe:
+        _loss(pipe(x)).backward() if drop_in else pipe.forward_backward(x, loss_fn=_loss)
+    assert {user for user, _, _ in crossed} == {1, 2, 3}
+    for j in (1, 2):
+        for i in range(CHUNKS):
+            assert i not in alive[Action(Kind.FORWARD, j, i)][j], f"stage {j} keeps what no one has saved"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_stage_holds_as_many_micro_batches_as_the_schedule_says(watched, schedule, checkpoint):
+    _, alive, _ = watched
+    most, graphs = defaultdict(int), defaultdict(int)
+    pipe, x = pipe_of(Saved(), schedule=schedule, checkpoint=checkpoint)
+    for seed in range(3):
+        pipe._fxpipe.engine.driver = Interleaved(seed)
+        pipe.forward_backward(x, loss_fn=_loss)
+        for now in alive.values():
+            for j in range(STAGES):
+                most[j] = max(most[j], len(now[j]))
+                graphs[j] = max(graphs[j], len(now["graphs", j]))
+        # B of a micro-batch frees what the stage has received of it.
+        for action, now in alive.items():
+            assert action.kind is not Kind.BACKWARD or action.micro_batch not in now[action.stage]
+        alive.clear()
+    bound = {j: CHUNKS if schedule == "gpipe" else STAGES - j for j in range(STAGES)}
+    assert all(most[j] == bound[j] for j in range(1, STAGES)), "those that are forward of their backward, and no more"
+    assert graphs == (bound if checkpoint == "never" else dict.fromkeys(range(STAGES), 1))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_an_output_is_freed_when_its_loss_has_been_taken(watched, schedule):
+    crossed, alive, _ = watched
+    pipe, x = pipe_of(Unsaved(), schedule=schedule)
+    with pipe:
+        pipe.forward_backward(x, loss_fn=_loss)  # the first step keeps them, to verify the loss
+        crossed.clear()
+        alive.clear()
+        pipe.forward_backward(x, loss_fn=_loss)
+    for i in range(CHUNKS):
+        assert i not in alive[Action(Kind.FORWARD, STAGES - 1, i)][STAGES]
+
+
+def _tensors():
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def _fail(y):
+    raise KeyError("on purpose")
+
+
+def _failed(pipe, x):
+    with pytest.raises(KeyError):
+        pipe.forward_backward(x, loss_fn=_fail)
+
+
+WAYS = {
+    "forward_backward": lambda pipe, x: pipe.forward_backward(x, loss_fn=_loss),
+    "drop-in": lambda pipe, x: _loss(pipe(x)).backward(),
+    "drop-in without backward": lambda pipe, x: pipe(x),
+    "no_grad": torch.no_grad()(lambda pipe, x: pipe(x)),
+    "failed": _failed,
+}
+
+
+@pytest.fixture
+def frozen():
+    """To go through the objects of a process with torch in it takes half a second; through the new ones, none."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.parametrize("model", [Saved, Unsaved])
+def test_nothing_of_a_step_is_alive_behind_it(watched, frozen, model):
+    crossed, _, steps = watched
+    pipe, x = pipe_of(model())
+    with pipe:
+        for schedule, checkpoint in (("gpipe", "never"), ("1f1b", "never"), ("1f1b", "always")):
+            inside = pipe._fxpipe
+            inside.settings = dataclasses.replace(inside.settings, schedule=schedule, checkpoint=checkpoint)
+            for name, way in WAYS.items():
+                way(pipe, x)  # the first one makes graphs and verifies the loss
+                pipe.zero_grad()
+                gc.collect()
+                gc.disable()
+                try:
+                    before = _tensors()
+                    way(pipe, x)
+                    pipe.zero_grad()
+                    where = f"{name}, {schedule}, checkpoint {checkpoint}"
+                    assert all(ref() is None for pair in steps for ref in pair), f"{where}: a step is alive"
+                    assert all(storage.expired() for storage in crossed.values()), where
+                    assert _tensors() == before, where
+                finally:
+                    gc.enable()
+
+
+def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
+    """Parts of an input that is cut along its second dimension are copies of the pipe's own."""
+    x, parts = torch.randn(4, 10), []
+    init = Exchange.__init__
+
+    def watched_init(self, assembly, inputs, *rest):
+        parts.extend(StorageWeakRef(part[0].untyped_storage()) for part in inputs)
+        init(self, assembly, inputs, *rest)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            y = x.t() + 1
+            for layer in self.layers:
+                y = layer(y)
+            return y
+
+    with fxpipe.pipeline(Model(), ["cpu"] * 2, 5, example_args=(x,), in_dims=1, balance=[3, 1]) as pipe:
+        pipe._fxpipe.engine.driver = Interleaved(0)
+        monkeypatch.setattr(Exchange, "__init__", watched_init)
+        y = pipe(x)
+        assert len(parts) == 5
+        assert all(storage.expired() for storage in parts)
+        assert y.requires_grad, "its backward is still to come"
