@@ -14,7 +14,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import PartitionError
 from fxpipe.rewriting import INPUT, Constant, forbidden_cuts, split
-from fxpipe.rewriting.functions import clone, mixed, running, seeded
+from fxpipe.rewriting.functions import clone, running
+from fxpipe.rewriting.random_nodes import mixed, seeded
 from fxpipe.tracing import trace
 
 CUDA = torch.device("cuda", 0)

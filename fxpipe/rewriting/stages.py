@@ -25,9 +25,10 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
-from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
+from fxpipe.rewriting.functions import clone, pop, set_autocast, set_grad, stash
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
+from fxpipe.rewriting.random_nodes import seeded, undrawn
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.devices import on_device

@@ -24,8 +24,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.functions import mixed, running
+from fxpipe.rewriting.functions import running
 from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.exchange import Exchange, Value
 from fxpipe.runtime.failures import note
