@@ -5,7 +5,7 @@ without any saved state. They are those that the function draws from torch's gen
 bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of preference:
 
 1. A function that takes `generator=` is given one of the thread's own.
-2. On a CPU the commonest of the others (dropouts, attention, RNNs, Gumbel softmax) are written out with such a generator.
+2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator.
 3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
    a GPU, which take no other, and on a CPU fractional pooling, attention in half precision or under autocast.
 4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
@@ -127,7 +127,7 @@ def takes_generator(function: Callable[..., Any] | str) -> bool:
 def _with_generator(packet: str) -> bool:
     """Has this function of aten a form that takes a generator?"""
     found = getattr(torch.ops.aten, packet, None)
-    overloads = () if found is None else (getattr(found, name) for name in found.overloads())
+    overloads = [getattr(found, name) for name in found.overloads()] if isinstance(found, OpOverloadPacket) else []
     return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.tracing.containers import tensors_in
@@ -117,7 +118,9 @@ def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 @functools.cache
 def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
     packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None else (getattr(packet, overload) for overload in packet.overloads())
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
     return tuple(o._schema for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
 
 
