@@ -600,8 +600,7 @@ def test_checkpoints_in_what_is_kept_whole_repeat_their_numbers_while_others_dra
             again = node.masks[len(drawn) :]
             assert len(drawn) == 2
             assert len(again) >= 2
-    for mask in again:
-                assert any(torch.equal(mask, one) for one in drawn)
+            assert all(any(torch.equal(mask, one) for one in drawn) for mask in again)
             assert torch.equal(again[0], drawn[0])
     finally:
         stop.set()
