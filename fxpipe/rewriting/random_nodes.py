@@ -5,7 +5,8 @@ without any saved state. They are those that the function draws from torch's gen
 bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of preference:
 
 1. A function that takes `generator=` is given one of the thread's own.
-2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator.
+2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator, RNNs also on
+   a GPU, where no seed of torch would reach their dropout.
 3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
    a GPU, which take no other, and on a CPU fractional pooling, attention in half precision or under autocast.
 4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
@@ -32,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 
 from fxpipe.errors import StateError
 from fxpipe.rewriting.functions import running
-from fxpipe.rewriting.written_out import WRITTEN_OUT
+from fxpipe.rewriting.written_out import EVERYWHERE, WRITTEN_OUT
 from fxpipe.tracing.functions import opname
 
 _MASK = (1 << 64) - 1
@@ -74,8 +75,11 @@ def seeded(
 
     def draw_written_out(*args: Any, **kwargs: Any) -> Any:
         generator = begun(args, kwargs)
-        drawn = written_out(generator, *args, **kwargs) if generator.device == _CPU else NotImplemented
-        return draw(*args, **kwargs) if drawn is NotImplemented else drawn
+        if generator.device == _CPU or function in EVERYWHERE:
+            drawn = written_out(generator, *args, **kwargs)
+            if drawn is not NotImplemented:
+                return drawn
+        return _lend(generator, functools.partial(call, *args, **kwargs))
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         return _lend(begun(args, kwargs), functools.partial(call, *args, **kwargs))

@@ -1,9 +1,13 @@
-"""Torch's random functions that take no generator, as they are on a CPU, written out with one.
+"""Torch's random functions that take no generator, written out with one.
 
 Each gives what the function of torch gives after `manual_seed`, bit for bit: the same kernels on the same numbers in
 the same order (ATen: `Dropout.cpp`, `RNN.cpp`, `transformers/attention.cpp`; the tests compare them). So nothing has to
 draw from the generator of the process, for which workers would have to wait. What a function cannot do here it leaves
 to torch, and says `NotImplemented` before it has drawn anything.
+
+So it is on a CPU. On a GPU other kernels draw, and only the RNNs are written out there (`EVERYWHERE`): cuDNN draws
+their dropout from a state of its own, which no seed of torch sets and which goes on from call to call, so that a
+recomputed one would have another mask.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from torch import _VF, Generator, Tensor
 
 # What a generator of one's own is given to: (generator, *arguments of the function) -> its result.
 WrittenOut = Callable[..., Any]
+_aten: Any = torch.ops.aten
 _ALPHA = 1.7580993408473766  # minus the limit of SELU on the left: its scale times its alpha
 
 
@@ -31,13 +36,13 @@ def dropout(
     return input.mul_(noise) if inplace else input.mul(noise)
 
 
-def _channel_dropout(dims: int) -> WrittenOut:
-    """Dropout of whole channels, for inputs of this many dimensions; torch takes others, by further rules."""
+def _channel_dropout(*dims: int) -> WrittenOut:
+    """Dropout of whole channels, for inputs of so many dimensions; torch takes others, by further rules."""
 
     def channel_dropout(
         generator: Generator, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
-        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() != dims:
+        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() not in dims:
             return NotImplemented
         noise = _channel_noise(input).bernoulli_(1 - p, generator=generator).div_(1 - p)
         return input.mul_(noise) if inplace else input.mul(noise)
@@ -82,7 +87,7 @@ def attention(
         return NotImplemented
     mask = attn_mask
     if is_causal:
-        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril_()
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
     root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -95,13 +100,15 @@ def attention(
 def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> Any:
     """Torch's own code, with the random functions of this file."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *more: Any) -> Any:
-        return attention(generator, query, key, value, *more)
+    def attend(*given: Any) -> Any:
+        made = attention(generator, *given)
+        return F.scaled_dot_product_attention(*given) if made is NotImplemented else made  # p is 1: draws nothing
 
     def drop(input: Tensor, p: float) -> Tensor:
         return dropout(generator, input, p)
 
-    if torch.is_autocast_enabled("cpu") or args[0].dtype not in (torch.float32, torch.float64):
+    query = args[0] if args else kwargs["query"]
+    if torch.is_autocast_enabled("cpu") or query.dtype not in (torch.float32, torch.float64):
         return NotImplemented
     theirs = F.multi_head_attention_forward
     own = {"dropout": drop, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
@@ -148,15 +155,21 @@ def _gumbel_softmax(
     return ones - soft.detach() + soft  # the gradient of the soft one
 
 
+_RECURRENT = (
+    *(_VF.lstm, _VF.gru, _VF.rnn_tanh, _VF.rnn_relu),
+    *(_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input),
+)
 WRITTEN_OUT: dict[Any, WrittenOut] = {
-    F.dropout: dropout,
+    **dict.fromkeys((F.dropout, torch.dropout, _aten.dropout.default), dropout),
+    torch.feature_dropout: _channel_dropout(2, 3, 4, 5),
     F.dropout1d: _channel_dropout(3),
     F.dropout2d: _channel_dropout(4),
     F.dropout3d: _channel_dropout(5),
-    F.alpha_dropout: _alpha_dropout(torch.empty_like),
-    F.feature_alpha_dropout: _alpha_dropout(_channel_noise),
+    **dict.fromkeys((F.alpha_dropout, torch.alpha_dropout), _alpha_dropout(torch.empty_like)),
+    **dict.fromkeys((F.feature_alpha_dropout, torch.feature_alpha_dropout), _alpha_dropout(_channel_noise)),
     F.gumbel_softmax: _gumbel_softmax,
-    F.scaled_dot_product_attention: attention,
+    **dict.fromkeys((F.scaled_dot_product_attention, _aten.scaled_dot_product_attention.default), attention),
     F.multi_head_attention_forward: _multi_head_attention,
-    **{function: _recurrent(function) for function in (_VF.lstm, _VF.gru, _VF.rnn_tanh, _VF.rnn_relu)},
+    **{function: _recurrent(function) for function in _RECURRENT},
 }
+EVERYWHERE = frozenset(_RECURRENT)

@@ -91,8 +91,9 @@ def same_states(left: list[Any], right: list[Any]) -> bool:
 
 # -- what has drawn nothing, and might ---------------------------------------------------------------------------------
 
-# They draw only for some values: rrelu for negative ones, the others for none that are 0.
-_BY_VALUE = frozenset("rrelu rrelu_ poisson binomial".split())
+# They draw for some values only, rrelu for negative ones, poisson and binomial for none that are 0; or, on a GPU, from
+# a state of cuDNN's.
+_BY_VALUE = frozenset("rrelu rrelu_ poisson binomial lstm gru rnn_tanh rnn_relu".split())
 
 
 def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
