@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts, split
-from fxpipe.rewriting.functions import mixed
+from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.runtime import Assembly, Engine, wire
 from fxpipe.runtime.drivers import Interleaved
 from fxpipe.scheduling import make_schedule

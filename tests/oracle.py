@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.functions import mixed
+from fxpipe.rewriting.random_nodes import mixed
 
 
 class Seeded(TorchFunctionMode):

@@ -7,14 +7,13 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 from every_cut import CPU, EveryCut
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import PartitionError
 from fxpipe.rewriting import INPUT, Constant, forbidden_cuts, split
-from fxpipe.rewriting.functions import clone, mixed, running, seeded
+from fxpipe.rewriting.functions import clone
 from fxpipe.tracing import trace
 
 CUDA = torch.device("cuda", 0)
@@ -400,76 +399,7 @@ def test_a_weight_that_crosses_in_a_no_grad_block_keeps_its_gradient():
         model.check(starts, 3, "1f1b")
 
 
-# -- random nodes and clones -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [False, True])
-def test_seeded_dropout_is_torchs_bit_for_bit(p, dtype, inplace):
-    x = torch.randn(5, 7, dtype=dtype).t()
-    running.seed = 11
-    ours = seeded(3, F.dropout, CPU)(x.clone(), p, True, inplace)
-    torch.manual_seed(mixed(11, 3))
-    plain = F.dropout(x.clone(), p, True, inplace)
-    assert torch.equal(ours, plain)
-    assert ours.stride() == plain.stride()
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kwargs"),
-    [
-        (torch.rand, (4,), {}),
-        (F.alpha_dropout, (torch.ones(9), 0.5, True), {}),
-        ("normal_", (torch.zeros(4),), {"std": 2.0}),
-    ],
-)
-def test_a_seeded_function_draws_by_seed_and_ordinal_and_leaves_the_generator_alone(function, args, kwargs):
-    def draw(seed, ordinal):
-        running.seed = seed
-        return seeded(ordinal, function, CPU)(*args, **kwargs).clone()
-
-    before = torch.get_rng_state()
-    first = draw(5, 0)
-    assert torch.equal(first, draw(5, 0))
-    assert not torch.equal(first, draw(5, 1))
-    assert not torch.equal(first, draw(6, 0))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_generator_is_restored_when_the_function_raises():
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError):
-        seeded(0, torch.rand, CPU)(-1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_seeds_differ_in_every_number():
-    seeds = {mixed(a, b, c) for a, b, c in itertools.product(range(20), repeat=3)}
-    assert len(seeds) == 8000
-    assert len({seed % 2**32 for seed in seeds}) > 7990  # the CPU's generator takes 32 bits
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mixed(1) != mixed(1, 0)
-
-
-class Random(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        h = F.dropout(self.one(x), 0.5, self.training)
-        h = h + torch.rand(4) + torch.randn_like(h)
-        h.add_(torch.empty_like(h).uniform_())
-        return F.dropout(self.two(h), 0.3, self.training) * torch.bernoulli(torch.full((4,), 0.5))
-
-
-def test_random_numbers_hang_neither_on_cut_nor_schedule_nor_recompute():
-    model = EveryCut(Random(), torch.randn(4, 4))
-    modes = list(itertools.product(("drop-in", "1f1b", "gpipe"), ("never", "except_last", "always")))
-    for number, starts in enumerate([(0,), *model.cuts(2), tuple([0, *model.allowed])]):
-        for schedule, checkpoint in modes:
-            model.check(starts, 3, schedule, checkpoint, seed=number)
+# -- clones -------------------------------------------------------------------------------------------------------
 
 
 def test_a_clone_has_the_strides_of_the_value():

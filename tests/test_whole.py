@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
-from fxpipe.rewriting.functions import dice_of, mixed
+from fxpipe.rewriting.random_nodes import dice_of, mixed
 from fxpipe.tracing import trace
 
 

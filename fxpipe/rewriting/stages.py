@@ -28,9 +28,10 @@ from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
 from fxpipe.rewriting.deferring import Deferring, defer_norm, deferring_whole
 from fxpipe.rewriting.forgetting import keeping
-from fxpipe.rewriting.functions import clone, pop, seeded, set_autocast, set_grad, stash, undrawn
+from fxpipe.rewriting.functions import clone, pop, set_autocast, set_grad, stash
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
+from fxpipe.rewriting.random_nodes import seeded, undrawn
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.effects import Effects, running_statistics
 from fxpipe.tracing.devices import on_device

@@ -26,8 +26,9 @@ import torch
 
 from fxpipe.recomputing import recomputing
 from fxpipe.rewriting.forgetting import forgetting
-from fxpipe.rewriting.functions import mixed, running
+from fxpipe.rewriting.functions import running
 from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors

@@ -20,7 +20,7 @@ from oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.functions import mixed
+from fxpipe.rewriting.random_nodes import mixed
 from zoo.entry import BATCH, Call, Entry
 
 CHUNKS = 2

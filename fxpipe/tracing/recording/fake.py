@@ -46,7 +46,7 @@ class Fakes(FakeTensorMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and _dropout(func, args, kwargs or {}) != 0:
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_off(func._schema, args, kwargs or {}):
             self.drawn += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -132,13 +132,15 @@ def usable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if _current.mode is None else _current.mode.fake(tensor)
 
 
-def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
-    """The `dropout_p` of an attention, which draws nothing where that is 0; None for others."""
-    places = (place for place, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p")
-    place = next(places, None)
-    if place is None:
-        return None
-    return args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+def is_off(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
+    """Do the arguments of a random function say that it shall draw nothing: no dropout, no training?"""
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    names = {argument.name for argument in schema.arguments}
+    if "dropout_p" in names:
+        return bool(given.get("dropout_p", 0.0) == 0)
+    if names.isdisjoint(("train", "training")):
+        return False
+    return not given.get("train", given.get("training", False)) or 0 in (given.get("p"), given.get("dropout"))
 
 
 def _is_plain_meta(tensor: torch.Tensor) -> bool:

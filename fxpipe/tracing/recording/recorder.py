@@ -5,7 +5,7 @@ Recording meets real tensors, so whatever Python the model does simply runs. It 
 function mode does not see is handled as well (`following`), since forgetting it gives a graph that is silently wrong:
 
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
-- A node is *random* if torch's generators moved while it ran. No list of random functions to keep.
+- A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
 - A read of a tensor's value returns the real value and leaves a node with `meta["read"]`, the value: see `guards`.
 - A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, same_states
+from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, might_draw, same_states
 from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.kept import Kept
 from fxpipe.tracing.recording.names import CONSTANTS, OF_GRADIENTS, PLAIN, READS, TENSOR_ATTRIBUTES, leaves_no_node
@@ -323,7 +323,7 @@ class Recorder(TorchFunctionMode):
                 self.lots.append(True)
                 result = self.draws.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
-        node.meta["random"] = random
+        node.meta["random"] = random or might_draw(func, args, kwargs, result)
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:

@@ -1,0 +1,323 @@
+"""Random nodes of a stage, which draw by seed: the step's, the micro-batch's and the node's own, mixed.
+
+So a node's numbers hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones
+without any saved state. They are those that the function draws from torch's generator after `manual_seed` of that seed,
+bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of preference:
+
+1. A function that takes `generator=` is given one of the thread's own.
+2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator, RNNs also on
+   a GPU, where no seed of torch would reach their dropout.
+3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
+   a GPU, which take no other, and on a CPU fractional pooling, attention in half precision or under autocast.
+4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
+
+No stage waits for another in 1 and 2. In 3 and 4 one that draws from the same generator does: on a GPU, which has a
+lock of its own, while kernels are queued and no longer. Python kept whole takes the CPU's besides, since it may draw
+there as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from fxpipe.errors import StateError
+from fxpipe.rewriting.functions import running
+from fxpipe.rewriting.written_out import EVERYWHERE, WRITTEN_OUT
+from fxpipe.tracing.functions import opname
+
+_MASK = (1 << 64) - 1
+_CPU = torch.device("cpu")
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of 63 bits. Each bit hangs on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def seeded(
+    ordinal: int, function: Callable[..., Any] | str, device: torch.device, dice: bool = False
+) -> Callable[..., Any]:
+    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch.
+
+    `device` is the stage's. `dice`: it draws from Python's and numpy's, too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (
+            getattr(args[0], function)(*args[1:], **kwargs) if isinstance(function, str) else function(*args, **kwargs)
+        )
+
+    written_out: Any = WRITTEN_OUT.get(function)
+
+    def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+        return _own(_device_of(args, kwargs, device)).manual_seed(mixed(running.seed, ordinal))
+
+    def draw_given(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "generator": begun(args, kwargs)})
+
+    def draw_written_out(*args: Any, **kwargs: Any) -> Any:
+        generator = begun(args, kwargs)
+        if generator.device == _CPU or function in EVERYWHERE:
+            drawn = written_out(generator, *args, **kwargs)
+            if drawn is not NotImplemented:
+                return drawn
+        return _lend(generator, functools.partial(call, *args, **kwargs))
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return _lend(begun(args, kwargs), functools.partial(call, *args, **kwargs))
+
+    def draw_alone(*args: Any, **kwargs: Any) -> Any:
+        seed = mixed(running.seed, ordinal)
+        generators = [_own(at).manual_seed(seed) for at in dict.fromkeys((_CPU, device))]
+        work = functools.partial(call, *args, **kwargs)
+        return _alone(generators, functools.partial(_with_dice, seed, work) if dice else work)
+
+    chosen: Callable[..., Any]
+    if takes_generator(function):
+        chosen = draw_given
+    elif written_out is not None:
+        chosen = draw_written_out
+    elif is_torchs(function):
+        chosen = draw
+    else:
+        _replay_checkpoints()
+        chosen = draw_alone
+    name = function if isinstance(function, str) else opname(function)
+    chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
+    chosen.__module__ = __name__
+    return chosen
+
+
+# -- what can be done with a function --------------------------------------------------------------------------------
+
+
+def is_torchs(function: Callable[..., Any] | str) -> bool:
+    """Is it a function of torch's own, which does nothing with generators but to draw from them?"""
+    if isinstance(function, str):
+        return True
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return _namespace(function) == "aten"
+    return str(getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
+
+
+def takes_generator(function: Callable[..., Any] | str) -> bool:
+    """Does it take `generator=`? Functions written in Python do not count, some of which pass it on by place."""
+    if isinstance(function, OpOverload):
+        return is_torchs(function) and _generator_place(function) is not None
+    is_python = hasattr(function, "__code__")
+    packet = function if isinstance(function, str) else opname(function)
+    return is_torchs(function) and not is_python and _with_generator(packet)
+
+
+@functools.cache
+def _with_generator(packet: str) -> bool:
+    """Has this function of aten a form that takes a generator?"""
+    found = getattr(torch.ops.aten, packet, None)
+    overloads = [getattr(found, name) for name in found.overloads()] if isinstance(found, OpOverloadPacket) else []
+    return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
+
+
+def _generator_place(overload: OpOverload) -> int | None:
+    places = (k for k, argument in enumerate(overload._schema.arguments) if argument.name == "generator")
+    return next(places, None)
+
+
+def _namespace(function: OpOverload | OpOverloadPacket) -> str:
+    overload = function if isinstance(function, OpOverload) else getattr(function, function.overloads()[0])
+    return str(overload.namespace)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
+    """Where a function draws: as `device=` says, or else where its tensors are."""
+    device: torch.device | None = kwargs.get("device")
+    if device is None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value.device
+    return device or default
+
+
+# -- generators ------------------------------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    """What a thread draws with."""
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}  # its own: seeded anew by each node
+        self.lent: Sequence[torch.Generator] = ()  # those in the places of the process's, in `_alone`
+
+
+_thread = _Thread()
+_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
+
+
+def _own(device: torch.device) -> torch.Generator:
+    """This thread's generator of a device; what draws from it seeds it first."""
+    generators = _thread.generators
+    if device not in generators:
+        generators[device] = torch.Generator(device)
+    return generators[device]
+
+
+def _process_generator(device: torch.device) -> torch.Generator:
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+
+
+def _lock_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Held by whoever draws from the generator that the process has for a device."""
+    return _locks.setdefault(device, threading.RLock())  # of two that are made at once, the first is for both
+
+
+def _lend(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Calls with the process's generator standing where this one does, and takes over where it has come to."""
+    device = generator.device
+    process = _process_generator(device)
+    with _lock_of(device):
+        before = process.get_state()
+        process.set_state(generator.get_state())
+        try:
+            return call()
+        finally:
+            generator.set_state(process.get_state())
+            process.set_state(before)
+
+
+def _alone(generators: Sequence[torch.Generator], call: Callable[[], Any]) -> Any:
+    """The same for several generators, always in the same order, around Python that may do anything."""
+    outer, _thread.lent = _thread.lent, generators
+    try:
+        for generator in reversed(generators):
+            call = functools.partial(_lend, generator, call)
+        return call()
+    finally:
+        _thread.lent = outer
+
+
+def _with_dice(seed: int, call: Callable[[], Any]) -> Any:
+    with dice_of(seed):
+        return call()
+
+
+@contextlib.contextmanager
+def dice_of(seed: int) -> Iterator[None]:
+    """A block in which Python's and numpy's random numbers start from a seed."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+
+
+# -- checkpoints inside of Python kept whole -------------------------------------------------------------------------
+
+_plain_checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator
+
+
+def _replay_checkpoints() -> None:
+    """From now on what a random node checkpoints is recomputed with the numbers that it had.
+
+    `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
+    stages draw from it. Outside of random nodes it does what it did.
+    """
+    checkpoint._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]
+
+
+def _checkpoint(function: Any, preserve_rng_state: bool = True, *more: Any, **kwargs: Any) -> Any:
+    if not _thread.lent or not preserve_rng_state:
+        return _plain_checkpoint(function, preserve_rng_state, *more, **kwargs)
+    states = [(g.device, _process_generator(g.device).get_state()) for g in _thread.lent]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return _alone([_standing_at(*place) for place in states], functools.partial(function, *args, **kwargs))
+
+    return _plain_checkpoint(again, False, *more, **kwargs)
+
+
+def _standing_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    return torch.Generator(device).set_state(state)
+
+
+# -- Python that should draw nothing ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _draws(overload: OpOverload) -> bool:
+    """Does it draw? `_fused_sdp_choice` is said to, and returns a number."""
+    return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in overload._schema.returns)
+
+
+def _under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
+    """Calls under a mode.
+
+    A `with` would set flags of the process, too, by which torch.compile stands aside; threads that leave in another
+    order than they entered would leave them set for good.
+    """
+    _push_mode(mode)
+    try:
+        return call()
+    finally:
+        _pop_mode()
+
+
+class _Undrawn(TorchDispatchMode):
+    """Raises where something draws random numbers."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _draws(func):
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs, _CPU)
+        process = _process_generator(device)
+        with _lock_of(device):
+            before = process.get_state()
+            result = func(*args, **kwargs)
+            if torch.equal(before, process.get_state()):
+                return result
+        raise StateError(
+            f"{self.name}, kept whole, draws random numbers, which it did not when it was traced; recomputed, it would "
+            "draw other ones: use checkpoint='never'"
+        )
+
+
+def undrawn(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Python that runs as it is, and drew no random numbers while it was traced.
+
+    Its numbers come from torch's generator and not from the seed of the micro-batch, so it may not be run again.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not running.recomputes:
+            return function(*args)
+        return _under(_Undrawn(function.__name__), functools.partial(function, *args))
+
+    return call
