@@ -27,6 +27,7 @@ from fxpipe.errors import InternalError
 from fxpipe.rewriting.functions import mixed, running
 from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.assembly import Assembly, Tensors
+from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange, Value
 from fxpipe.runtime.failures import note
 from fxpipe.runtime.fences import Fences
@@ -58,13 +59,15 @@ class Step:
         recomputed: frozenset[Action],
         losses: Losses | None = None,
         keep_outputs: bool = False,
+        look_at_elements: bool = False,
     ):
         self.assembly, self.tensors = assembly, tensors
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
         wiring = assembly.wiring
         self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)))
-        self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
+        self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
+        self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)
         self.opened = [
             OpenStage(stage, wiring.links[j], assembly.devices[j], tensors, assembly.state)
             for j, stage in enumerate(self.stages)
@@ -152,6 +155,7 @@ class Step:
     def backward(self, j: int, i: int) -> None:
         pending = self.pending.pop((j, i))
         arrived = [self.exchange.take_gradient(j, name, i) for name, _ in pending.roots]
+        self.elements.note_roots(j, i, pending.roots, arrived)
         found = self.opened[j].go_back(pending, arrived)
         for (link, _), gradient in zip(pending.leaves, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)
