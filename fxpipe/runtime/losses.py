@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -82,7 +82,7 @@ class Losses:
 
     def _for_backward(self, loss: torch.Tensor, factor: Any) -> torch.Tensor:
         scaled: torch.Tensor = loss if isinstance(factor, int) else loss * factor
-        return scaled if self.scaler is None else cast(torch.Tensor, self.scaler.scale(scaled))
+        return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def remedies(self) -> str:
         """Where they do not add up."""
@@ -91,8 +91,15 @@ class Losses:
 
     @property
     def divisor(self) -> Any:
-        """What the gradients of all micro-batches together are still to be divided by; None for nothing."""
-        return self._weight * self.unit if self.weighted else None
+        """What the gradients of all micro-batches together are still to be divided by; None for nothing.
+
+        Where nothing counts, gradients stay the zeros they are, and the loss is 0 / 0: as in `F.cross_entropy`, where
+        all targets are to be ignored.
+        """
+        if not self.weighted:
+            return None
+        weight = self._weight
+        return self.unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
 
     @property
     def _weight(self) -> Any:
@@ -112,7 +119,7 @@ class Losses:
         values = [v for v in self.values if v is not None]
         if self.weighted:
             return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
-        scaled = [v * self.share(i) for i, v in enumerate(values)]
+        scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
 
 
