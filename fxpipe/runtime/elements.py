@@ -76,7 +76,9 @@ class Elements:
         for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
             if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
                 edges = [reduction.edge for reduction in found]
-                self.note((j, name), i, found, torch.autograd.grad([root], edges, [gradient], retain_graph=True))
+                with torch.autograd.set_multithreading_enabled(False):  # as the rest of B
+                    gradients = torch.autograd.grad([root], edges, [gradient], retain_graph=True)
+                self.note((j, name), i, found, gradients)
 
     def difference(self, share: Callable[[int], Any]) -> str | None:
         """What is wrong where elements do not count the same in all micro-batches, else None.
