@@ -186,7 +186,9 @@ class Engine:
         kind = self._losses.of(loss_fn, reduction, target, assembly)
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
-            losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, is_verified)
+            # As it is before the step: loss_fn may write to it.
+            whole = mapped(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
+            losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole)
             step = self._step(
                 assembly,
                 leaves,
@@ -202,21 +204,16 @@ class Engine:
             assert step.loss is not None
             return step, step.loss
 
-        def together(parts: Sequence[Any], how: int | str | None) -> Any:
-            return gather(parts, how, shares)
-
         is_verified = kind.is_due and m > 1
-        # As it is before the step: loss_fn may write to it.
-        whole_target = mapped(lambda t: t.detach().to(device, copy=True), target) if is_verified else target
         step, stage = run(is_verified)
-        loss = stage.losses.total()
         wrong = step.elements.difference(stage.losses.share)
         if wrong and kind.can_verify and not is_verified:  # nothing has changed yet: again, and this time for certain
-            is_verified, whole_target = True, mapped(lambda t: t.detach().to(device, copy=True), target)
+            is_verified = True
             step, stage = run(is_verified, step.seed)
-        outputs = stage.gathered(together) if is_verified or return_outputs else []
+        loss = stage.losses.total()
+        outputs = stage.gathered(lambda parts, how: gather(parts, how, shares)) if stage.keep_outputs else []
         if is_verified:
-            kind.can_verify = stage.verify(outputs, whole_target)
+            kind.can_verify = stage.verify(outputs)
         if wrong and not (is_verified and kind.can_verify):
             raise LossError(f"{wrong} {REMEDIES}. {REMEDIES_OF_MODELS}")
         if m > 1:

@@ -52,7 +52,7 @@ class LossStage:
             for place, gradient in zip(wanted, self._go_back(loss, [leaves[w] for w in wanted], i), strict=True):
                 gradients[place] = gradient
                 self.exchange.send_gradient(links[place], i, gradient)
-        if self.losses.is_verified:
+        if self.losses.whole_target is not None:
             self.gradients[i] = [
                 torch.zeros_like(x) if g is None and requires_grad(x) else g
                 for x, g in zip(leaves, gradients, strict=True)
@@ -83,7 +83,7 @@ class LossStage:
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
 
-    def verify(self, outputs: Sequence[Any], target: tuple[Any, ...]) -> bool:
+    def verify(self, outputs: Sequence[Any]) -> bool:
         """Is the loss of all outputs at once what the losses of micro-batches add up to? `outputs`: gathered.
 
         Returns:
@@ -99,7 +99,6 @@ class LossStage:
                 self.losses,
                 [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
                 lambda values: output_tree(self.assembly, values),
-                target,
             )
 
     def _hows(self) -> list[int | str | None]:

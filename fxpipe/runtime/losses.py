@@ -44,7 +44,7 @@ class Losses:
     shares: Sequence[float]  # of each micro-batch in the batch
     targets: Sequence[tuple[Any, ...]]  # for each micro-batch: () or (target,)
     scaler: torch.amp.GradScaler | None = None
-    is_verified: bool = False  # is the loss of all outputs to be compared with what these add up to
+    whole_target: tuple[Any, ...] | None = None  # where the loss of all outputs is to be compared with what these make
     values: list[torch.Tensor | None] = field(init=False)
     weights: list[Any] = field(init=False)
     weighted: bool | None = None  # does the function return (total, weight)
@@ -73,9 +73,10 @@ class Losses:
         """What micro-batch i counts, in proportion to others."""
         return self.weights[i] if self.weighted else self.shares[i] if self.reduction == "mean" else 1
 
-    def of_whole(self, output: Any, target: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of all outputs at once, detached, and the same scaled for backward."""
-        loss, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
+        assert self.whole_target is not None
+        loss, weight = checked_loss(self.function(output, *self.whole_target), "the whole mini-batch")
         if weight is not None:
             loss = torch.as_tensor(loss / weight)
         return loss.detach(), self._for_backward(loss, 1)

@@ -32,16 +32,13 @@ class Output:
     gradients: Sequence[torch.Tensor | None]  # of the micro-batches
 
 
-def verify(
-    losses: Losses, outputs: Sequence[Output], tree: Callable[[list[Any]], Any], target: tuple[Any, ...]
-) -> bool:
+def verify(losses: Losses, outputs: Sequence[Output], tree: Callable[[list[Any]], Any]) -> bool:
     """Compares with the loss of all outputs at once.
 
     Args:
         losses: of all micro-batches.
         outputs: of the last stages.
         tree: the model's output from their values.
-        target: of the whole mini-batch.
 
     Returns:
         Whether there was anything to compare.
@@ -55,7 +52,7 @@ def verify(
     values = [o.value.detach().requires_grad_() if t else o.value for o, t in zip(outputs, trained, strict=True)]
     try:
         with torch.enable_grad():
-            whole, scaled = losses.of_whole(tree(values), target)
+            whole, scaled = losses.of_whole(tree(values))
     except LossError:
         raise
     except Exception as error:
