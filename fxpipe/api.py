@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.runtime import Driver, StepRecord, Workers
-from fxpipe.runtime.losses import check_reduction
+from fxpipe.runtime.losses import check_reduction, check_scaler
 from fxpipe.scheduling import ScheduleLike, make_schedule
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tracing.containers import has_values
@@ -191,35 +191,87 @@ class Pipeline(nn.Module):
             settings = inside.settings
             return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
 
+    @overload
     def forward_backward(
         self,
         *args: Any,
         target: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[False] = False,
         **kwargs: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[True],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """Runs forward and backward of a mini-batch, interleaved as the schedule says; adds the gradients to `.grad`.
 
             loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
 
-        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch; the first step verifies this.
+        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch of b samples, also where its
+        micro-batches differ in size. A mean over something else than samples, tokens that are no padding say, returns
+        the sum and how many they are:
+
+            def loss_fn(logits, t):  # (b, classes, length), (b, length)
+                return F.cross_entropy(logits, t, reduction="sum"), (t != -100).sum()
+
+        The loss is taken of each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it is
+        taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
+        the whole mini-batch. On the CPU every step, on GPUs these, checks besides that each element of the sums and
+        means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes, also
+        where the model itself takes the loss, which is then weighed by samples and cannot be compared. What escapes: a
+        loss that is a mean over samples in those steps and is none in others.
 
         Args:
-            args, kwargs: the model's inputs.
-            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the samples in dimension 0; None:
-                loss_fn takes the output alone.
-            loss_fn: (output, target) -> a 0-dim tensor, or a pair (total, weight) for a mean over something else than
-                samples. None: the model's output is the loss.
-            reduction: "mean": the loss is a mean over samples. "sum": it is a sum.
+            args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)
+            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the b samples in dimension 0;
+                None: loss_fn takes the output alone.
+            loss_fn: (output, target) -> a 0-dim floating point tensor; or a pair (total, weight), of such a tensor and
+                a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
+                may be a module; what it uses gets gradients. None: the model's output is the loss. A loss inside the
+                model's output: `lambda out: out.loss`.
+            reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
+            grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
+                `grad_scaler.step(optimizer)` and `grad_scaler.update()` as ever.
+            return_outputs: return (loss, outputs). Without it an output is gone with its micro-batch.
 
         Returns:
-            The loss of the mini-batch: 0-dim, detached, on the last stage's device.
+            The loss of the mini-batch: 0-dim, detached, unscaled, on the last stage's device. With `return_outputs` the
+            pair of it and what the model returns for the mini-batch, detached, gathered as a call gathers it.
 
         Raises:
-            LossError: the loss is no scalar, or not what the losses of micro-batches add up to.
+            LossError: the loss is no scalar, does not require grad, or is not what the losses of micro-batches add up
+                to. As after any exception, gradients and buffers are as before.
+            ArgumentError: target has another batch than the inputs, or the inputs cannot be cut.
+            StateError: gradients are off, the pipe is closed, or another step is running.
+
+        Source: forward and backward interleaved without stale weights is PipeDream-Flush, Narayanan et al.,
+        Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
+        all count the same.
         """
         check_reduction(reduction)
+        check_scaler(grad_scaler)
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentTypeError(
                 f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"
@@ -246,9 +298,10 @@ class Pipeline(nn.Module):
                 settings.schedule, len(settings.placement), m, settings.checkpoint, settings.placement
             )
             targets = () if target is None else (target,)
-            return inside.engine.forward_backward(
-                assembly, leaves, batch, schedule, loss_fn or _own_loss, targets, reduction
+            loss, outputs = inside.engine.forward_backward(
+                assembly, leaves, batch, schedule, loss_fn or _own_loss, targets, reduction, grad_scaler, return_outputs
             )
+            return (loss, outputs) if return_outputs else loss
 
     # -- what it tells -----------------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ class Commit(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         finish, ctx.finish = ctx.finish, None
         if finish is None:
@@ -41,10 +40,36 @@ class Commit(torch.autograd.Function):
                 "the backward of this forward has already run, and what it needed is gone; add the losses and call "
                 "backward once: (loss1 + loss2).backward()"
             )
-        found = finish(gradients)
+        is_graph_wanted = torch.is_grad_enabled()  # create_graph=True
+        with torch.no_grad():
+            found = finish(gradients)
+        if is_graph_wanted:
+            found = _only_once(found)
         # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
         found.reverse()
         return (None, None, *(found.pop() for _ in range(len(found))))
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """What it returns requires grad, and cannot have any."""
+
+    @staticmethod
+    def forward(ctx: Any, requires_grad: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(gradient.detach() for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise StateError(
+            "gradients that a pipe has made cannot be differentiated again (create_graph=True, a gradient penalty): "
+            "its graphs are gone with its backward; take what needs second derivatives through the model itself, "
+            "pipe.model, on one device"
+        )
+
+
+def _only_once(found: Gradients) -> Gradients:
+    made = _Undifferentiable.apply(torch.zeros((), requires_grad=True), *(g for g in found if g is not None))
+    rest = iter(made)
+    return [None if g is None else next(rest) for g in found]
 
 
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:

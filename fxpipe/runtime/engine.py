@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import StateError
+from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import Commit, Gradients
 from fxpipe.runtime.drivers import Driver, close_all
-from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.known_losses import KnownLosses
+from fxpipe.runtime.loss_stage import LossStage, output_tree
+from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.step import Step
@@ -45,7 +47,7 @@ class Engine:
         self.model, self.driver = model, driver
         self._last_step: Callable[[], StepRecord] | None = None
         self._ambient = Ambient()  # of who calls, while a step runs
-        self._verified: set[Any] = set()  # what losses are made by, and how they add up
+        self._losses = KnownLosses()
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
         _engines.add(self)
@@ -75,11 +77,20 @@ class Engine:
         if self._runner != threading.get_ident():
             self._busy.acquire(timeout=LAST_STEP)
 
-    def _step(self, assembly: Assembly, leaves: Sequence[Any], batch: int, schedule: Schedule, **more: Any) -> Step:
+    def _step(
+        self,
+        assembly: Assembly,
+        leaves: Sequence[Any],
+        batch: int,
+        schedule: Schedule,
+        seed: int | None = None,
+        **more: Any,
+    ) -> Step:
         shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
-        seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
         recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
         split = frozenset(a.stage for row in schedule.rows for a in row if a.kind is Kind.WEIGHT)
         tensors = Tensors(self.model, assembly.constants)
@@ -116,7 +127,8 @@ class Engine:
         n, m = len(assembly.devices), min(chunks, batch)
         name = "gpipe" if assembly.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
-        step = self._step(assembly, leaves, batch, schedule)
+        kind = self._losses.of_call(assembly)
+        step = self._step(assembly, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
         self._drive(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
         outputs = [
@@ -141,6 +153,9 @@ class Engine:
                 with self.running():
                     step.ambient = self._ambient.of_backward(step.ambient)
                     self._drive(step, schedule, backward_part(schedule))
+                if wrong := step.elements.difference(lambda i: step.weights[i]):
+                    raise LossError(f"{wrong} {REMEDIES_OF_MODELS}")
+                kind.passed()
 
             made = self._commit(step, leaves, backward, [outputs[place] for place, _ in differentiable])
             for (place, _), output in zip(differentiable, made, strict=True):
@@ -167,7 +182,7 @@ class Engine:
             found += [step.exchange.input_gradients(place, leaves[place]) for place in places]
             if step.loss is None:
                 return found
-            found += [step.loss.gradients.pop(id(leaf))[1] for leaf in extra]
+            found += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.loss.losses.divisor
             return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
@@ -187,49 +202,57 @@ class Engine:
         loss_fn: Callable[..., Any],
         target: tuple[Any, ...],
         reduction: str,
-    ) -> torch.Tensor:
-        """Runs a step and adds its gradients to the model's parameters; returns the loss."""
+        scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
         m = schedule.micro_batches
         shares = [size / batch for size in sizes(batch, m)]
-        losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, assembly.devices[-1]))
-        kind = (_maker_of(loss_fn), reduction)
-        verify = kind not in self._verified and m > 1
-        step = self._step(assembly, leaves, batch, schedule, losses=losses, keep_outputs=verify)
-        self._drive(step, schedule, schedule.rows)
-        assert step.loss is not None
-        if verify:
-            device = assembly.devices[-1]
-            step.loss.verify(
-                mapped(lambda t: t.to(device), target), lambda parts, how: gather(parts, how, step.weights)
+        device = assembly.devices[-1]
+        kind = self._losses.of(loss_fn, reduction, target, assembly)
+
+        def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
+            # As it is before the step: loss_fn may write to it.
+            whole = mapped(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
+            losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole)
+            step = self._step(
+                assembly,
+                leaves,
+                batch,
+                schedule,
+                seed,
+                losses=losses,
+                keep_outputs=is_verified or return_outputs,
+                look_at_elements=kind.look_at_elements,
             )
-            self._verified.add(kind)
-        loss = losses.total()
-        extra = [leaf for leaf, _ in step.loss.gradients.values()]
+            self._drive(step, schedule, schedule.rows)
+            assert step.loss is not None
+            return step, step.loss
+
+        is_verified = kind.is_due and m > 1
+        step, stage = run(is_verified)
+        wrong = step.elements.difference(stage.losses.share)
+        if wrong and kind.can_verify and not is_verified:  # nothing has changed yet: again, and this time for certain
+            is_verified = True
+            step, stage = run(is_verified, step.seed)
+        loss = stage.losses.total()
+        outputs = stage.gathered(lambda parts, how: gather(parts, how, shares)) if stage.keep_outputs else []
+        if is_verified:
+            kind.can_verify = stage.verify(outputs)
+        if wrong and not (is_verified and kind.can_verify):
+            raise LossError(f"{wrong} {REMEDIES}. {REMEDIES_OF_MODELS}")
+        if m > 1:
+            kind.passed(is_mistaken=wrong is not None)
+        extra = [leaf for leaf, *_ in stage.own.values()]
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
         root.backward()
         step.commit_buffers()
-        return loss
+        return loss, output_tree(assembly, outputs) if return_outputs else None
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
     """The divisor is where the loss is."""
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
-
-
-def _maker_of(loss_fn: Any) -> Any:
-    """What stays the same where a loop makes its loss function anew in each step."""
-    if isinstance(loss_fn, functools.partial):
-        return _maker_of(loss_fn.func), _options(loss_fn.args), _options(loss_fn.keywords.items())
-    if hasattr(loss_fn, "__code__"):
-        cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
-        return loss_fn.__code__, _options(cells), *(_maker_of(c) for c in cells if isinstance(c, nn.Module))
-    return type(loss_fn), _options(getattr(loss_fn, "__dict__", {}).items())
-
-
-def _options(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Names and switches, such as `reduction`; not numbers, which a schedule may change in every step."""
-    kinds = (str, bool, type(None))
-    return tuple(v for v in values if isinstance(v[-1] if isinstance(v, tuple) and v else v, kinds))
 
 
 def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: torch.device) -> list[tuple[Any, ...]]:

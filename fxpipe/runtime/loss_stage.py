@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from fxpipe.autograd import leaves_under
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
-from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.commit import add_gradient
+from fxpipe.runtime.elements import Elements
+from fxpipe.runtime.exchange import Exchange, requires_grad
 from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
+
+Gather = Callable[[Sequence[Any], int | str | None], Any]
 
 
 @dataclass(slots=True)
@@ -24,9 +31,12 @@ class LossStage:
     assembly: Assembly
     exchange: Exchange
     losses: Losses
+    elements: Elements
     keep_outputs: bool
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
-    gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # of what else it hangs on
+    gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
+    own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
+    # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
 
     def run(self, i: int) -> None:
         links = self.assembly.wiring.links[-1]
@@ -36,26 +46,65 @@ class LossStage:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         with applied(self.assembly.state):
             loss = self.losses(output_tree(self.assembly, leaves), i)
-        wanted = [(link, x) for link, x, v in zip(links, leaves, values, strict=True) if v.requires_grad]
-        received = {id(x) for _, x in wanted}
-        own = [x for x in leaves_under(loss) if id(x) not in received]
-        found = torch.autograd.grad(loss, [*(x for _, x in wanted), *own], allow_unused=True)
-        for (link, _), gradient in zip(wanted, found, strict=False):
-            self.exchange.send_gradient(link, i, gradient)
-        for leaf, gradient in zip(own, found[len(wanted) :], strict=True):
-            if gradient is not None:
-                have = self.gradients.get(id(leaf))
-                self.gradients[id(leaf)] = (leaf, gradient if have is None else have[1] + gradient)
+        gradients: list[torch.Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
+            wanted = [place for place, v in enumerate(values) if v.requires_grad]
+            for place, gradient in zip(wanted, self._go_back(loss, [leaves[w] for w in wanted], i), strict=True):
+                gradients[place] = gradient
+                self.exchange.send_gradient(links[place], i, gradient)
+        if self.losses.whole_target is not None:
+            self.gradients[i] = [
+                torch.zeros_like(x) if g is None and requires_grad(x) else g
+                for x, g in zip(leaves, gradients, strict=True)
+            ]
 
-    def verify(self, target: tuple[Any, ...], gather: Callable[[Sequence[Any], int | str | None], Any]) -> None:
-        """Is the loss of all outputs, which were kept, what the losses of micro-batches add up to?"""
-        program, links = self.assembly.program, self.assembly.wiring.links[-1]
-        how = {
-            o: d for o, d in zip(program.outputs, self.assembly.out_dims, strict=True) if not isinstance(o, Constant)
-        }
-        parts = zip(*(self.outputs.pop(i) for i in sorted(self.outputs)), strict=True)
-        outputs = [gather(list(p), how[link.value]) for p, link in zip(parts, links, strict=True)]
-        self.losses.verify(output_tree(self.assembly, outputs), target)
+    def _go_back(self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], i: int) -> Sequence[torch.Tensor | None]:
+        """The gradients of a micro-batch's outputs; those of what else the loss hangs on are summed."""
+        received = {id(x) for x in outputs}
+        own = [x for x in leaves_under(loss) if id(x) not in received]
+        reductions = self.elements.under(get_gradient_edge(loss))
+        with _hooks_asleep(own):
+            inputs: list[Any] = [*outputs, *own, *(r.edge for r in reductions)]
+            found = torch.autograd.grad(
+                loss,
+                inputs,
+                allow_unused=True,
+                retain_graph=bool(own),  # what was made of them before this step belongs to all micro-batches
+            )
+        for leaf, gradient in zip(own, found[len(outputs) :], strict=False):
+            if gradient is not None:
+                _, total, count = self.own.get(id(leaf), (leaf, None, 0))
+                self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
+        self.elements.note("loss", i, reductions, found[len(outputs) + len(own) :])
+        return found[: len(outputs)]
+
+    def gathered(self, gather: Gather) -> list[Any]:
+        """The outputs of the mini-batch, which were kept: one for each link."""
+        rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
+        return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
+
+    def verify(self, outputs: Sequence[Any]) -> bool:
+        """Is the loss of all outputs at once what the losses of micro-batches add up to? `outputs`: gathered.
+
+        Returns:
+            Whether that could be seen.
+
+        Raises:
+            LossError: it is not.
+        """
+        rows = [self.gradients.pop(i) for i in sorted(self.gradients)]
+        columns = zip(*rows, strict=True)
+        with applied(self.assembly.state):
+            return verify(
+                self.losses,
+                [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
+                lambda values: output_tree(self.assembly, values),
+            )
+
+    def _hows(self) -> list[int | str | None]:
+        """How the outputs go together: one for each link."""
+        how = dict(zip(self.assembly.program.outputs, self.assembly.out_dims, strict=True))
+        return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
 
 def output_tree(assembly: Assembly, values: Sequence[Any]) -> Any:
@@ -63,3 +112,16 @@ def output_tree(assembly: Assembly, values: Sequence[Any]) -> Any:
     by_name = {link.value: x for link, x in zip(assembly.wiring.links[-1], values, strict=True)}
     leaves = [o.value if isinstance(o, Constant) else by_name[o] for o in assembly.program.outputs]
     return pytree.tree_unflatten(leaves, assembly.out_spec)
+
+
+@contextmanager
+def _hooks_asleep(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Hooks on tensors run when gradients are committed, once; `autograd.grad` would run them for each micro-batch."""
+    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
+    try:
+        for leaf, _ in hooks:
+            leaf._backward_hooks = None
+        yield
+    finally:
+        for leaf, own in hooks:
+            leaf._backward_hooks = own

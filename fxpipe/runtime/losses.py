@@ -5,26 +5,34 @@ Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples,
 - `reduction="mean"`: b_i / b, as L is a mean over samples;
 - `reduction="sum"`: 1;
 - its own weight w_i over the sum of all weights, where `loss_fn` returns `(total, weight)`: a mean over tokens, say.
-  The sum is known only when all are done; then, and only then, gradients are divided, since no loss can be scaled
-  beforehand.
+  The sum is known only when all are done; then, and only then, gradients are divided. Until then they are kept about as
+  large as they will be by a power of two, which rounds nothing: in half precision the gradient of a sum over all tokens
+  would overflow where that of their mean does not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from fxpipe.errors import ArgumentError, LossError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
 
 REDUCTIONS = ("mean", "sum")
 REMEDIES = (
-    "If it is a sum over samples, pass reduction='sum'. If it is a mean over something else than samples (tokens, "
-    "pixels that count), let loss_fn return (total, weight). If it needs all samples at once (contrastive, Dice), use "
-    "the drop-in: loss_fn(pipe(x), target).backward()"
+    "If it is a mean over something else than samples (tokens, pixels that count), let loss_fn return (total, weight): "
+    "the sum over what counts, and how many that are. If it needs all samples at once (contrastive, Dice), use the "
+    "drop-in: loss_fn(pipe(x), target).backward()"
 )
+REMEDIES_OF_MODELS = (
+    "Where the model takes the loss itself, forward_backward can weigh it, with a loss_fn that returns (out.loss * n, "
+    "n), n elements that count in the micro-batch; or take the loss of the model's other outputs instead."
+)
+LARGEST_UNIT = 2.0**60
 
 
 @dataclass(slots=True)
@@ -35,72 +43,92 @@ class Losses:
     reduction: str
     shares: Sequence[float]  # of each micro-batch in the batch
     targets: Sequence[tuple[Any, ...]]  # for each micro-batch: () or (target,)
+    scaler: torch.amp.GradScaler | None = None
+    whole_target: tuple[Any, ...] | None = None  # where the loss of all outputs is to be compared with what these make
     values: list[torch.Tensor | None] = field(init=False)
     weights: list[Any] = field(init=False)
     weighted: bool | None = None  # does the function return (total, weight)
+    unit: Any = None  # where it does: a power of two near 1 / the sum of weights
+    has_gradient: bool = False  # does any of them require grad
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.shares)
         self.weights = [None] * len(self.shares)
 
     def __call__(self, output: Any, i: int) -> torch.Tensor:
-        """The loss of micro-batch i, scaled for backward."""
+        """The loss of micro-batch i, scaled for backward. It may hang on nothing: a micro-batch of padding, say."""
         loss, weight = checked_loss(self.function(output, *self.targets[i]), f"micro-batch {i}")
-        if not loss.requires_grad:
-            raise LossError(
-                f"the loss of micro-batch {i} does not require grad: neither a parameter nor an input that requires "
-                "grad leads to it; is every parameter frozen, or the output detached?"
-            )
         if self.weighted is not None and self.weighted != (weight is not None):
             raise LossError(
                 "loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind"
             )
         self.weighted = weight is not None
-        self.values[i] = loss.detach()
-        self.weights[i] = weight.detach() if isinstance(weight, torch.Tensor) else weight
-        return loss if self.weighted or self.reduction == "sum" else loss * self.shares[i]
+        self.has_gradient |= loss.requires_grad
+        self.values[i], self.weights[i] = loss.detach(), weight
+        if self.weighted and self.unit is None:
+            self.unit = _unit_near(weight, len(self.shares))
+        return self._for_backward(loss, self.unit if self.weighted else self.share(i))
+
+    def share(self, i: int) -> Any:
+        """What micro-batch i counts, in proportion to others."""
+        return self.weights[i] if self.weighted else self.shares[i] if self.reduction == "mean" else 1
+
+    def of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of all outputs at once, detached, and the same scaled for backward."""
+        assert self.whole_target is not None
+        loss, weight = checked_loss(self.function(output, *self.whole_target), "the whole mini-batch")
+        if weight is not None:
+            loss = torch.as_tensor(loss / weight)
+        return loss.detach(), self._for_backward(loss, 1)
+
+    def _for_backward(self, loss: torch.Tensor, factor: Any) -> torch.Tensor:
+        scaled: torch.Tensor = loss if isinstance(factor, int) else loss * factor
+        return scaled if self.scaler is None else self.scaler.scale(scaled)
+
+    def remedies(self) -> str:
+        """Where they do not add up."""
+        other = {"mean": "sum", "sum": "mean"}[self.reduction]
+        return f"If it is a {other} over samples, pass reduction={other!r}. {REMEDIES}"
 
     @property
     def divisor(self) -> Any:
-        """What the gradients of all micro-batches together are still to be divided by; None for nothing."""
-        return sum(self.weights[1:], self.weights[0]) if self.weighted else None
+        """What the gradients of all micro-batches together are still to be divided by; None for nothing.
+
+        Where nothing counts, gradients stay the zeros they are, and the loss is 0 / 0: as in `F.cross_entropy`, where
+        all targets are to be ignored.
+        """
+        if not self.weighted:
+            return None
+        weight = self._weight
+        return self.unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
+
+    @property
+    def _weight(self) -> Any:
+        return sum(self.weights[1:], self.weights[0])
 
     def total(self) -> torch.Tensor:
-        """The loss of the mini-batch."""
-        values = [v for v in self.values if v is not None]
-        if self.weighted:
-            return torch.as_tensor(sum(values[1:], values[0]) / self.divisor)
-        shares = self.shares if self.reduction == "mean" else [1] * len(values)
-        scaled = [v * s for v, s in zip(values, shares, strict=True)]
-        return sum(scaled[1:], scaled[0])
-
-    def verify(self, output: Any, target: tuple[Any, ...]) -> None:
-        """Compares with the loss of all outputs at once.
+        """The loss of the mini-batch.
 
         Raises:
-            LossError: the loss of the mini-batch is not what the losses of micro-batches add up to.
+            LossError: nothing that requires grad leads to it.
         """
-        with torch.no_grad():
-            whole, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
-        if weight is not None:
-            whole = torch.as_tensor(whole / weight)
-        ours = self.total()
-        tolerance = 1e-4 if ours.dtype in (torch.float32, torch.float64) else 3e-2
-        # What cancels out is known no better than the largest summand.
-        largest = max(float(v.abs()) for v in self.values if v is not None)
-        atol = tolerance * 1e-2 * max(1.0, largest if self.weights[0] is None else 1.0)
-        if not torch.allclose(whole.double(), ours.double(), rtol=tolerance, atol=atol, equal_nan=True):
+        if not self.has_gradient:
             raise LossError(
-                f"loss_fn gives {float(whole):.6g} for the whole mini-batch, but its micro-batches add up to "
-                f"{float(ours):.6g}: it is no mean over samples, and the gradients would be wrong. {REMEDIES}"
+                "the loss does not require grad: neither a parameter nor an input that requires grad leads to it; is "
+                "every parameter frozen, or the output detached?"
             )
+        values = [v for v in self.values if v is not None]
+        if self.weighted:
+            return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
+        scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
+        return sum(scaled[1:], scaled[0])
 
 
 def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
-    """(loss, None), or (total, weight)."""
+    """(loss, None), or (total, weight) with a weight that sums do not overflow in."""
     loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
-        return loss, weight
+        return loss, None if loss is value else _checked_weight(weight, where)
     what = (
         f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
         if isinstance(loss, torch.Tensor)
@@ -112,8 +140,44 @@ def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
     )
 
 
+def _checked_weight(weight: Any, where: str) -> Any:
+    if isinstance(weight, torch.Tensor) and weight.dim() == 0 and not weight.is_complex():
+        if weight.requires_grad:
+            raise LossError(
+                f"the weight that loss_fn returned for {where} requires grad, but weights are summed without a "
+                "gradient: detach it (weight.detach()) if it is meant as a number; if the gradient is to flow through "
+                "it, use the drop-in: loss_fn(pipe(x), target).backward()"
+            )
+        is_exact = weight.dtype in (torch.float32, torch.float64)
+        return weight if is_exact else weight.float() if weight.is_floating_point() else weight.long()
+    if isinstance(weight, Real):
+        return int(weight) if isinstance(weight, Integral) else float(weight)
+    what = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, torch.Tensor) else type(weight).__name__
+    raise LossError(
+        f"loss_fn returned (total, weight) for {where} with {what} as weight; expected a number or a 0-dim tensor: "
+        "how many tokens, say, the total is a sum of"
+    )
+
+
+def _unit_near(weight: Any, count: int) -> Any:
+    """A power of two near 1 / (count * weight); at most 1. It stays where the weight is: nobody waits for a GPU."""
+    if not isinstance(weight, torch.Tensor):
+        size = min(max(abs(weight) * count, 1.0), LARGEST_UNIT)
+        return math.frexp(size)[0] / size
+    sizes = (weight.double().abs() * count).clamp(1, LARGEST_UNIT)
+    return (torch.frexp(sizes).mantissa / sizes).to(torch.promote_types(weight.dtype, torch.float32))
+
+
 def check_reduction(reduction: str) -> None:
     if reduction not in REDUCTIONS:
         raise ArgumentError(
             f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)"
+        )
+
+
+def check_scaler(scaler: Any) -> None:
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(
+            f"grad_scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler, whose scaler.step(optimizer) "
+            "and scaler.update() stay yours to call"
         )

@@ -32,6 +32,7 @@ from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
+from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange, Value
 from fxpipe.runtime.failures import note
 from fxpipe.runtime.fences import Fences
@@ -68,6 +69,7 @@ class Step:
         losses: Losses | None = None,
         keep_outputs: bool = False,
         split: frozenset[int] = frozenset(),
+        look_at_elements: bool = False,
     ):
         """`split`: the stages that have W."""
         self.assembly, self.tensors = assembly, tensors
@@ -77,7 +79,8 @@ class Step:
         wiring = assembly.wiring
         self.transport = Transport.of(assembly.devices, leaves)
         self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)), self.transport)
-        self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
+        self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
+        self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)
         self.opened = [
             OpenStage(
                 assembly.with_split_weights(j) if j in split else stage,
@@ -174,6 +177,7 @@ class Step:
     def backward(self, j: int, i: int) -> None:
         pending = self.pending.pop((j, i))
         arrived = [self.exchange.take_gradient(j, name, i) for name, _ in pending.roots]
+        self.elements.note_roots(j, i, pending.roots, arrived)
         found = self.opened[j].go_back(pending, arrived)
         for (link, _), gradient in zip(pending.leaves, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)

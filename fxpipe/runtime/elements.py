@@ -1,0 +1,162 @@
+"""What each element counts in the loss: a check of means that costs a few microseconds and looks at every step.
+
+Most losses end in a sum or a mean over elements: samples, tokens, pixels. Taken micro-batch by micro-batch, an element
+must count in each what it counts in another. Where micro-batches hold unequal numbers of elements, of tokens that are
+no padding say, a mean over them gives those of a short micro-batch too much: the gradient is wrong, and no value shows
+it where the model itself takes the loss, or where padding comes later than the step that was verified.
+
+Autograd's graph of the loss knows: the gradient that arrives at a mean over n elements is n times what each of them
+counts, whatever the loss does in between. Only the head of the graph is looked at, from the loss through 0-dim values
+down to the first sums and means; what it finds beyond them is not its business, and a loss without any passes.
+
+A term that hangs on no sample, a penalty on parameters, counts its share in each micro-batch: that is right as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from fxpipe.rewriting.program import Received
+from fxpipe.runtime.assembly import Assembly
+
+MEAN, SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph keeps it
+MOST_NODES = 64  # of a head; a loss with more is not looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A sum or mean in the head of a graph."""
+
+    edge: GradientEdge  # where its gradient arrives
+    count: Any  # of elements that it divides by: a number, or a tensor where they have weights
+
+
+@dataclass(slots=True)
+class Elements:
+    """What elements count, by sum or mean and by micro-batch; filled in by all workers."""
+
+    is_on: bool
+    reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
+    found: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by micro-batch the gradient that has arrived, and what the mean divides by
+
+    @classmethod
+    def of(cls, assembly: Assembly, is_on: bool) -> Elements:
+        """`is_on`: else it looks at nothing."""
+        reduced = {
+            (output.source, output.name)
+            for output, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
+            if how in ("mean", "sum") and isinstance(output, Received)
+            if assembly.wiring.users[output.source, output.name] == (len(assembly.devices),)
+        }
+        return cls(is_on, frozenset(reduced))
+
+    def under(self, edge: GradientEdge) -> list[Reduction]:
+        """The sums and means in the head of a graph that ends in `edge`."""
+        return reductions_under(edge) if self.is_on else []
+
+    def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
+        for ordinal, (reduction, gradient) in enumerate(zip(found, gradients, strict=True)):
+            if gradient is not None:
+                self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
+
+    def note_roots(
+        self, j: int, i: int, roots: Sequence[tuple[str, GradientEdge]], arrived: Sequence[torch.Tensor | None]
+    ) -> None:
+        """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
+        for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
+            if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
+                edges = [reduction.edge for reduction in found]
+                with torch.autograd.set_multithreading_enabled(False):  # as the rest of B
+                    gradients = torch.autograd.grad([root], edges, [gradient], retain_graph=True)
+                self.note((j, name), i, found, gradients)
+
+    def difference(self, share: Callable[[int], Any]) -> str | None:
+        """What is wrong where elements do not count the same in all micro-batches, else None.
+
+        `share`: what a micro-batch counts. This waits for the values, which on a GPU are still to come.
+        """
+        for (*_, name), by_micro_batch in self.found.items():
+            known = {i: _of_one(float(gradient), float(count)) for i, (gradient, count) in by_micro_batch.items()}
+            known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
+            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient, _ in by_micro_batch.values())
+            tolerance = 1e-5 if exact else 3e-2
+            if _are_close([*known.values()], tolerance):
+                continue
+            shares = {i: float(share(i)) for i in known}
+            if _are_close([value / shares[i] for i, value in known.items() if shares[i]], tolerance):
+                continue
+            least, most = min(known, key=lambda i: abs(known[i])), max(known, key=lambda i: abs(known[i]))
+            times = abs(known[most] / known[least]) if known[least] else math.inf
+            return (
+                f"the loss takes a sum or mean over elements ({name.removesuffix('0').removesuffix('Backward')}) that "
+                f"count {times:.3g} times as much in micro-batch {most} as in micro-batch {least}; in the whole "
+                "mini-batch all count the same, and the gradients would be wrong. Is it a mean over tokens or pixels "
+                "of which some do not count (ignore_index, a mask)?"
+            )
+        return None
+
+
+def reductions_under(edge: GradientEdge) -> list[Reduction]:
+    """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
+    found: list[Reduction] = []
+    todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+    seen: set[tuple[Any, int]] = set()
+    while todo:
+        node, number = todo.pop()
+        if node is None or (node, number) in seen or not _is_scalar(node, number):
+            continue
+        seen.add((node, number))
+        if len(seen) > MOST_NODES:
+            return []
+        if (count := _count_of(node)) is not None:
+            found.append(Reduction(GradientEdge(node, number), count))
+        else:
+            todo.extend(reversed(node.next_functions))
+    return found
+
+
+def _is_scalar(node: Any, number: int) -> bool:
+    """Is this output of the function that `node` goes back through 0-dim? Leaves are no functions."""
+    made = getattr(node, "_input_metadata", ())
+    return number < len(made) and len(made[number].shape) == 0 and bool(node.next_functions)
+
+
+def _count_of(node: Any) -> Any:
+    """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
+    name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+    if name.startswith("NllLoss") and reduction == MEAN:
+        return node._saved_total_weight.detach()
+    if name.startswith("SumBackward") or reduction == SUM:
+        return 1
+    if not (name.startswith("MeanBackward") or reduction == MEAN):
+        return None
+    below, number = node.next_functions[0]
+    if below is None:
+        return None
+    if (variable := getattr(below, "variable", None)) is not None:
+        return variable.numel()
+    made = getattr(below, "_input_metadata", ())
+    return math.prod(made[number].shape) if number < len(made) else None
+
+
+def _of_one(gradient: float, count: float) -> float:
+    """What one of `count` elements counts; NaN where nobody can say: none that count, or a gradient that overflows."""
+    if not math.isfinite(gradient) or (count == 0 and gradient == 0):
+        return math.nan
+    return gradient / count if count else math.inf
+
+
+def _are_close(values: Sequence[float], tolerance: float) -> bool:
+    if math.inf in values:
+        return False
+    return not values or max(values) - min(values) <= tolerance * max(map(abs, values))
