@@ -35,8 +35,9 @@ def as_schedule_like(given: object) -> ScheduleLike:
     """
     if isinstance(given, str) and given not in SCHEDULES and _SOME_ACTION.search(given):
         return parse_schedule(given)
-    if isinstance(given, Schedule):  # in tuples, so that it can be a key
-        return replace(given, rows=tuple(map(tuple, given.rows)))
+    if isinstance(given, Schedule):
+        in_tuples = isinstance(given.rows, tuple) and all(isinstance(row, tuple) for row in given.rows)
+        return given if in_tuples else replace(given, rows=tuple(map(tuple, given.rows)))  # it is to be a key
     if (isinstance(given, str) and given in SCHEDULES) or (callable(given) and isinstance(given, Hashable)):
         return given
     raise ArgumentError(
