@@ -95,7 +95,8 @@ def pipeline(
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
-            given. The schedule is not taken from it.
+            given. The schedule is not taken from it. What says how to plan (balance, pin, memory_limit,
+            optimizer_state, hardware, profile, profile_budget) is refused beside it.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ from fxpipe.scheduling import SCHEDULES
 from fxpipe.tracing.ways import Tracer, check_tracer
 
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
+# What planning alone asks for, and its defaults: beside a plan nobody would heed it.
+FOR_PLANNING: Mapping[str, Any] = MappingProxyType(
+    {
+        "balance": "auto",
+        "pin": None,
+        "memory_limit": None,
+        "optimizer_state": 2.0,  # for Adam
+        "hardware": None,
+        "profile": None,
+        "profile_budget": None,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,16 @@ def make_settings(
     """
     per_device = parse_stages_per_device(stages_per_device)
     if plan is not None:
-        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
+        for_planning = {
+            "balance": balance,
+            "pin": pin or None,
+            "memory_limit": memory_limit,
+            "optimizer_state": optimizer_state,
+            "hardware": hardware,
+            "profile": profile,
+            "profile_budget": profile_budget,
+        }
+        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
     workers = parse_devices(devices, anywhere)
     placement = _placed(len(workers), per_device, plan)
     pins, balance = _pins(pin, balance, workers)
@@ -156,18 +178,21 @@ def _left_to_plan(
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     checkpoint: str | tuple[str, ...],
-    balance: Any,
-    pin: Any,
+    for_planning: Mapping[str, Any],
 ) -> tuple[Sequence[str | torch.device], int | str, str | tuple[str, ...]]:
-    """Devices, chunks and checkpoint: the plan's, where they were not given."""
+    """Devices, chunks and checkpoint: the plan's, where they were not given. What is for planning must not be given."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
         )
-    if not isinstance(balance, str) or balance != "auto":
-        raise ArgumentError(f"balance={balance!r} and a plan, which has its stages already: give one of them")
-    if pin:
-        raise ArgumentError(f"pin={pin!r} and a plan, which has its stages already: give one of them")
+    for name, given in for_planning.items():
+        default = FOR_PLANNING[name]
+        if given is not default and not (isinstance(given, (str, float, int)) and given == default):
+            shown = repr(given) if isinstance(given, (str, float, int, Sequence, Mapping)) else type(given).__name__
+            raise ArgumentError(
+                f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
+                f"fxpipe.plan(model, ..., {name}=...)"
+            )
     return (
         plan.workers if devices is None else devices,
         plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
