@@ -133,16 +133,17 @@ def prepare(
     given: Plan | None = None,
     seed: int = 0,
 ) -> Prepared:
-    """All passes. With `given`, its stages are taken instead of planning new ones.
+    """All passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
 
     `seed` is that of the numbers that forward draws and reads.
     """
     from fxpipe.deciding import decide, is_by_hand
     from fxpipe.rewriting.ordering import ordered
+    from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.snapshot import undone
 
-    with on_one_device(model) as device:
+    with on_one_device(model) as device, in_mode(model, None if given is None else given.evaluating):
         args, kwargs = moved((args, kwargs), device)
         traced, micro = _trace(model, args, kwargs, settings, seed)
         if given is not None and given.fingerprint != traced.fingerprint():

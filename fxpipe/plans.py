@@ -97,6 +97,7 @@ class Plan:
     placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
     bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
     sendings: tuple[Sending, ...] = ()
+    evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
 
     def __post_init__(self) -> None:
         if not self.placement:

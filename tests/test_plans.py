@@ -28,7 +28,7 @@ def full() -> fxpipe.Plan:
     free = estimated(Causal(), 3, ids(), hardware=hardware(link))
     limit = int(max(needs(free)) * 0.6)
     plan = estimated(Causal(), 3, ids(), hardware=hardware(link), memory_limit=limit)
-    return dataclasses.replace(plan, why=("it was so",), guards=("x > 0",))
+    return dataclasses.replace(plan, why=("it was so",), guards=("x > 0",), evaluating=("layers.0",))
 
 
 def test_the_full_plan_is_full() -> None:

@@ -16,6 +16,7 @@ from fxpipe.rewriting.program import INPUT
 from fxpipe.settings import Settings
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
+from fxpipe.tracing.modes import evaluating
 from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
 
@@ -98,6 +99,7 @@ def describe(
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
         sendings=_sendings(cut, program, sizes),
+        evaluating=evaluating(traced.model),
     )
 
 
