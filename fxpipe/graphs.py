@@ -69,7 +69,7 @@ class Inside:
             raise ArgumentError(
                 "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
             )
-        prepared.traced.check_parts(batch, microbatches.sizes(batch, min(self.settings.chunks, batch)))
+        prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:

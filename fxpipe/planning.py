@@ -145,7 +145,7 @@ def prepare(
 
     with on_one_device(model) as device, in_mode(model, None if given is None else given.evaluating):
         args, kwargs = moved((args, kwargs), device)
-        traced, micro = _trace(model, args, kwargs, settings, seed)
+        traced, batch = _trace(model, args, kwargs, settings, seed)
         if given is not None and given.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
@@ -154,10 +154,10 @@ def prepare(
         if given is not None:
             return _as_planned(traced, given, settings)
         with undone(model):  # hooks, and modules kept whole, run as they are
-            profiles = _profiles(traced, args, kwargs, micro, settings)
+            profiles = _profiles(traced, args, kwargs, settings.largest_micro_batch(batch), settings)
     orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
-    cut = decide(orders, profiles, micro, settings)
-    return _prepared(cut, traced.fingerprint(), micro, settings)
+    cut = decide(orders, profiles, batch, settings)
+    return _prepared(cut, traced.fingerprint(), batch, settings)
 
 
 def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
@@ -210,7 +210,7 @@ def prepare_beside(
 def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
-    """The graph, and the size of the largest micro-batch."""
+    """The graph, and the number of samples."""
     from fxpipe.tracing import trace
     from fxpipe.trees import flatten
 
@@ -226,8 +226,7 @@ def _trace(
         check=settings.check,
         seed=seed,
     )
-    batch = traced.batch_of(flatten((args, kwargs))[0])
-    return traced, -(-batch // min(settings.chunks, batch))
+    return traced, traced.batch_of(flatten((args, kwargs))[0])
 
 
 def _worker_threads(workers: Sequence[torch.device]) -> int:
@@ -288,17 +287,17 @@ def _profiles(
     ]
 
 
-def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Prepared:
+def _prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
     from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     program = split(traced, cut.starts, settings.devices)
-    copies = copies_of(cut, program, micro)
+    copies = copies_of(cut, program, settings.largest_micro_batch(batch))
     if any(copies):
         program = split(traced, cut.starts, settings.devices, copies)
-    plan = describe(cut, program, copies, micro, settings)
+    plan = describe(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 

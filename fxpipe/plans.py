@@ -11,6 +11,7 @@ from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError
 from fxpipe.polynomials import ZERO, Polynomial
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+from fxpipe.stage_costs import StageCost, Transfer, check_costs
 
 if TYPE_CHECKING:
     import sympy
@@ -85,7 +86,7 @@ class Plan:
     portals: tuple[Portal, ...]
     devices: tuple[str, ...]  # by stage
     schedule: str
-    chunks: int
+    chunks: int  # as asked for; see `micro_batches`
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
     checkpoint: str | tuple[str, ...]  # or one for each stage
     balance: str
@@ -97,6 +98,7 @@ class Plan:
     placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
     bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
     sendings: tuple[Sending, ...] = ()
+    batch: int | None = None  # samples of the mini-batch that it was made for; None: not known
     evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
 
     def __post_init__(self) -> None:
@@ -109,6 +111,11 @@ class Plan:
         return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
 
     @property
+    def micro_batches(self) -> int:
+        """Of a step: fewer than `chunks` where the mini-batch has fewer samples."""
+        return self.chunks if self.batch is None else min(self.chunks, self.batch)
+
+    @property
     def modes(self) -> tuple[str, ...]:
         """For each stage its checkpoint mode."""
         return (self.checkpoint,) * len(self.stages) if isinstance(self.checkpoint, str) else self.checkpoint
@@ -119,10 +126,15 @@ class Plan:
 
         return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
 
+    def costs(self) -> tuple[list[StageCost], list[Transfer]]:
+        """What the simulator is told: of each stage, and of all that goes between stages."""
+        stages = [StageCost(s.forward_seconds, s.backward_seconds, weight=s.weight_seconds) for s in self.stages]
+        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds) for s in self.sendings]
+
     def _schedule(self) -> Schedule:
         from fxpipe.scheduling import make_schedule
 
-        return make_schedule(self.schedule, len(self.stages), self.chunks, self.checkpoint, self.placement)
+        return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
 
     # -- formulas in the micro-batch size ------------------------------------------------------------------------------
 
@@ -189,10 +201,12 @@ class Plan:
             "schedule": self.schedule not in SCHEDULES,
             "chunks": self.chunks < 1,
             "micro_batch": self.micro_batch < 1,
+            "batch": self.batch is not None and self.batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
+        check_costs(*self.costs(), n)
 
     def __str__(self) -> str:
         from fxpipe.inspect.tables import plan_table

@@ -74,6 +74,14 @@ class Settings:
         """For each stage its device."""
         return tuple(self.workers[k] for k in self.placement)
 
+    def micro_batches(self, batch: int) -> int:
+        """Of a mini-batch of so many samples: fewer than `chunks` where there are fewer samples."""
+        return min(self.chunks, batch)
+
+    def largest_micro_batch(self, batch: int) -> int:
+        """Samples in the largest micro-batch of a mini-batch."""
+        return -(-batch // self.micro_batches(batch))
+
 
 def make_settings(
     *,

@@ -16,6 +16,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect.figures import plan_figures
 
 
 class Moody(nn.Module):
@@ -119,3 +120,40 @@ def test_another_model_is_refused_in_either_mode() -> None:
     with pytest.raises(ArgumentError, match="another graph") as caught:
         fxpipe.pipeline(Moody().eval(), plan=plan, example_args=(samples(),))
     assert "mode (train or eval)" not in "".join(getattr(caught.value, "__notes__", ()))
+
+
+# -- fewer samples than chunks -----------------------------------------------------------------------------------------
+
+
+class Row(nn.Sequential):
+    """Equal layers."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__(*(layer for _ in range(layers) for layer in (nn.Linear(4, 4), nn.Tanh())))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_is_planned_for_fewer_samples_than_chunks_is_what_runs(schedule: str) -> None:
+    """Two samples make two micro-batches, however many were asked for."""
+    options: dict[str, Any] = {"example_args": (samples(2),), "hardware": "cpu", "schedule": schedule}
+    many, two = (fxpipe.plan(Row(), 3, chunks=chunks, **options) for chunks in (8, 2))
+    assert (many.chunks, many.micro_batches, many.micro_batch, many.batch) == (8, 2, 1, 2)
+    assert [many.in_flight(j) for j in range(3)] == [two.in_flight(j) for j in range(3)]
+    assert [many.memory(j) for j in range(3)] == [two.memory(j) for j in range(3)]
+    assert plan_figures(many) == plan_figures(two)
+    assert "2 micro-batches of at most 1 sample" in str(many)
+
+
+def test_what_fits_into_memory_is_not_refused_for_chunks_that_there_are_not() -> None:
+    options: dict[str, Any] = {"example_args": (samples(2),), "hardware": "cpu", "schedule": "gpipe"}
+    two = fxpipe.plan(Row(), 2, chunks=2, checkpoint="never", **options)
+    limit = max(int(two.memory(j, b=1)) for j in range(2))
+    many = fxpipe.plan(Row(), 2, chunks=64, checkpoint="never", memory_limit=limit, **options)
+    assert [stage.nodes for stage in many.stages] == [stage.nodes for stage in two.stages]
+
+
+def test_a_plan_for_few_samples_cuts_more_of_them_as_was_asked() -> None:
+    plan = fxpipe.plan(Row(), 2, example_args=(samples(2),), chunks=8, hardware="cpu")
+    with closing(fxpipe.pipeline(Row(), plan=plan)) as pipe:
+        pipe(samples(16))
+        assert len({record.action.micro_batch for record in pipe.last_step.actions}) == 8

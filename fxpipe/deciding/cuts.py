@@ -55,24 +55,25 @@ class Cut:
         return tuple(load.recompute for load in self.loads)
 
 
-def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, settings: Settings) -> Cut:
+def decide(orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings) -> Cut:
     """The best cut of a graph.
 
     Args:
         orders: the graph in the orders to be compared; the first one wins a tie.
         profiles: of its nodes, one for each kind of device.
-        samples: of the largest micro-batch.
+        batch: samples of the mini-batch.
 
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
     """
     found, failures = list[Cut](), list[PartitionError]()
+    samples = settings.largest_micro_batch(batch)
     for traced in orders:
         chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
         nodes = _nodes(traced, chain)
         for way in _with_modes(_ways(settings, nodes), settings):
             try:
-                case = _case(way, traced, chain, nodes, settings, profiles, samples)
+                case = _case(way, traced, chain, nodes, settings, profiles, batch)
                 found += _cuts_of(case)
             except PartitionError as error:
                 failures.append(error)
@@ -113,7 +114,7 @@ def _case(
     nodes: Nodes,
     settings: Settings,
     profiles: Sequence[Profile],
-    samples: int,
+    batch: int,
 ) -> _Case:
     required = _required(traced, nodes, settings, len(way.placement))
     placed = _placed(settings, way.placement)
@@ -126,7 +127,7 @@ def _case(
         high=way.high,
         required=required,
     )
-    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples)
+    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
 
 
 def _costs(chain: Chain) -> tuple[float, ...]:
@@ -194,11 +195,11 @@ class _Case:
     nodes: Nodes
     settings: Settings
     profiles: tuple[Profile, ...]
-    samples: int
+    batch: int  # samples of the mini-batch
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        return sites_of(self.settings)
+        return sites_of(self.settings, self.batch)
 
 
 def _cuts_of(case: _Case) -> Iterator[Cut]:
@@ -299,7 +300,7 @@ def _more_devices(case: _Case) -> Iterator[Trial]:
     count = len(case.settings.workers)
     for more in range(count + 1, min(MOST_DEVICES * count, len(case.nodes.items())) + 1):
         settings = _on_more(case.settings, more)
-        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings))
+        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings, case.batch))
 
 
 def _on_more(settings: Settings, count: int) -> Settings:
@@ -317,13 +318,14 @@ def _on_more(settings: Settings, count: int) -> Settings:
 
 def _smaller_micro_batches(case: _Case) -> Iterator[Trial]:
     """Half the micro-batch, a quarter, and so on."""
-    settings, samples = case.settings, case.samples
-    while samples > 1:
-        samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
+    settings, batch = case.settings, case.batch
+    while settings.largest_micro_batch(batch) > 1:
+        settings = replace(settings, chunks=2 * settings.chunks)
+        samples = settings.largest_micro_batch(batch)
         smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden)
         bounded = replace(smaller, low=case.chain.low, high=case.chain.high, required=case.chain.required)
         words = f"use chunks={settings.chunks} (micro-batches of {samples})"
-        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings))
+        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings, batch))
 
 
 # -- what it comes to ------------------------------------------------------------------------------------------------
@@ -351,8 +353,8 @@ def _transfers(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> It
 
 def _simulated(case: _Case, loads: Sequence[StageLoad], transfers: Sequence[Transfer]) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    schedule = make_schedule(
-        case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.settings.placement
-    )
+    settings = case.settings
+    m = settings.micro_batches(case.batch)
+    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement)
     costs = [StageCost(load.forward_seconds, load.backward_seconds) for load in loads]
     return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))

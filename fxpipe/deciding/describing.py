@@ -43,17 +43,17 @@ def describe(
     cut: Cut,
     program: Program,
     copies: Sequence[Collection[str]],
-    samples: int,
+    batch: int,
     settings: Settings,
 ) -> Plan:
     """The plan.
 
     Args:
         program: of the cut, with `copies`: the nodes that each stage computes for itself.
-        samples: of the largest micro-batch, for which figures are given.
+        batch: samples of the mini-batch; figures are given for its largest micro-batch.
         settings: with all that was left to planning.
     """
-    traced = cut.traced
+    traced, samples = cut.traced, settings.largest_micro_batch(batch)
     sizes = _sizes(traced, samples)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
@@ -99,6 +99,7 @@ def describe(
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
         sendings=_sendings(cut, program, sizes),
+        batch=batch,
         evaluating=evaluating(traced.model),
     )
 

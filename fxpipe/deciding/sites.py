@@ -54,12 +54,12 @@ def workers_of(settings: Settings) -> tuple[Worker, ...]:
     )
 
 
-def sites_of(settings: Settings) -> tuple[Site, ...]:
-    """A site for each stage; stages on one worker share its memory alike."""
+def sites_of(settings: Settings, batch: int) -> tuple[Site, ...]:
+    """A site for each stage, for mini-batches of so many samples; stages on one worker share its memory alike."""
     workers, placement = workers_of(settings), settings.placement
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
-    schedule = make_schedule(settings.schedule, len(placement), settings.chunks, again, placement)
+    schedule = make_schedule(settings.schedule, len(placement), settings.micro_batches(batch), again, placement)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
     sites = []
     for j, k in enumerate(placement):
