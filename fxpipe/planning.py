@@ -152,7 +152,7 @@ def prepare(
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         if given is not None:
-            return _as_planned(traced, given, settings)
+            return _as_planned(traced, given, batch, settings)
         with undone(model):  # hooks, and modules kept whole, run as they are
             profiles = _profiles(traced, args, kwargs, settings.largest_micro_batch(batch), settings)
     orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
@@ -160,8 +160,9 @@ def prepare(
     return _prepared(cut, traced.fingerprint(), batch, settings)
 
 
-def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
-    """The stages of a plan. Its figures stay: they are of the devices and micro-batches that it was made for."""
+def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
+    """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
+    from fxpipe.deciding import for_micro_batches
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
 
@@ -177,13 +178,13 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
     )
     plan = replace(
-        given,
-        stages=stages,
+        for_micro_batches(replace(given, stages=stages), settings.largest_micro_batch(batch), reordered, program),
         devices=tuple(map(str, settings.devices)),
         schedule=settings.schedule,
         chunks=settings.chunks,
         checkpoint=settings.checkpoint,
         placement=settings.placement,
+        batch=batch,
     )
     return Prepared(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
 

@@ -29,6 +29,15 @@ class StageBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """How long a stage takes for one micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0  # the part of backward that makes gradients of parameters
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A block of graph nodes that runs on one device. Seconds and bytes are those of one micro-batch."""
 
@@ -47,6 +56,7 @@ class StagePlan:
     memory_limit: int | None = None  # bytes that it may take; None: no limit is known
     bytes: StageBytes = field(default_factory=StageBytes)
     flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
+    fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +77,7 @@ class Sending:
     target: int
     bytes: int
     seconds: float  # on its way, where the link is known
+    fixed_seconds: float = 0.0  # of that, what it is for any size
 
 
 @dataclass(frozen=True, slots=True)

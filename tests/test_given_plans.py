@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_same_gradients, assert_same_state, closing
+from test_sites import hardware
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.figures import plan_figures
+from fxpipe.partitioning import Link
 
 
 class Moody(nn.Module):
@@ -120,6 +123,61 @@ def test_another_model_is_refused_in_either_mode() -> None:
     with pytest.raises(ArgumentError, match="another graph") as caught:
         fxpipe.pipeline(Moody().eval(), plan=plan, example_args=(samples(),))
     assert "mode (train or eval)" not in "".join(getattr(caught.value, "__notes__", ()))
+
+
+# -- other micro-batches -----------------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Values that grow with the batch, one that does not, and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask, first = torch.ones(4, device=x.device).cumsum(0), self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x)) * mask
+        return x + first
+
+
+def comparable(plan: fxpipe.Plan) -> fxpipe.Plan:
+    """Without what is forgotten, and with seconds as far as rounding goes."""
+    stages = tuple(
+        replace(s, forward_seconds=pytest.approx(s.forward_seconds), backward_seconds=pytest.approx(s.backward_seconds),
+                weight_seconds=pytest.approx(s.weight_seconds))
+        for s in plan.stages
+    )  # fmt: skip
+    sendings = tuple(replace(way, seconds=pytest.approx(way.seconds)) for way in plan.sendings)
+    return replace(plan, bottlenecks=(), stages=stages, sendings=sendings)
+
+
+@pytest.mark.parametrize(("chunks", "batch"), [(4, 8), (1, 8), (2, 32), (8, 3)])
+def test_figures_follow_the_micro_batches_that_a_plan_is_used_with(chunks: int, batch: int) -> None:
+    """As if it had been cut so by a plan for these."""
+    how: dict[str, Any] = {"hardware": hardware(Link(1e9, 5e-6)), "balance": ["layers.2", "layers.4"]}
+    made = fxpipe.plan(Masked(), 3, example_args=(samples(8),), chunks=2, **how)
+    x = samples(batch)
+    other = fxpipe.plan(Masked(), 3, example_args=(x,), chunks=chunks, **how)
+    assert made.portals
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "chunks": chunks, "example_args": (x,)}
+    with closing(fxpipe.pipeline(Masked(), plan=made, **options)) as pipe:
+        same = tuple(replace(s, device="cpu", code=t.code) for s, t in zip(other.stages, pipe.plan.stages, strict=True))
+        other, found = replace(other, stages=same, devices=("cpu",) * 3), pipe.plan
+        assert found.micro_batch == other.micro_batch != made.micro_batch
+        assert comparable(other) == found
+        for j in range(3):
+            assert found.memory(j) == other.memory(j)
+        pipe(x)
+
+
+def test_figures_stay_where_the_micro_batches_do() -> None:
+    made = plan_of(Row(), chunks=4)
+    with closing(fxpipe.pipeline(Row(), plan=made, example_args=(samples(),))) as pipe:
+        codes = tuple(replace(s, code=t.code) for s, t in zip(made.stages, pipe.plan.stages, strict=True))
+        assert pipe.plan == replace(made, stages=codes)
+        assert pipe.plan.bottlenecks
 
 
 # -- fewer samples than chunks -----------------------------------------------------------------------------------------
