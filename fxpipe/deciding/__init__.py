@@ -1,8 +1,8 @@
 """Deciding: what was traced and profiled becomes a cut, and the plan that describes it.
 
 `chains.py` and `sites.py` put graph and devices into plain numbers; `cuts.py` chooses (in which order nodes run, where
-stages begin and run, which of them recompute); `describing.py` and `formulas.py` write down what it comes to,
-`resizing.py` what it would for micro-batches of another size.
+stages begin and run, which of them recompute), `sharing.py` what each gets of a memory that they share;
+`describing.py` and `formulas.py` write down what it comes to, `resizing.py` what it would for other micro-batches.
 """
 
 from fxpipe.deciding.cuts import Cut, decide, is_by_hand

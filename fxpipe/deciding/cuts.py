@@ -12,9 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.deciding.chains import chain_of
-from fxpipe.deciding.sites import kinds_left, sites_of
+from fxpipe.deciding.sharing import sharing
+from fxpipe.deciding.sites import kinds_left, pools_of, sites_of
 from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
@@ -217,8 +219,8 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, remedies):
-        loads = stage_loads(case.chain, sites, starts, recompute)
+    for starts, recompute, shared in _solved(chain, sites, case.settings, case.nodes.names, remedies):
+        loads = stage_loads(case.chain, shared, starts, recompute)
         optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, loads, transfers)
@@ -226,7 +228,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
             case.traced,
             starts,
             case.settings,
-            sites,
+            tuple(shared),
             loads,
             balance,
             (*compared, *optimal),
@@ -245,16 +247,27 @@ def _bottleneck_of_block(chain: Chain, sites: Sequence[Site], starts: Sequence[i
 def _solved(
     chain: Chain,
     sites: Sequence[Site],
-    placement: Sequence[int],
+    settings: Settings,
     names: Sequence[str],
     remedies: Sequence[Iterable[Trial]],
-) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
-    """Starts and recomputing stages. Stages on one device are weighed by what all of them took the time before."""
+) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[Site]]]:
+    """Starts, recomputing stages, and sites with their shares of memory.
+
+    Stages on one device are weighed by what all of them took the time before.
+    """
+    placement = settings.placement
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(ROUNDS if max(shares) > 1 else 1):
-        found = optimal_partition(*_weighed(chain, sites, shares), names=names, remedies=remedies)
-        yield found.starts, found.recompute
-        loads = stage_loads(chain, sites, found.starts, found.recompute)
+        weighed, kinds = _weighed(chain, sites, shares)
+        found, shared = sharing(
+            kinds,
+            pools_of(settings),
+            solve=partial(optimal_partition, weighed),
+            explain=partial(optimal_partition, weighed, names=names, remedies=remedies),
+        )
+        own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
+        yield found.starts, found.recompute, own
+        loads = stage_loads(chain, own, found.starts, found.recompute)
         totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
         shares = [total / load.seconds if load.seconds else 1.0 for total, load in zip(totals, loads, strict=True)]
 

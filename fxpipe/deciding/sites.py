@@ -79,6 +79,14 @@ def sites_of(settings: Settings, batch: int) -> tuple[Site, ...]:
     return tuple(sites)
 
 
+def pools_of(settings: Settings) -> tuple[int, ...]:
+    """For each stage the number of the memory that is its: its worker's, or its device's where no limit was given."""
+    workers = settings.workers
+    if settings.memory_limits is not None or settings.hardware is not None:
+        return settings.placement
+    return tuple(workers.index(workers[k]) for k in settings.placement)
+
+
 def _kind(device: torch.device) -> str:
     """Two GPUs of one make are of one kind."""
     if device.type != "cuda":
