@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.own_dice import OwnDice
 from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python, lost_in_other_ways
 from fxpipe.tracing.snapshot import dice, gradients_aside, same_dice
 from fxpipe.tracing.source import user_line
@@ -49,7 +50,7 @@ def witnessed(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     Raises:
         CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
     """
-    before, witness = dice(), _Witness()
+    before, own_dice, witness = dice(), OwnDice(model), _Witness()
     with gradients_aside(model):
         with witness:
             yield
@@ -64,3 +65,4 @@ def witnessed(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
         )
     if not same_dice(before, dice()):
         raise draws_in_python()
+    own_dice.refuse_rolled()
