@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.autograd_nodes import REMEDY, WHAT, SeenNode
 from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, same_states
 from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.kept import Kept
@@ -412,6 +413,8 @@ class Recorder(TorchFunctionMode):
         self.asks_for_gradients |= attribute in OF_GRADIENTS
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
+        if attribute == "grad_fn" and value is not None:
+            return SeenNode(value, self._refuse_hook)
         if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
@@ -429,6 +432,9 @@ class Recorder(TorchFunctionMode):
         error = self._error(what, remedy, whole)
         self.refusal = self.refusal or error
         return error
+
+    def _refuse_hook(self) -> None:
+        raise self.refuse(WHAT, REMEDY)
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
