@@ -113,7 +113,8 @@ def pipeline(
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
             more than one value for each channel. As in torchgpipe (Kim et al., 2020), but the modules stay as they are.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
-            given. The schedule is not taken from it.
+            given. The schedule is not taken from it. What says how to plan (balance, pin, memory_limit,
+            optimizer_state, hardware, profile, profile_budget) is refused beside it.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.counts import whole_number
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
@@ -84,11 +84,8 @@ def parse_chunks(chunks: int | str, workers: int) -> int:
     """The number of micro-batches."""
     if isinstance(chunks, str) and chunks == "auto":
         return CHUNKS_PER_WORKER * workers
-    try:
-        count = operator.index(chunks)  # type: ignore[arg-type]
-    except TypeError:
-        count = None
-    if count is None or isinstance(chunks, bool):
+    count = whole_number(chunks)
+    if count is None:
         raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
     if count < 1:
         raise ArgumentError(

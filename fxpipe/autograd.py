@@ -1,10 +1,14 @@
-"""Graphs of autograd: where they end."""
+"""Graphs of autograd: where they end, and where there is no way back."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+
+# What autograd raises at a function without a derivative. No training step goes back through it, so that planning,
+# which goes back through every node, takes its backward to cost nothing.
+NoDerivative = NotImplementedError
 
 
 def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:

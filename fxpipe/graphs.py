@@ -67,7 +67,7 @@ class Inside:
             raise ArgumentError(
                 "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
             )
-        prepared.traced.check_parts(batch, microbatches.sizes(batch, min(self.settings.chunks, batch)))
+        prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
@@ -79,7 +79,7 @@ class Inside:
             )
         try:
             if self.first is None:
-                # Planned as it will be trained, also where the first call only evaluates.
+                # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
                 with torch.inference_mode(False), torch.enable_grad():
                     self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
                 self.plan, self.settings = self.first.plan, self.first.settings
@@ -88,7 +88,8 @@ class Inside:
                     self.engine.driver = Workers(self.settings.workers)
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
-                if self.first.traced.state == ThreadState.now():
+                traced = self.first.traced
+                if (traced.flags, traced.state) == (flags(self.model), ThreadState.now()):
                     return kept
             return self._keep(prepare_beside(self.first, args, kwargs, self.settings, seed))
         except Exception as error:

@@ -132,34 +132,36 @@ def prepare(
     given: Plan | None = None,
     seed: int = 0,
 ) -> Prepared:
-    """All passes. With `given`, its stages are taken instead of planning new ones.
+    """All passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
 
     `seed` is that of the numbers that forward draws and reads.
     """
     from fxpipe.deciding import decide, is_by_hand
     from fxpipe.rewriting.ordering import ordered
+    from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.snapshot import undone
 
-    with on_one_device(model) as device:
+    with on_one_device(model) as device, in_mode(model, None if given is None else given.evaluating):
         args, kwargs = moved((args, kwargs), device)
-        traced, micro = _trace(model, args, kwargs, settings, seed)
+        traced, batch = _trace(model, args, kwargs, settings, seed)
         if given is not None and given.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
         if given is not None:
-            return _as_planned(traced, given, settings)
+            return _as_planned(traced, given, batch, settings)
         with undone(model):  # hooks, and modules kept whole, run as they are
-            profiles = _profiles(traced, args, kwargs, micro, settings)
+            profiles = _profiles(traced, args, kwargs, settings.largest_micro_batch(batch), settings)
     orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
-    cut = decide(orders, profiles, micro, settings)
-    return _prepared(cut, traced.fingerprint(), micro, settings)
+    cut = decide(orders, profiles, batch, settings)
+    return _prepared(cut, traced.fingerprint(), batch, settings)
 
 
-def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
-    """The stages of a plan. Its figures stay: they are of the devices and micro-batches that it was made for."""
+def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
+    """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
+    from fxpipe.deciding import for_micro_batches
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
     from fxpipe.scheduling import schedule_text
@@ -178,13 +180,13 @@ def _as_planned(traced: Traced, given: Plan, settings: Settings) -> Prepared:
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
     )
     plan = replace(
-        given,
-        stages=stages,
+        for_micro_batches(replace(given, stages=stages), settings.largest_micro_batch(batch), reordered, program),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
         checkpoint=settings.checkpoint,
         placement=settings.placement,
+        batch=batch,
     )
     return Prepared(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
 
@@ -212,7 +214,7 @@ def prepare_beside(
 def _trace(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
-    """The graph, and the size of the largest micro-batch."""
+    """The graph, and the number of samples."""
     from fxpipe.tracing import trace
     from fxpipe.trees import flatten
 
@@ -228,8 +230,7 @@ def _trace(
         check=settings.check,
         seed=seed,
     )
-    batch = traced.batch_of(flatten((args, kwargs))[0])
-    return traced, -(-batch // min(settings.chunks, batch))
+    return traced, traced.batch_of(flatten((args, kwargs))[0])
 
 
 def _worker_threads(workers: Sequence[torch.device]) -> int:
@@ -290,7 +291,7 @@ def _profiles(
     ]
 
 
-def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Prepared:
+def _prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
     from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 
@@ -298,10 +299,10 @@ def _prepared(cut: Cut, fingerprint: str, micro: int, settings: Settings) -> Pre
     settings = replace(cut.settings, checkpoint=_checkpoint(settings.checkpoint, cut.recompute))
     deferred = settings.deferred_batch_norm
     program = split(traced, cut.starts, settings.devices, deferred_batch_norm=deferred)
-    copies = copies_of(cut, program, micro)
+    copies = copies_of(cut, program, settings.largest_micro_batch(batch))
     if any(copies):
         program = split(traced, cut.starts, settings.devices, copies, deferred)
-    plan = describe(cut, program, copies, micro, settings)
+    plan = describe(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return Prepared(plan, traced, program, settings, traced.fingerprint() != fingerprint)
 

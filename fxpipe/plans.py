@@ -11,6 +11,7 @@ from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.polynomials import ZERO, Polynomial
 from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.stage_costs import StageCost, Transfer, check_costs
 
 if TYPE_CHECKING:
     import sympy
@@ -25,6 +26,15 @@ class StageBytes:
     received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight
     held: Polynomial = ZERO  # kept for backward beside that; of one that is to be recomputed, from then on
     working: Polynomial = ZERO  # held for a moment
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """How long a stage takes for one micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    weight: float = 0.0  # the part of backward that makes gradients of parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,7 @@ class StagePlan:
     memory_limit: int | None = None  # bytes that it may take; None: no limit is known
     bytes: StageBytes = field(default_factory=StageBytes)
     flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
+    fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,7 @@ class Sending:
     target: int
     bytes: int
     seconds: float  # on its way, where the link is known
+    fixed_seconds: float = 0.0  # of that, what it is for any size
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +97,7 @@ class Plan:
     portals: tuple[Portal, ...]
     devices: tuple[str, ...]  # by stage
     schedule: str  # a name or, of the user's own, a table as text
-    chunks: int
+    chunks: int  # as asked for; see `micro_batches`
     micro_batch: int  # samples in the largest micro-batch, for which seconds and bytes are given
     checkpoint: str | tuple[str, ...]  # or one for each stage
     balance: str
@@ -97,6 +109,8 @@ class Plan:
     placement: tuple[int, ...] = ()  # for each stage its worker; each has its own if not given
     bottlenecks: tuple[Bottleneck, ...] = ()  # of the ways of balancing that were compared
     sendings: tuple[Sending, ...] = ()
+    batch: int | None = None  # samples of the mini-batch that it was made for; None: not known
+    evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -106,6 +120,11 @@ class Plan:
     def workers(self) -> tuple[str, ...]:
         """For each worker its device."""
         return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step: fewer than `chunks` where the mini-batch has fewer samples."""
+        return self.chunks if self.batch is None else min(self.chunks, self.batch)
 
     @property
     def modes(self) -> tuple[str, ...]:
@@ -118,10 +137,15 @@ class Plan:
 
         return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
 
+    def costs(self) -> tuple[list[StageCost], list[Transfer]]:
+        """What the simulator is told: of each stage, and of all that goes between stages."""
+        stages = [StageCost(s.forward_seconds, s.backward_seconds, weight=s.weight_seconds) for s in self.stages]
+        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds) for s in self.sendings]
+
     def _schedule(self) -> Schedule:
         from fxpipe.scheduling import make_schedule
 
-        return make_schedule(self.schedule, len(self.stages), self.chunks, self.checkpoint, self.placement)
+        return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
 
     # -- formulas in the micro-batch size ------------------------------------------------------------------------------
 
@@ -188,10 +212,12 @@ class Plan:
             "schedule": not self._has_a_schedule(),
             "chunks": self.chunks < 1,
             "micro_batch": self.micro_batch < 1,
+            "batch": self.batch is not None and self.batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
+        check_costs(*self.costs(), n)
 
     def _has_a_schedule(self) -> bool:
         from fxpipe.scheduling import as_schedule_like

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,19 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.ways import Tracer, check_tracer
+
+# What planning alone asks for, and its defaults: beside a plan nobody would heed it.
+FOR_PLANNING: Mapping[str, Any] = MappingProxyType(
+    {
+        "balance": "auto",
+        "pin": None,
+        "memory_limit": None,
+        "optimizer_state": 2.0,  # for Adam
+        "hardware": None,
+        "profile": None,
+        "profile_budget": None,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +73,14 @@ class Settings:
     def devices(self) -> tuple[torch.device, ...]:
         """For each stage its device."""
         return tuple(self.workers[k] for k in self.placement)
+
+    def micro_batches(self, batch: int) -> int:
+        """Of a mini-batch of so many samples: fewer than `chunks` where there are fewer samples."""
+        return min(self.chunks, batch)
+
+    def largest_micro_batch(self, batch: int) -> int:
+        """Samples in the largest micro-batch of a mini-batch."""
+        return -(-batch // self.micro_batches(batch))
 
 
 def make_settings(
@@ -94,7 +116,16 @@ def make_settings(
     """
     order, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
     if plan is not None:
-        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
+        for_planning = {
+            "balance": balance,
+            "pin": pin or None,
+            "memory_limit": memory_limit,
+            "optimizer_state": optimizer_state,
+            "hardware": hardware,
+            "profile": profile,
+            "profile_budget": profile_budget,
+        }
+        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
     workers = parse_devices(devices, anywhere)
     count = parse_chunks(chunks_for(order, chunks), len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
@@ -140,18 +171,21 @@ def _left_to_plan(
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     checkpoint: str | tuple[str, ...],
-    balance: Any,
-    pin: Any,
+    for_planning: Mapping[str, Any],
 ) -> tuple[Sequence[str | torch.device], int | str, str | tuple[str, ...]]:
-    """Devices, chunks and checkpoint: the plan's, where they were not given."""
+    """Devices, chunks and checkpoint: the plan's, where they were not given. What is for planning must not be given."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(
             f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
         )
-    if not isinstance(balance, str) or balance != "auto":
-        raise ArgumentError(f"balance={balance!r} and a plan, which has its stages already: give one of them")
-    if pin:
-        raise ArgumentError(f"pin={pin!r} and a plan, which has its stages already: give one of them")
+    for name, given in for_planning.items():
+        default = FOR_PLANNING[name]
+        if given is not default and not (isinstance(given, (str, float, int)) and given == default):
+            shown = repr(given) if isinstance(given, (str, float, int, Sequence, Mapping)) else type(given).__name__
+            raise ArgumentError(
+                f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
+                f"fxpipe.plan(model, ..., {name}=...)"
+            )
     return (
         plan.workers if devices is None else devices,
         plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reordered import Reordered, shuffled
-from test_random_models import BATCH, Random, operations, runs
+from test_random_models import ANY_MODEL_AND_STEP, random_model
 from torch import nn
 
 from fxpipe.errors import InternalError
@@ -269,18 +269,12 @@ def test_copies_run_under_the_state_of_their_own_place():
 
 
 @hypothesis.given(
-    program=st.lists(operations, min_size=2, max_size=12).map(tuple),
+    **ANY_MODEL_AND_STEP,
     seed=st.integers(0, 2**20),
-    chunks=st.sampled_from([1, 3]),
-    schedule=st.sampled_from(["drop-in", "1f1b", "gpipe"]),
-    checkpoint=st.sampled_from(["never", "except_last", "always"]),
 )
 @hypothesis.settings(max_examples=25, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_with_any_copies_is_the_plain_model(program, seed, chunks, schedule, checkpoint):
-    torch.manual_seed(0)
-    args = (torch.randn(BATCH, 4), torch.tensor([0, 1, 2, 1, 0]))
-    model = Random(program)
-    hypothesis.assume(runs(model, *args))
+    model, args = random_model(program)
     names = tuple(name for name, _ in model.named_parameters())
     cuts = Reordered(model, *args, order=lambda t: t, copied=0.8, loose=names)
     hypothesis.assume(cones(cuts.traced))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -226,7 +227,7 @@ def test_a_refusal_says_what_each_stage_needs_what_is_at_fault_and_what_would_fi
         ({"balance": [8, 8, 8]}, 0.6, {"chunks"}),
         ({"balance": ["layers.2"]}, 0.6, {"chunks"}),
         ({"pin": {"layers.0": 0, "layers.5": 0}}, 0.6, {"chunks"}),
-        ({"stages_per_device": 3, "stages": 6, "checkpoint": "never"}, 2.8, {"checkpoint", "chunks"}),
+        ({"stages_per_device": 3, "stages": 6, "checkpoint": "never"}, 2.6, {"checkpoint", "chunks"}),
     ],
 )
 def test_every_remedy_that_is_named_works(options: dict[str, Any], share: float, kinds: set[str]) -> None:
@@ -258,7 +259,7 @@ def test_smaller_micro_batches_are_cut_anew_where_time_decides() -> None:
 
 def test_nothing_that_was_tried_would_fit() -> None:
     message = refusal(memory_limit=1000)
-    assert "The problem: node 'layers_1' alone needs 1.6 KiB, more than any device has." in message
+    assert "The problem: node 'layers_1' alone needs 1.6 KiB, more than any stage may take." in message
     assert message.endswith("Nothing that was tried would fit: the model needs devices with more memory.")
 
 
@@ -363,6 +364,56 @@ def test_several_stages_on_a_device_share_its_memory_and_what_is_pinned_stays() 
     assert_within(plan)
     where = {name: plan.placement[stage.index] for stage in plan.stages for name in stage.nodes}
     assert where["layers_2"] == 1
+
+
+class Lopsided(nn.Module):
+    """All parameters are in the first layers, and all time is in the last ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.large:
+            x = layer(x)
+        for _ in range(12):
+            x = torch.tanh(x)
+        return x
+
+
+def of_each_worker(plan: fxpipe.Plan, figures: list[int]) -> list[int]:
+    return [sum(f for f, k in zip(figures, plan.placement, strict=True) if k == own) for own in {*plan.placement}]
+
+
+def test_stages_that_fit_together_need_not_each_fit_into_an_even_share() -> None:
+    """Two stages on one device: one holds parameters, one nearly nothing. They were refused."""
+    x, options = torch.randn(BATCH, 64), {"chunks": CHUNKS, "hardware": "cpu", "stages_per_device": 2}
+    free = fxpipe.plan(Lopsided(), 2, example_args=(x,), balance=["large"], memory_limit="1GiB", **options)
+    needed = needs(free)
+    limit = sum(needed) + 8
+    assert max(needed) > 1.5 * limit / 2
+    plan = fxpipe.plan(Lopsided(), 2, example_args=(x,), balance=["large"], memory_limit=limit, **options)
+    assert plan.placement == (0, 0)
+    assert [stage.nodes for stage in plan.stages] == [stage.nodes for stage in free.stages]
+    assert_within(plan)
+    assert of_each_worker(plan, [stage.memory_limit or 0 for stage in plan.stages])[0] <= limit
+    with pytest.raises(MemoryLimitError) as caught:
+        fxpipe.plan(Lopsided(), 2, example_args=(x,), balance=["large"], memory_limit=limit // 4, **options)
+    assert str(caught.value).startswith("stages on one device share its memory, here as even parts of it:\nno cut")
+
+
+@pytest.mark.parametrize("stages", [4, 6])
+def test_a_device_is_never_promised_twice(stages: int) -> None:
+    """From where all fits easily down to where nothing does: stages of a worker fit into its memory together."""
+    free = planned(stages, stages_per_device=2)
+    largest, fitted = max(of_each_worker(free, needs(free))), 0
+    for share in (1.05, 0.95, 0.85, 0.75, 0.6, 0.3):
+        with contextlib.suppress(MemoryLimitError):
+            plan = planned(stages, stages_per_device=2, memory_limit=int(share * largest))
+            assert_within(plan)
+            assert max(of_each_worker(plan, needs(plan))) <= share * largest
+            fitted += 1
+    assert 0 < fitted < 6
 
 
 def test_chunks_are_halved_down_to_one_sample_and_no_further() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
+from fxpipe.hardware import HARDWARE
 
 
 class Sum(nn.Module):
@@ -523,10 +524,33 @@ def test_a_plan_for_another_number_of_devices():
         _pipe(plan=plan)
 
 
-def test_a_plan_and_a_balance():
-    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),))
-    with pytest.raises(ArgumentError, match=r"balance=\[1, 2\] and a plan.*one of them"):
-        _pipe(plan=plan, balance=[1, 2])
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"balance": [1, 2]}, r"balance=\[1, 2\]"),
+        ({"pin": {"0": 0}}, r"pin=\{'0': 0\}"),
+        ({"memory_limit": "1GiB"}, "memory_limit='1GiB'"),
+        ({"memory_limit": [2**30, None]}, r"memory_limit=\[1073741824, None\]"),
+        ({"optimizer_state": 1}, "optimizer_state=1"),
+        ({"hardware": "h100"}, "hardware='h100'"),
+        ({"hardware": HARDWARE["h100"]}, "hardware=Hardware"),
+        ({"profile": "profile.json"}, "profile='profile.json'"),
+        ({"profile_budget": 1.0}, r"profile_budget=1\.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_plan_and_what_only_planning_heeds(given, shown):
+    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),), hardware="cpu")
+    name = next(iter(given))
+    remedy = rf"leave {name} out, or make a new plan with fxpipe\.plan\(model, \.\.\., {name}=\.\.\.\)"
+    with pytest.raises(ArgumentError, match=rf"{shown} and a plan.*{remedy}"):
+        _pipe(plan=plan, **given)
+
+
+def test_a_plan_and_defaults_written_out():
+    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),), hardware="cpu")
+    defaults = {"balance": "auto", "pin": {}, "memory_limit": None, "optimizer_state": 2, "hardware": None}
+    assert _pipe(plan=plan, **defaults).plan.fingerprint == plan.fingerprint
 
 
 def test_a_plan_that_is_a_path():

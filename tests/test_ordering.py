@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reordered import Reordered, shuffled
-from test_random_models import BATCH, Random, operations, runs
+from test_random_models import ANY_MODEL_AND_STEP, random_model
 from torch import nn
 
 from fxpipe.partitioning import partition
@@ -335,19 +335,13 @@ def test_the_plain_model_bit_for_bit(model, order):
 
 
 @hypothesis.given(
-    program=st.lists(operations, min_size=2, max_size=12).map(tuple),
+    **ANY_MODEL_AND_STEP,
     seed=st.integers(0, 2**20),
-    chunks=st.sampled_from([1, 3]),
-    schedule=st.sampled_from(["drop-in", "1f1b", "gpipe"]),
-    checkpoint=st.sampled_from(["never", "except_last", "always"]),
     how=st.sampled_from(["ordered", "shuffled"]),
 )
 @hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_in_any_order_in_any_stages_is_the_plain_model(program, seed, chunks, schedule, checkpoint, how):
-    torch.manual_seed(0)
-    args = (torch.randn(BATCH, 4), torch.tensor([0, 1, 2, 1, 0]))
-    model = Random(program)
-    hypothesis.assume(runs(model, *args))
+    model, args = random_model(program)
     in_place = any(operation.name in ("relu_", "add_", "mul_", "slice_") for operation in program)
     loose = tuple(name for name, _ in model.named_parameters()) if in_place else ()
     order = ordered if how == "ordered" else lambda traced: shuffled(traced, seed)

@@ -28,7 +28,7 @@ def full() -> fxpipe.Plan:
     free = estimated(Causal(), 3, ids(), hardware=hardware(link))
     limit = int(max(needs(free)) * 0.6)
     plan = estimated(Causal(), 3, ids(), hardware=hardware(link), memory_limit=limit)
-    return dataclasses.replace(plan, why=("it was so",), guards=("x > 0",))
+    return dataclasses.replace(plan, why=("it was so",), guards=("x > 0",), evaluating=("layers.0",))
 
 
 def test_the_full_plan_is_full() -> None:
@@ -132,6 +132,22 @@ def test_a_damaged_plan_is_a_plan_or_refused(tmp_path_factory: pytest.TempPathFa
         assert plan.memory(stage, b=2) is not None
     assert plan.workers
     assert str(plan)
+
+
+@pytest.mark.parametrize(
+    ("field", "number", "why"),
+    [
+        ("forward_seconds", -1, r"stages\[0\]\.forward=-1 is no time"),
+        ("weight_seconds", 1e9, r"stages\[0\]\.weight=1000000000\.0 is more than its backward"),
+    ],
+)
+def test_seconds_that_cannot_be_are_refused(tmp_path: Path, field: str, number: float, why: str) -> None:
+    """They were taken, and printing the plan failed."""
+    changed = copy.deepcopy(document())
+    changed["stages"][0][field] = number
+    (tmp_path / "plan.json").write_text(json.dumps(changed))
+    with pytest.raises(ArgumentError, match=rf"plan\.json is no plan of fxpipe: {why}"):
+        fxpipe.Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])

@@ -133,19 +133,30 @@ def runs(model: nn.Module, *args: torch.Tensor) -> bool:
     return True
 
 
+# What is asked of any model, in any step.
+ANY_MODEL_AND_STEP = {
+    "program": st.lists(operations, min_size=2, max_size=12).map(tuple),
+    "chunks": st.sampled_from([1, 3]),
+    "schedule": st.sampled_from(["drop-in", "1f1b", "gpipe"]),
+    "checkpoint": st.sampled_from(["never", "except_last", "always"]),
+}
+
+
+def random_model(program: tuple[Operation, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """The model and its inputs, if torch itself carries it out."""
+    torch.manual_seed(0)
+    model, args = Random(program), (torch.randn(BATCH, 4), torch.tensor([0, 1, 2, 1, 0]))
+    hypothesis.assume(runs(model, *args))
+    return model, args
+
+
 @hypothesis.given(
-    program=st.lists(operations, min_size=2, max_size=12).map(tuple),
+    **ANY_MODEL_AND_STEP,
     data=st.data(),
-    chunks=st.sampled_from([1, 3]),
-    schedule=st.sampled_from(["drop-in", "1f1b", "gpipe"]),
-    checkpoint=st.sampled_from(["never", "except_last", "always"]),
 )
 @hypothesis.settings(max_examples=30, suppress_health_check=list(hypothesis.HealthCheck))
 def test_any_model_in_any_stages_is_the_plain_model(program, data, chunks, schedule, checkpoint):
-    torch.manual_seed(0)
-    args = (torch.randn(BATCH, 4), torch.tensor([0, 1, 2, 1, 0]))
-    model = Random(program)
-    hypothesis.assume(runs(model, *args))
+    model, args = random_model(program)
     # What order the sums of many views of one tensor have, autograd decides late; so a tolerance for all.
     names = tuple(name for name, _ in model.named_parameters())
     cuts = EveryCut(model, *args, loose=names)

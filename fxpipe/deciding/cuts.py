@@ -12,9 +12,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fxpipe.deciding.chains import chain_of
-from fxpipe.deciding.sites import kinds_left, sites_of
+from fxpipe.deciding.sharing import sharing
+from fxpipe.deciding.sites import kinds_left, pools_of, sites_of
 from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
@@ -55,24 +57,25 @@ class Cut:
         return tuple(load.recompute for load in self.loads)
 
 
-def decide(orders: Sequence[Traced], profiles: Sequence[Profile], samples: int, settings: Settings) -> Cut:
+def decide(orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings) -> Cut:
     """The best cut of a graph.
 
     Args:
         orders: the graph in the orders to be compared; the first one wins a tie.
         profiles: of its nodes, one for each kind of device.
-        samples: of the largest micro-batch.
+        batch: samples of the mini-batch.
 
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
     """
     found, failures = list[Cut](), list[PartitionError]()
+    samples = settings.largest_micro_batch(batch)
     for traced in orders:
         chain = chain_of(traced, profiles, samples, forbidden_cuts(traced))
         nodes = _nodes(traced, chain)
         for way in _with_modes(_ways(settings, nodes), settings):
             try:
-                case = _case(way, traced, chain, nodes, settings, profiles, samples)
+                case = _case(way, traced, chain, nodes, settings, profiles, batch)
                 found += _cuts_of(case)
             except PartitionError as error:
                 failures.append(error)
@@ -128,7 +131,7 @@ def _case(
     nodes: Nodes,
     settings: Settings,
     profiles: Sequence[Profile],
-    samples: int,
+    batch: int,
 ) -> _Case:
     required = _required(traced, nodes, settings, len(way.placement))
     placed = _placed(settings, way.placement)
@@ -141,7 +144,7 @@ def _case(
         high=way.high,
         required=required,
     )
-    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), samples)
+    return _Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
 
 
 def _costs(chain: Chain) -> tuple[float, ...]:
@@ -209,11 +212,11 @@ class _Case:
     nodes: Nodes
     settings: Settings
     profiles: tuple[Profile, ...]
-    samples: int
+    batch: int  # samples of the mini-batch
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        return sites_of(self.settings)
+        return sites_of(self.settings, self.batch)
 
 
 def _cuts_of(case: _Case) -> Iterator[Cut]:
@@ -231,8 +234,8 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute in _solved(chain, sites, case.settings.placement, case.nodes.names, remedies):
-        loads = stage_loads(case.chain, sites, starts, recompute)
+    for starts, recompute, shared in _solved(chain, sites, case.settings, case.nodes.names, remedies):
+        loads = stage_loads(case.chain, shared, starts, recompute)
         optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
         transfers = tuple(_transfers(case.chain, sites, starts))
         simulation = _simulated(case, starts, loads, transfers)
@@ -240,7 +243,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
             case.traced,
             starts,
             case.settings,
-            sites,
+            tuple(shared),
             loads,
             balance,
             (*compared, *optimal),
@@ -259,16 +262,27 @@ def _bottleneck_of_block(chain: Chain, sites: Sequence[Site], starts: Sequence[i
 def _solved(
     chain: Chain,
     sites: Sequence[Site],
-    placement: Sequence[int],
+    settings: Settings,
     names: Sequence[str],
     remedies: Sequence[Iterable[Trial]],
-) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...]]]:
-    """Starts and recomputing stages. Stages on one device are weighed by what all of them took the time before."""
+) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[Site]]]:
+    """Starts, recomputing stages, and sites with their shares of memory.
+
+    Stages on one device are weighed by what all of them took the time before.
+    """
+    placement = settings.placement
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(ROUNDS if max(shares) > 1 else 1):
-        found = optimal_partition(*_weighed(chain, sites, shares), names=names, remedies=remedies)
-        yield found.starts, found.recompute
-        loads = stage_loads(chain, sites, found.starts, found.recompute)
+        weighed, kinds = _weighed(chain, sites, shares)
+        found, shared = sharing(
+            kinds,
+            pools_of(settings),
+            solve=partial(optimal_partition, weighed),
+            explain=partial(optimal_partition, weighed, names=names, remedies=remedies),
+        )
+        own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
+        yield found.starts, found.recompute, own
+        loads = stage_loads(chain, own, found.starts, found.recompute)
         totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
         shares = [total / load.seconds if load.seconds else 1.0 for total, load in zip(totals, loads, strict=True)]
 
@@ -316,7 +330,7 @@ def _more_devices(case: _Case) -> Iterator[Trial]:
     count = len(case.settings.workers)
     for more in range(count + 1, min(MOST_DEVICES * count, len(case.nodes.items())) + 1):
         settings = _on_more(case.settings, more)
-        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings))
+        yield Trial(f"use {more} devices", _as_asked(case, case.chain, settings), sites_of(settings, case.batch))
 
 
 def _on_more(settings: Settings, count: int) -> Settings:
@@ -334,13 +348,14 @@ def _on_more(settings: Settings, count: int) -> Settings:
 
 def _smaller_micro_batches(case: _Case) -> Iterator[Trial]:
     """Half the micro-batch, a quarter, and so on."""
-    settings, samples = case.settings, case.samples
-    while samples > 1:
-        samples, settings = -(-samples // 2), replace(settings, chunks=2 * settings.chunks)
+    settings, batch = case.settings, case.batch
+    while settings.largest_micro_batch(batch) > 1:
+        settings = replace(settings, chunks=2 * settings.chunks)
+        samples = settings.largest_micro_batch(batch)
         smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden)
         bounded = replace(smaller, low=case.chain.low, high=case.chain.high, required=case.chain.required)
         words = f"use chunks={settings.chunks} (micro-batches of {samples})"
-        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings))
+        yield Trial(words, _as_asked(case, bounded, settings), sites_of(settings, batch))
 
 
 # -- what it comes to ------------------------------------------------------------------------------------------------
@@ -370,9 +385,9 @@ def _simulated(
     case: _Case, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
 ) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    schedule = make_schedule(
-        case.settings.schedule, len(loads), case.settings.chunks, checkpoint, case.settings.placement
-    )
+    settings = case.settings
+    m = settings.micro_batches(case.batch)
+    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement)
     weights = _weight_seconds(case, starts)
     costs = [
         StageCost(load.forward_seconds, load.backward_seconds, weight=min(weight, load.backward_seconds))
@@ -383,8 +398,8 @@ def _simulated(
 
 def _weight_seconds(case: _Case, starts: Sequence[int]) -> list[float]:
     """For each stage, how much of its backward makes gradients of parameters."""
-    found = []
+    found, samples = [], case.settings.largest_micro_batch(case.batch)
     for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
         cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
-        found.append(math.fsum(cost_of[name].weight.at(case.samples) for name in case.nodes.names[start:end]))
+        found.append(math.fsum(cost_of[name].weight.at(samples) for name in case.nodes.names[start:end]))
     return found

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import fx
 
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes
-from fxpipe.partitioning.chain import Link
-from fxpipe.plans import Plan, Portal, Sending, StagePlan
+from fxpipe.partitioning.chain import Link, Site
+from fxpipe.plans import Plan, Portal, Sending, StagePlan, StageSeconds
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
 from fxpipe.rewriting.program import INPUT
@@ -17,6 +18,7 @@ from fxpipe.scheduling import schedule_text
 from fxpipe.settings import Settings
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
+from fxpipe.tracing.modes import evaluating
 from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
 
@@ -25,7 +27,7 @@ def copies_of(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...]
     if all(site.link is None for site in cut.sites):
         return ((),) * len(cut.sites)
     receive = [None if site.link is None else _arrival(site.link) for site in cut.sites]
-    sizes = _sizes(cut.traced, samples)
+    sizes = sizes_of(cut.traced, samples)
 
     def if_all_were(kind: int) -> tuple[tuple[str, ...], ...]:
         seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
@@ -43,18 +45,18 @@ def describe(
     cut: Cut,
     program: Program,
     copies: Sequence[Collection[str]],
-    samples: int,
+    batch: int,
     settings: Settings,
 ) -> Plan:
     """The plan.
 
     Args:
         program: of the cut, with `copies`: the nodes that each stage computes for itself.
-        samples: of the largest micro-batch, for which figures are given.
+        batch: samples of the mini-batch; figures are given for its largest micro-batch.
         settings: with all that was left to planning.
     """
-    traced = cut.traced
-    sizes = _sizes(traced, samples)
+    traced, samples = cut.traced, settings.largest_micro_batch(batch)
+    sizes = sizes_of(traced, samples)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
     bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
@@ -62,24 +64,31 @@ def describe(
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         load, memory, costs = cut.loads[j], cut.sites[j].memory, by_kind[cut.sites[j].kind]
-        following = program.stages[j + 1].receives if j + 1 < len(cut.starts) else ()
+        own = [costs[name] for name in names[start:end]]
+        copied = [costs[name].forward for name in copies[j]]
         stages.append(
             StagePlan(
                 index=j,
                 device=str(settings.devices[j]),
                 nodes=tuple(names[start:end]),
                 code=program.stages[j].code,
-                forward_seconds=load.forward_seconds + sum(costs[name].forward.at(samples) for name in copies[j]),
+                forward_seconds=load.forward_seconds + sum(seconds.at(samples) for seconds in copied),
                 backward_seconds=load.backward_seconds,
                 parameter_bytes=int(load.parameter_bytes),
                 activation_bytes=int(load.received_bytes + load.held_bytes),
-                sent_bytes=sum(sizes[value.name] for value in following if value.source == j),
-                weight_seconds=sum(costs[name].weight.at(samples) for name in names[start:end]),
+                sent_bytes=sent_bytes(program, j, sizes),
+                # Both are sums, rounded.
+                weight_seconds=min(load.backward_seconds, math.fsum(cost.weight.at(samples) for cost in own)),
                 copies=tuple(copies[j]),
                 state_bytes=int(load.state_bytes),
                 memory_limit=None if memory is None else int(memory),
                 bytes=bytes_of_stages[j],
                 flops=flops(cut.profiles[0], {*names[start:end]}),
+                fixed=StageSeconds(
+                    math.fsum(seconds.fixed for seconds in [*(cost.forward for cost in own), *copied]),
+                    math.fsum(cost.backward.fixed for cost in own),
+                    math.fsum(cost.weight.fixed for cost in own),
+                ),
             )
         )
     return Plan(
@@ -98,19 +107,32 @@ def describe(
         estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
-        sendings=_sendings(cut, program, sizes),
+        sendings=sendings(traced, program, sizes, cut.sites),
+        batch=batch,
+        evaluating=evaluating(traced.model),
     )
 
 
-def _sizes(traced: Traced, samples: int) -> dict[str, int]:
+def sizes_of(traced: Traced, samples: int) -> dict[str, int]:
     """By name of a node: bytes of its value."""
     nodes: Sequence[fx.Node] = list(traced.graph.nodes)
     return {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
 
 
-def _sendings(cut: Cut, program: Program, sizes: Mapping[str, int]) -> tuple[Sending, ...]:
-    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it."""
-    effects = cut.traced.effects
+def sent_bytes(program: Program, stage: int, sizes: Mapping[str, int]) -> int:
+    """What goes to the next stage; portals not counted."""
+    following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
+    return sum(sizes[value.name] for value in following if value.source == stage)
+
+
+def sendings(
+    traced: Traced, program: Program, sizes: Mapping[str, int], sites: Sequence[Site] = ()
+) -> tuple[Sending, ...]:
+    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it.
+
+    Without `sites` links are not known, and no seconds.
+    """
+    effects = traced.effects
     assert effects is not None
     returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
     users: dict[tuple[int, str], list[int]] = {}
@@ -120,7 +142,7 @@ def _sendings(cut: Cut, program: Program, sizes: Mapping[str, int]) -> tuple[Sen
                 users.setdefault((value.source, value.name), []).append(j)
 
     def seconds(source: int, target: int, size: float) -> float:
-        link = cut.sites[max(source, target)].link
+        link = sites[max(source, target)].link if sites else None
         return 0.0 if link is None else _arrival(link)(size)
 
     found: dict[tuple[int, int], list[tuple[int, float]]] = {}
@@ -128,6 +150,12 @@ def _sendings(cut: Cut, program: Program, sizes: Mapping[str, int]) -> tuple[Sen
         for way in transfers_of(source, stages, sizes[name], returns=name in returns, seconds=seconds):
             found.setdefault((way.source, way.target), []).append((sizes[name], way.seconds))
     return tuple(
-        Sending(source, target, sum(size for size, _ in parts), sum(time for _, time in parts))
+        Sending(
+            source,
+            target,
+            sum(size for size, _ in parts),
+            sum(time for _, time in parts),
+            len(parts) * seconds(source, target, 0),
+        )
         for (source, target), parts in sorted(found.items())
     )

@@ -54,12 +54,12 @@ def workers_of(settings: Settings) -> tuple[Worker, ...]:
     )
 
 
-def sites_of(settings: Settings) -> tuple[Site, ...]:
-    """A site for each stage; stages on one worker share its memory alike."""
+def sites_of(settings: Settings, batch: int) -> tuple[Site, ...]:
+    """A site for each stage, for mini-batches of so many samples; stages on one worker share its memory alike."""
     workers, placement = workers_of(settings), settings.placement
     modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
     again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
-    schedule = make_schedule(settings.schedule, len(placement), settings.chunks, again, placement)
+    schedule = make_schedule(settings.schedule, len(placement), settings.micro_batches(batch), again, placement)
     flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
     sites = []
     for j, k in enumerate(placement):
@@ -77,6 +77,14 @@ def sites_of(settings: Settings) -> tuple[Site, ...]:
             )
         )
     return tuple(sites)
+
+
+def pools_of(settings: Settings) -> tuple[int, ...]:
+    """For each stage the number of the memory that is its: its worker's, or its device's where no limit was given."""
+    workers = settings.workers
+    if settings.memory_limits is not None or settings.hardware is not None:
+        return settings.placement
+    return tuple(workers.index(workers[k]) for k in settings.placement)
 
 
 def _kind(device: torch.device) -> str:

@@ -15,7 +15,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
 
     Of the plan:
-        chunks               micro-batches of a step
+        chunks               micro-batches of a step, as asked for
+        micro_batches        those that there are: fewer where the mini-batch has fewer samples
         micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
         estimated_for        the hardware for which the seconds were estimated; empty where they were measured
         schedule, balance, tracer, fingerprint                    as in `fxpipe.Plan`
@@ -53,6 +54,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     figures = plan_figures(plan)
     return {
         "chunks": plan.chunks,
+        "micro_batches": plan.micro_batches,
         "micro_batch": plan.micro_batch,
         "estimated_for": plan.estimated_for,
         "schedule": plan.schedule,

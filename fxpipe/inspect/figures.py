@@ -41,15 +41,10 @@ def plan_figures(plan: Plan) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
     # Imported here, not above: a plan is printed by planning, which need not load all this before it is asked to.
     from fxpipe.scheduling import make_schedule
-    from fxpipe.simulation import StageCost, Transfer, simulate_schedule
+    from fxpipe.simulation import simulate_schedule
 
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.chunks, plan.checkpoint, plan.placement)
-    costs = [
-        StageCost(s.forward_seconds, s.backward_seconds, weight=min(s.weight_seconds, s.backward_seconds))
-        for s in plan.stages
-    ]
-    transfers = [Transfer(s.source, s.target, s.bytes, s.seconds) for s in plan.sendings]
-    simulation = simulate_schedule(schedule, costs, transfers, overlaps=False)
+    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches, plan.checkpoint, plan.placement)
+    simulation = simulate_schedule(schedule, *plan.costs(), overlaps=False)
     stages = tuple(
         StageFigures(
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),

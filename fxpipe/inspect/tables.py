@@ -44,11 +44,12 @@ def shortened(name: str, length: int = MOST_NAME) -> str:
 
 def _head(plan: Plan) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
-    most = "" if plan.chunks == 1 else "at most "
+    most = "" if plan.micro_batches == 1 else "at most "
     workers = f" on {_count(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
+    micro_batches = f"{_count(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
     return (
-        f"{_count(len(plan.stages), 'stage')}{workers}, {_count(plan.chunks, 'micro-batch', 'es')} of {most}{samples}\n"
+        f"{_count(len(plan.stages), 'stage')}{workers}, {micro_batches}\n"
         f"schedule {name}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
         + (f"\nseconds are estimates for {plan.estimated_for}" if plan.estimated_for else "")

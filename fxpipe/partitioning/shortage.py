@@ -175,7 +175,7 @@ def _single_node(chain: Chain, sites: Sequence[Site], names: Sequence[str]) -> s
         if least > largest and all(limit is not None and need > limit for need, limit in needs):
             largest = least
             alone = _label(start, names) if end == start + 1 else f"{_label(start, names)} to {_label(end - 1, names)}"
-            found = f"{alone} alone needs {human_bytes(largest)}, more than any device has"
+            found = f"{alone} alone needs {human_bytes(largest)}, more than any stage may take"
     return found
 
 

@@ -29,13 +29,14 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.autograd import NoDerivative
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import flops
 from fxpipe.profiling.rounds import Measured
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.recording.fake import faked, is_faked, running, usable
 from fxpipe.tracing.sizing.alike import Alike, ChangedInPlaceError
 from fxpipe.tracing.snapshot import forked_random
@@ -257,8 +258,8 @@ class Roofline(TorchDispatchMode):
         before = self.seconds
         try:
             torch.autograd.grad(ends, starts, ones, allow_unused=True, retain_graph=True)
-        except NotImplementedError:
-            return 0.0  # a function without a derivative: no training step goes back through it
+        except NoDerivative:
+            return 0.0
         return self.seconds - before
 
 
@@ -278,14 +279,14 @@ def traffic(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result:
     name = func.overloadpacket.__name__
     if name in _EMPTY:
         return 0
-    read = {_storage(t): t for t in _tensors((args, kwargs))}
-    made = [t for t in _tensors(result) if _storage(t) not in read]
+    read = {storage_of(t): t for t in _tensors((args, kwargs))}
+    made = [t for t in _tensors(result) if storage_of(t) not in read]
     written = list(_changed(func, args, kwargs))
     if not made and not written:
         return 0  # a view
     sizes = {storage: _bytes(t) for storage, t in read.items()}
     if name in _PICKING:
-        sizes[_storage(args[0])] = sum(map(_bytes, made))
+        sizes[storage_of(args[0])] = sum(map(_bytes, made))
     return sum(sizes.values()) + sum(map(_bytes, (*made, *written)))
 
 
@@ -299,10 +300,6 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ite
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -20,7 +20,8 @@ import torch
 from torch import fx
 
 from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.samples import Like, storage_of
+from fxpipe.profiling.samples import Like
+from fxpipe.tracing.containers import storage_of
 
 WINDOW = 32 << 20  # bytes made by nodes that have still to go back
 _NOTE = "fxpipe: while measuring "

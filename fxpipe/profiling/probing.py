@@ -19,6 +19,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.autograd import NoDerivative
 from fxpipe.profiling.flops import flops
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
@@ -78,8 +79,8 @@ def _once(
             gradients = torch.autograd.grad(list(ends), starts, ones, allow_unused=True)
             back = counter.end()
         del gradients  # until here: what is there at the end is no temporary
-    except NotImplementedError:
-        back = 0, 0  # a function without a derivative: no training step goes back through it
+    except NoDerivative:
+        back = 0, 0
     return Probe(forward[0], back[0], forward[1], back[1])
 
 

@@ -50,11 +50,10 @@ from fxpipe.profiling.samples import (
     distinct,
     kind_of,
     mapped,
-    storage_of,
 )
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.recording.fake import usable
 from fxpipe.tracing.traced import WORKING, Traced, lookup

@@ -144,7 +144,3 @@ def mapped(function: Callable[[torch.Tensor], Any], value: Value) -> Value:
 
 def distinct(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(t): t for t in tensors}.values())
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)

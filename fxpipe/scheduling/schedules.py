@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import SupportsIndex, cast
 
+from fxpipe.counts import whole_number
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.scheduling.actions import Schedule
 from fxpipe.scheduling.known import SCHEDULES, Placement
@@ -160,11 +161,8 @@ def _one_of(argument: str, given: str, known: Iterable[str]) -> str:
 
 def _count(argument: str, given: SupportsIndex) -> int:
     """As an int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
-    try:
-        count = operator.index(given)
-    except TypeError:
-        count = None
-    if count is None or isinstance(given, bool):
+    count = whole_number(given)
+    if count is None:
         raise ArgumentTypeError(f"{argument}={given!r} is no number of {argument}: give an integer of at least 1")
     if count < 1:
         raise ArgumentError(f"{argument}={given!r} is too few: give an integer of at least 1")

@@ -26,6 +26,7 @@ from fxpipe.tracing.checking.gathering import check_gathering
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
@@ -87,6 +88,7 @@ def trace(
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         _compiled_functions_run_plainly(),
+        standing_still(model),
         faked(model, (args, kwargs or {})) as (args, kwargs),
     ):
         leaves = input_leaves(model, args, kwargs)[2]

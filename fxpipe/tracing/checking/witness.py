@@ -16,7 +16,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python, lost_in_other_ways
+from fxpipe.tracing.recording.autograd_nodes import REMEDY, WHAT, SeenNode, is_node_of
+from fxpipe.tracing.recording.own_dice import OwnDice
+from fxpipe.tracing.recording.refusals import KEPT_WHOLE, CannotRecord, draws_in_python, lost_in_other_ways
 from fxpipe.tracing.snapshot import dice, gradients_aside, same_dice
 from fxpipe.tracing.source import user_line
 
@@ -32,11 +34,16 @@ class _Witness(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs or {})
-        found = lost_in_other_ways(func, opname(func), args, given) if self.error is None else None
+        found = lost_in_other_ways(func, opname(func), args, given)
         if found is not None:
-            what, remedy = found
-            self.error = CannotRecord(f"the model {what} at {user_line()}; {remedy}", final=True)
-        return func(*args, **given)
+            self._note(*found)
+        result = func(*args, **given)
+        if result is not None and is_node_of(func, opname(func)):
+            return SeenNode(result, lambda: self._note(WHAT, REMEDY + KEPT_WHOLE))
+        return result
+
+    def _note(self, what: str, remedy: str) -> None:
+        self.error = self.error or CannotRecord(f"the model {what} at {user_line()}; {remedy}", final=True)
 
 
 @contextlib.contextmanager
@@ -49,7 +56,7 @@ def witnessed(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     Raises:
         CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
     """
-    before, witness = dice(), _Witness()
+    before, own_dice, witness = dice(), OwnDice(model), _Witness()
     with gradients_aside(model):
         with witness:
             yield
@@ -64,3 +71,4 @@ def witnessed(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
         )
     if not same_dice(before, dice()):
         raise draws_in_python()
+    own_dice.refuse_rolled()

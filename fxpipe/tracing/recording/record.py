@@ -20,6 +20,7 @@ from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
+from fxpipe.tracing.recording.own_dice import OwnDice
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
@@ -137,12 +138,14 @@ def _record(
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    own_dice = OwnDice(model)
     try:
         with undone(model) as snapshot, untouched(spec):
             with running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             named = snapshot.assigned(recorder.read_names())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
+        own_dice.refuse_rolled()
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
         snapshot.refuse_changes()

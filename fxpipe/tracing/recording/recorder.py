@@ -17,17 +17,18 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.autograd_nodes import REMEDY, WHAT, SeenNode
+from fxpipe.tracing.recording.calls import holds_numbers, is_method, is_of_numpy, is_one_function, label_of
 from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, might_draw, same_states
 from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.kept import Kept
@@ -38,10 +39,6 @@ from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead
 from fxpipe.tracing.snapshot import dice, same_dice
 from fxpipe.tracing.source import user_line
 from fxpipe.tracing.traced import Graph
-
-
-def _is_one_function(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
 
 
 class Running(NamedTuple):
@@ -227,14 +224,9 @@ class Recorder(TorchFunctionMode):
         )
 
     def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
-        path, name = self.module, opname(target)
-        # Named after the module, so that stage code reads like the model; a torch.nn module is its one function.
-        parts = [path] if self.stack and _is_one_function(self.stack[-1].module) else [path, name]
-        if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
-            parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`; not `bn`
-        label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
-        if label[0].isdigit():
-            label = f"_{label}"
+        path = self.module
+        is_all_of_module = bool(self.stack) and is_one_function(self.stack[-1].module)
+        label = label_of(path, opname(target), args, is_all_of_module)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
         node.meta["marks"] = len(self.marks)
@@ -302,14 +294,14 @@ class Recorder(TorchFunctionMode):
             parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
             self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
             return iter(parts)
-        if _is_of_numpy(args, kwargs):
+        if is_of_numpy(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
                 self._origins.add(tensor)  # what numpy made of values that were read, or of nothing
             return result
         node_args, node_kwargs = self.argument(args), self.argument(kwargs)
         result, random = self.run(func, args, kwargs)
-        if not any(True for _ in tensors_in(result)) and (name in READS or _holds_numbers(result)):
+        if not any(True for _ in tensors_in(result)) and (name in READS or holds_numbers(result)):
             self._read(func, name, node_args, node_kwargs, result)
             return result
         if result is not None and not any(True for _ in tensors_in(result)):
@@ -377,13 +369,9 @@ class Recorder(TorchFunctionMode):
             self.paused -= 1
 
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        is_method = getattr(torch.Tensor, name, None) is func
-        is_method |= type(func).__name__ in ("method_descriptor", "wrapper_descriptor")
-        # `x ** 2` and the like: wrappers that torch._tensor does not export.
-        is_method |= getattr(func, "__module__", "") == "torch._tensor" and not hasattr(torch._tensor, name)
-        return (
-            self.add("call_method", name, args, kwargs) if is_method else self.add("call_function", func, args, kwargs)
-        )
+        if is_method(func, name):
+            return self.add("call_method", name, args, kwargs)
+        return self.add("call_function", func, args, kwargs)
 
     def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
         """A node that reads `value`: the graph holds where it reads the same again."""
@@ -412,6 +400,8 @@ class Recorder(TorchFunctionMode):
         self.asks_for_gradients |= attribute in OF_GRADIENTS
         if attribute == "grad" and value is not None:
             raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
+        if attribute == "grad_fn" and value is not None:
+            return SeenNode(value, self._refuse_hook)
         if attribute in TENSOR_ATTRIBUTES and value is not None:
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
@@ -430,6 +420,9 @@ class Recorder(TorchFunctionMode):
         self.refusal = self.refusal or error
         return error
 
+    def _refuse_hook(self) -> None:
+        raise self.refuse(WHAT, REMEDY)
+
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
@@ -442,15 +435,3 @@ class Recorder(TorchFunctionMode):
         found = refused(func, name, args, kwargs) or written_parameter(func, args, kwargs, self._parameters)
         if found is not None:
             raise self.refuse(*found)
-
-
-def _is_of_numpy(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does a function make a tensor of arrays only?"""
-    values = pytree.tree_leaves((tuple(args), dict(kwargs)))
-    return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
-        isinstance(v, torch.Tensor) for v in values
-    )
-
-
-def _holds_numbers(result: Any) -> bool:
-    return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))

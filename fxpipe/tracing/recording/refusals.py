@@ -42,6 +42,8 @@ def draws_in_python(modules: frozenset[str] = frozenset()) -> CannotRecord:
     )
 
 
+KEPT_WHOLE = ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+
 # Functions that are refused: what they do, and whether a module that calls them may be kept whole.
 _REFUSED = {
     "register_hook": "puts a hook on a tensor",
@@ -107,7 +109,7 @@ def lost_in_other_ways(func: Any, name: str, args: tuple[Any, ...], kwargs: dict
         return None
     what, remedy, _ = found
     if name in _LOST:
-        remedy += ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+        remedy += KEPT_WHOLE
     return what, remedy
 
 
