@@ -2,7 +2,8 @@
 
 From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` and `exchange` (what stands
 between actions, and what goes between stages), `opened` (a stage in a step) and `loss_stage`, `step` (what each action
-does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends.
+does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends;
+`tracking` ends what batch norm has put off.
 """
 
 from fxpipe.runtime.assembly import Assembly
