@@ -5,7 +5,8 @@
     print(program.stages[1].code)
 
 `ordered` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
-`choose_copies`, which values a stage had better compute for itself than receive; `split` does the work; `program` is
+`choose_copies`, which values a stage had better compute for itself than receive; `split` does the work, with what is
+put into stages for random numbers (`functions`), batch norm (`deferring`) and recomputing (`forgetting`); `program` is
 the data that the runtime reads.
 """
 

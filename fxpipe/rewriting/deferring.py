@@ -166,10 +166,13 @@ def defer_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
     """Makes a batch norm, in the graph of a stage, track nothing; gives what to hand out in place of that."""
     arguments, graph = _bound(norm), norm.graph
     with graph.inserting_before(norm):
-        count = graph.call_function(values_per_channel, (arguments["input"],))
-        mean, var = (
-            graph.create_node("call_function", torch.zeros_like, (arguments[f"running_{which}"],), name=name)
-            for which, name in (("mean", f"{norm.name}_mean"), ("var", f"{norm.name}_var"))
+        count, mean, var = (
+            graph.create_node("call_function", function, (arguments[given],), name=f"{norm.name}_{name}")
+            for name, function, given in (
+                ("count", values_per_channel, "input"),
+                ("mean", torch.zeros_like, "running_mean"),
+                ("var", torch.zeros_like, "running_var"),
+            )
         )
     norm.args, norm.kwargs = _tracking_nothing(norm.target, arguments, mean, var)
     return ((*names, count, mean, var, arguments["momentum"]),)

@@ -4,7 +4,8 @@ From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices
 actions), `packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
 `entering` and `opened` (a stage in a step), `loss_stage`, `ambient` (what the caller has around it), `step` (what each
 action does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two
-ends. `log` is what a step notes of itself, `record` and `traces` what is made of that, `ranges` what a profiler sees.
+ends; `tracking` ends what batch norm has put off. `log` is what a step notes of itself, `record` and `traces` what is
+made of that, `ranges` what a profiler sees.
 """
 
 from fxpipe.runtime.assembly import Assembly

@@ -24,7 +24,7 @@ from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.entering import enter
 from fxpipe.runtime.exchange import Value, requires_grad
-from fxpipe.runtime.tracking import tracked
+from fxpipe.runtime.tracking import check_calls, tracked
 from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
 from fxpipe.thread_state import ThreadState, applied
@@ -117,6 +117,7 @@ class OpenStage:
         for name, value in ran.buffers.items():
             (self._counters if name in self.stage.counters else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
+        check_calls(next(iter(self._statistics.values())), ran.statistics)
 
     def final_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that change, after all micro-batches."""

@@ -34,12 +34,6 @@ def tracked(buffers: Mapping[str, torch.Tensor], micro_batches: Sequence[Sequenc
     after = dict(buffers)
     if not any(micro_batches):
         return after
-    calls = [[(mean, var, momentum) for mean, var, *_, momentum in found] for found in micro_batches]
-    if any(others != calls[0] for others in calls):
-        raise StateError(
-            "deferred_batch_norm=True, but batch norm in a module kept whole runs otherwise for some micro-batches "
-            "than for others; let it run as often for each, with the same momentum, or give deferred_batch_norm=False"
-        )
     # All calls at once, side by side: a stage may have dozens of them, with few channels each.
     widths = tuple(mean.numel() for _, _, _, mean, _, _ in micro_batches[0])
     counts = tuple(tuple(n for _, _, n, *_ in found) for found in micro_batches)
@@ -49,12 +43,29 @@ def tracked(buffers: Mapping[str, torch.Tensor], micro_batches: Sequence[Sequenc
         torch.stack([torch.cat([mean for _, _, _, mean, _, _ in found]) for found in micro_batches]),
         torch.stack([torch.cat([var for _, _, _, _, var, _ in found]) for found in micro_batches]),
     )
-    for call, new_mean, new_var in zip(calls[0], mean.split(widths), var.split(widths), strict=True):
+    for call, new_mean, new_var in zip(_calls(micro_batches[0]), mean.split(widths), var.split(widths), strict=True):
         mean_name, var_name, momentum = call
         for name, new in ((mean_name, new_mean), (var_name, new_var)):
             # Rounded once, as by the kernel; with a momentum of 0 or 1 nothing is.
             after[name] = after[name].double().lerp_(new, momentum).to(after[name].dtype)
     return after
+
+
+def check_calls(first: Sequence[Found], other: Sequence[Found]) -> None:
+    """Have two micro-batches called batch norm alike? In modules kept whole they need not.
+
+    Raises:
+        StateError: they have not.
+    """
+    if _calls(first) != _calls(other):
+        raise StateError(
+            "deferred_batch_norm=True, but batch norm in a module kept whole runs otherwise for some micro-batches "
+            "than for others; let it run as often for each, with the same momentum, or give deferred_batch_norm=False"
+        )
+
+
+def _calls(found: Sequence[Found]) -> list[tuple[str, str, float]]:
+    return [(mean, var, momentum) for mean, var, *_, momentum in found]
 
 
 def merged(
