@@ -398,7 +398,7 @@ def test_steps_of_models(name):
 def test_t5_of_transformers():
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(
-        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
     )
 
     class Logits(nn.Module):

@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
-Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # of the weight and of the bias
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, the weight and the bias
+Pair = tuple[torch.Tensor | None, torch.Tensor | None]  # gradients of the weight and of the bias
 
 
 class Use(NamedTuple):
@@ -46,6 +47,10 @@ class Tape:
     edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
     gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
     bare: dict[str, torch.Tensor] = field(default_factory=dict)  # detached parameters; one for all tapes of a stage
+
+    def note(self, edge: GradientEdge, use: Use) -> None:
+        self.edges.append(edge)
+        self.uses.append(use)
 
     def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         found = self.bare.get(name)
@@ -79,8 +84,7 @@ class Kind(NamedTuple):
 
 def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> Ran:
     if not _is_made_dense(x, wants_w):
-        y = F.linear(x, w, b)
-        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
+        return _ran(F.linear(x, w, b), x, wants_w)
     flat = _matrix(x)
     y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
     if b is not None:
@@ -90,11 +94,15 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: b
 
 def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
     if not _is_made_dense(x, wants_w):
-        y = torch.matmul(x, w)
-        return Ran(y, y if y._base is None else y._base, x if wants_w else None)
+        return _ran(torch.matmul(x, w), x, wants_w)
     flat = _matrix(x)
     y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
     return Ran(y, y, flat)
+
+
+def _ran(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> Ran:
+    base = y._base  # `linear` returns a view of its product
+    return Ran(y, y if base is None else base, x if wants_w else None)
 
 
 def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
@@ -219,40 +227,38 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
         names: of the weight and the bias.
         casts: does autocast stand over the node; its cast of the weight is then a part of what W goes back through.
     """
+    w_name, b_name = names[0], names[1] or ""
+    by_wants = {(True, True): (w_name, b_name), (True, False): (w_name,), (False, True): (b_name,)}
 
     def call(
         tape: Tape | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *options: Any
     ) -> torch.Tensor:
-        wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
-        is_noted = tape is not None and (wants_w or wants_b) and torch.is_grad_enabled()
-        is_split = is_noted and x.requires_grad
-        own_w, own_b = w, b
-        if is_split:
-            assert tape is not None
-            own_w = tape.detached(names[0], w)
-            own_b = None if b is None or names[1] is None else tape.detached(names[1], b)
-        if casts:
-            x, own_w, own_b = _cast(x, own_w, own_b)
-        ran = kind.run(x, own_w, own_b, wants_w, *options)
-        if not is_noted:
+        wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
+        if tape is None or not (wants_w or wants_b) or not torch.is_grad_enabled():
+            operands = _cast(x, w, b) if casts else (x, w, b)
+            return kind.run(*operands, wants_w, *options).value
+        if not x.requires_grad:
+            operands = _cast(x, w, b) if casts else (x, w, b)
+            ran = kind.run(*operands, wants_w, *options)
+            edge = _edge(ran.core)
+            weights = [t for t in (w, b) if t is not None and t.requires_grad]
+            tape.note(edge, Use(by_wants[wants], _of_autograd(edge, weights)))
             return ran.value
-        assert tape is not None
-        edge = _edge(ran.core)
-        wanted = tuple(name for name, wants in zip(names, (wants_w, wants_b), strict=True) if name and wants)
-        if not is_split:
-            tape.uses.append(Use(wanted, _of_autograd(edge, [t for t in (w, b) if t is not None and t.requires_grad])))
-        else:
-            kept = None if ran.x is None else ran.x.detach()
-            version, dtype = 0 if kept is None else kept._version, w.dtype
+        operands = x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b)
+        if casts:
+            operands = _cast(*operands)
+        _, own_w, own_b = operands
+        ran = kind.run(*operands, wants_w, *options)
+        kept = None if ran.x is None else ran.x.detach()
+        version, dtype = 0 if kept is None else kept._version, w.dtype
 
-            def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
-                if kept is not None:
-                    _check_unchanged(kept, version, wanted[0])
-                found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
-                return [g.to(dtype) if casts else g for g in found if g is not None]
+        def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
+            if kept is not None:
+                _check_unchanged(kept, version, w_name)
+            found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
+            return [g.to(dtype) if casts else g for g in found if g is not None]
 
-            tape.uses.append(Use(wanted, weigh))
-        tape.edges.append(edge)
+        tape.note(_edge(ran.core), Use(by_wants[wants], weigh))
         return ran.value
 
     return _named(call, kind.name)
@@ -265,8 +271,7 @@ def looked_up(function: Callable[..., torch.Tensor], name: str, place: int) -> C
         y = function(*args, **kwargs)
         if tape is not None and y.requires_grad:
             edge = _edge(y)
-            tape.uses.append(Use((name,), _of_autograd(edge, [args[place]])))
-            tape.edges.append(edge)
+            tape.note(edge, Use((name,), _of_autograd(edge, [args[place]])))
         return y
 
     return _named(call, getattr(function, "__name__", "embedding").partition(".")[0])
@@ -297,17 +302,18 @@ def _check_unchanged(x: torch.Tensor, version: int, name: str) -> None:
         )
 
 
-def _cast(*tensors: torch.Tensor | None) -> list[Any]:
+def _cast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
     """What autocast does to the operands of these kinds."""
-    kind = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if t is not None and _may_cast(t) else t for t in tensors]
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, w, b
+    dtype = torch.get_autocast_dtype(device)
 
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if eligible else tensor
 
-def _may_cast(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return cast(x), cast(w), None if b is None else cast(b)
 
 
 def _named(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
