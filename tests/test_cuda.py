@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
-from models import CASES
+import torch.nn.functional as F
+from models import BY_NAME, CASES
 from oracle import parts_of
 from torch.utils import _pytree as pytree
 
 import fxpipe
+from fxpipe.runtime.step import _DO, Step
+from fxpipe.runtime.transport import forced_copies
+from fxpipe.scheduling.actions import Kind
 
 ONE = pytest.param(["cuda:0", "cuda:0"], marks=pytest.mark.cuda, id="one")
 MIXED = pytest.param(["cpu", "cuda:0"], marks=pytest.mark.cuda, id="mixed")
@@ -78,3 +83,168 @@ def test_eval_on_gpus_equals_the_plain_model(case, devices):
                 _close(h, w)
             else:
                 assert w == h
+
+
+# -- streams and copies ------------------------------------------------------------------------------------------------
+
+CYCLES = 20_000_000  # of a GPU that is kept busy: 10 ms, in which the host is far ahead
+
+
+@pytest.fixture
+def busy(monkeypatch):
+    """Each F and B begins late on its device: who does not wait for it, reads what is not there yet."""
+    for name in ("forward", "backward"):
+        action = getattr(Step, name)
+
+        def late(self, j, i, action=action):
+            if self.assembly.devices[j].type == "cuda":
+                torch.cuda._sleep(CYCLES)
+            action(self, j, i)
+
+        monkeypatch.setitem(_DO, Kind.FORWARD if name == "forward" else Kind.BACKWARD, late)
+
+
+def _unet():
+    torch.manual_seed(1)
+    case = BY_NAME["unet"]
+    args, _ = case.inputs(BATCH)
+    return case.make(), args[0], case.target(BATCH)
+
+
+def _pipe(model, devices, x, **options):
+    return fxpipe.pipeline(copy.deepcopy(model), devices, CHUNKS, example_args=(x,), checkpoint="never", **options)
+
+
+def _step(model, x, t, drop_in=True):
+    """Loss, gradients, and that of the input."""
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    if drop_in:
+        loss = F.mse_loss(model(x), t)
+        loss.backward()
+    else:
+        loss = model.forward_backward(x, target=t, loss_fn=F.mse_loss)
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def _assert_close(have, want):
+    for h, w in zip(have, want, strict=True):
+        _close(h, w)
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
+def test_copies_are_waited_for(devices, drop_in, busy):
+    model, x, t = _unet()
+    want = _step(model, x, t)
+    with forced_copies(), _pipe(model, devices, x) as pipe:
+        for _ in range(3):
+            _assert_close(_step(pipe, x, t.to(devices[-1]), drop_in), want)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.cuda
+def test_forced_copies_on_one_gpu_are_alike(case, schedule):
+    plain = _without_dropout(case.make())
+    args, kwargs = case.inputs(BATCH)
+    target = case.target(BATCH)
+    found = []
+    for forced in (False, True):
+        with (
+            forced_copies() if forced else contextlib.nullcontext(),
+            fxpipe.pipeline(
+                copy.deepcopy(plain),
+                ["cuda:0", "cuda:0"],
+                CHUNKS,
+                example_args=args,
+                example_kwargs=kwargs,
+                schedule=schedule,
+            ) as pipe,
+        ):
+            loss = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+            found.append([loss, *(p.grad for p in pipe.parameters() if p.grad is not None)])
+    _assert_close(*found)
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_a_step_comes_between_what_the_caller_queues_before_and_after(devices, drop_in, busy):
+    """The caller's current streams are not the default ones, and its inputs are made late."""
+    model, x, t = _unet()
+    want = _step(model, x, t)
+    given, target = x.to(devices[0]), t.to(devices[-1])
+    with forced_copies(), _pipe(model, devices, x) as pipe:
+        _step(pipe, given, target, drop_in)
+        torch.cuda.synchronize()
+        sides = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
+        with contextlib.ExitStack() as stack:
+            for side in reversed(sides):
+                stack.enter_context(torch.cuda.stream(side))
+            late, late_target = torch.zeros_like(given), torch.zeros_like(target)
+            torch.cuda._sleep(5 * CYCLES)
+            late.copy_(given)
+            late_target.copy_(target)
+            have = [value.clone() for value in _step(pipe, late, late_target, drop_in)]
+            late.zero_()  # behind the step, which has read it
+            late_target.zero_()
+        torch.cuda.synchronize()
+        _assert_close(have, want)
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_the_host_waits_for_nothing(devices, drop_in):
+    model, x, t = _unet()
+    with forced_copies(), _pipe(model, devices, x) as pipe:
+        pinned, on_gpu, target = x.pin_memory(), x.to(devices[0]), t.to(devices[-1])
+        for given in (x, pinned, on_gpu):
+            _step(pipe, given, target, drop_in)  # the loss is verified, memory is taken
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(2):
+                    pipe.zero_grad()
+                    if drop_in:
+                        F.mse_loss(pipe(given), target).backward()
+                    else:
+                        pipe.forward_backward(given, target=target, loss_fn=F.mse_loss)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
+def test_pinned_inputs_and_targets_may_be_written_to_behind_the_call(devices, busy):
+    model, x, t = _unet()
+    want = _step(model, x, t)[2:]
+    with _pipe(model, devices, x) as pipe:
+        for _ in range(3):
+            pipe.zero_grad()
+            given, target = x.pin_memory(), t.pin_memory()
+            pipe.forward_backward(given, target=target, loss_fn=F.mse_loss)
+            given.zero_()
+            target.zero_()
+            _assert_close([p.grad for p in pipe.parameters()], want)
+
+
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_a_gpu_holds_less_with_1f1b_and_nothing_behind_a_step(devices):
+    x = torch.randn(64, 256, device=devices[0])
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU()) for _ in range(8)))
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        with fxpipe.pipeline(
+            copy.deepcopy(model), devices, 16, example_args=(x,), schedule=schedule, checkpoint="never"
+        ) as pipe:
+            for _ in range(2):  # the loss is verified in the first
+                pipe.zero_grad()
+                pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+            pipe.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated(devices[0])
+            torch.cuda.reset_peak_memory_stats(devices[0])
+            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+            pipe.zero_grad()
+            peaks[schedule] = torch.cuda.max_memory_allocated(devices[0]) - before
+            torch.cuda.synchronize()
+            assert torch.cuda.memory_allocated(devices[0]) <= before
+    assert peaks["1f1b"] < peaks["gpipe"]

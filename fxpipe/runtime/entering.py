@@ -27,19 +27,24 @@ _token = torch.empty(0, requires_grad=True)
 
 def enter(received: Sequence[Value]) -> tuple[list[Any], list[GradientEdge | None]]:
     """What the stage uses, and the edge by which its gradient is asked for; None where there is none."""
-    uses = [v.value.detach() if isinstance(v.value, torch.Tensor) else v.value for v in received]
-    edges: list[GradientEdge | None] = [None] * len(uses)
-    if not torch.is_grad_enabled():
-        return uses, edges
-    through = []
-    for place, value in enumerate(received):
-        if value.requires_grad and type(value.value) is torch.Tensor:
+    uses: list[Any] = []
+    edges: list[GradientEdge | None] = [None] * len(received)
+    through: list[int] = []
+    for place, entering in enumerate(received):
+        value = entering.value
+        if not isinstance(value, torch.Tensor):
+            uses.append(value)
+        elif not (entering.requires_grad and torch.is_grad_enabled()):
+            uses.append(value.detach())
+        elif type(value) is torch.Tensor:
+            uses.append(value)
             through.append(place)
-        elif value.requires_grad:
-            # A leaf after all: it is of a class of its own, which the node would take from it.
-            edges[place] = get_gradient_edge(uses[place].requires_grad_())
+        else:  # a leaf after all: it is of a class of its own, which the node would take from it
+            leaf = value.detach().requires_grad_()
+            uses.append(leaf)
+            edges[place] = get_gradient_edge(leaf)
     if through:
-        made = _Node(_MESSAGE, len(through) + 1)(*(uses[place] for place in through), _token)
+        made = _Node(_MESSAGE, len(through) + 1)(*[uses[place] for place in through], _token)
         node = made[0].grad_fn
         for k, place in enumerate(through):
             uses[place], edges[place] = made[k], GradientEdge(node, k)
