@@ -180,7 +180,11 @@ class Pipeline(nn.Module):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a mini-batch, which runs through the stages in micro-batches."""
+        """The model's output for a mini-batch, which runs through the stages in micro-batches.
+
+        Its backward runs once. Where the model takes its loss itself, a mean over tokens of which micro-batches hold
+        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one.
+        """
         if not hooks_of(self.model):
             return self._run(*args, **kwargs)
         return with_all_hooks(self.model, self._run, args, kwargs)

@@ -272,6 +272,38 @@ def test_a_mean_over_samples_of_means_over_their_tokens_is_one():
             assert_equal_step(pipe, plain, (tokens(4),), labels, by_sample, by_sample)
 
 
+def test_a_step_that_is_run_again_to_verify_draws_the_same_numbers():
+    """One sample in each micro-batch: padding looks wrong in the second step, which is run again, and is right."""
+
+    def by_sample(logits, labels):
+        return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
+
+    model, ids, labels, seen = Tokens(), tokens(4), padded(4), []
+    model.mix = nn.Sequential(nn.Dropout(0.5), model.mix)
+
+    def loss_fn(logits, labels):
+        seen.append(logits.detach())
+        return by_sample(logits, labels)
+
+    with pipe_of(model) as pipe:
+        pipe.forward_backward(ids, target=tokens(4), loss_fn=loss_fn)
+        seen.clear()
+        torch.manual_seed(3)
+        loss = pipe.forward_backward(ids, target=labels, loss_fn=loss_fn)
+        state = torch.get_rng_state()
+        first, again, whole = seen[:4], seen[4:8], seen[8]
+        assert len(seen) == 9
+        assert torch.equal(torch.cat(first), torch.cat(again))
+        torch.testing.assert_close(torch.cat(first), whole)
+        torch.testing.assert_close(loss, by_sample(whole, labels))
+        torch.manual_seed(3)
+        torch.randint(2**62, ())
+        assert torch.equal(torch.get_rng_state(), state)
+        seen.clear()
+        pipe.forward_backward(ids, target=labels, loss_fn=loss_fn)
+        assert len(seen) == 4  # it is known to be right now
+
+
 def test_when_it_is_verified():
     kind, due = Kind(is_cheap=False), []
     for n in range(1, 1001):
