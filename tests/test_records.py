@@ -15,6 +15,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime import ActionRecord, DeviceRecord, Interleaved, StepRecord, TransferRecord
+from fxpipe.runtime.exchange import bytes_of
 from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, Kind
@@ -154,6 +155,25 @@ def test_bytes_follow_the_sizes_of_uneven_micro_batches():
         _step(pipe)
         sizes = {t.maker.micro_batch: t.bytes for t in pipe.last_step.transfers}
     assert sizes == {0: 2 * WIDTH * 4, 1: 2 * WIDTH * 4, 2: WIDTH * 4, 3: WIDTH * 4}
+
+
+LAYOUTS = {
+    "strided": (lambda: torch.ones(3, 5), 60),
+    "a view": (lambda: torch.ones(3, 5)[:, :2], 24),
+    "sparse": (lambda: torch.eye(4).to_sparse(), 16),
+    "compressed": (lambda: torch.eye(4).to_sparse_csr(), 16),
+    "in blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), 32),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 20),
+    "mkldnn": (lambda: torch.ones(4).to_mkldnn(), 0),
+    "none": (lambda: [1, 2], 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_bytes_of_any_layout(layout):
+    make, size = LAYOUTS[layout]
+    assert bytes_of(make()) == size
 
 
 def test_a_record_holds_nothing_of_the_step_and_stays():

@@ -135,11 +135,18 @@ class Exchange:
         return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(found, parts, strict=True)], dim)
 
 
+_WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
+
+
 def bytes_of(value: Any) -> int:
-    """Of a tensor; of the values of a sparse one."""
+    """Of a tensor; of the values of a sparse or jagged one; 0 where it has neither."""
     if not isinstance(value, torch.Tensor):
         return 0
-    return value.nbytes if value.layout is torch.strided else value._nnz() * value.element_size()
+    if value.layout is torch.strided:
+        return value.nbytes
+    if value.layout is torch.sparse_coo:
+        return value._values().nbytes
+    return value.values().nbytes if value.layout in _WITH_VALUES else 0
 
 
 def requires_grad(value: Any) -> bool:
