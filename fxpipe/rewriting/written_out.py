@@ -111,7 +111,7 @@ def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> An
     if torch.is_autocast_enabled("cpu") or query.dtype not in (torch.float32, torch.float64):
         return NotImplemented
     theirs = F.multi_head_attention_forward
-    own = {"dropout": drop, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
+    own: dict[str, Any] = {"dropout": drop, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
     ours = FunctionType(theirs.__code__, {**F.__dict__, **own}, theirs.__name__, theirs.__defaults__)
     return ours(*args, **kwargs)
 
