@@ -90,10 +90,11 @@ def make_settings(
         ScheduleError: a schedule of the user's own would not run.
     """
     order, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
+    chunks = chunks_for(order, chunks)
     if plan is not None:
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, balance, pin)
     workers = parse_devices(devices, anywhere)
-    count = parse_chunks(chunks_for(order, chunks), len(workers))
+    count = parse_chunks(chunks, len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
     pins, balance = _pins(pin, balance, workers)
     return Settings(
