@@ -20,11 +20,12 @@ from fxpipe.arguments import (
     parse_number,
     parse_pins,
     parse_profile_budget,
+    parse_stages_per_device,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
-from fxpipe.placing import chunks_for, parse_schedule_to_train, parse_stages_per_device, placed
+from fxpipe.placing import chunks_for, parse_schedule_to_train, placed
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
