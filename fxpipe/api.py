@@ -85,9 +85,13 @@ def pipeline(
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
 
             Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
-            (micro_batches, stages) -> text or rows: "0F0 0F1 0B0 0B1 \n 1F0 1B0 1F1 1B1" is 1f1b of two stages (stage,
-            F or B, micro-batch; W is the gradients of weights where B leaves them out, R recomputes). A table has as
-            many micro-batches as it says; of a mini-batch with fewer samples the first ones run.
+            (micro_batches, stages) -> text or rows. This is 1f1b of two stages and two micro-batches (stage, F or B,
+            micro-batch; W makes the gradients of weights where B is to leave them out, R recomputes):
+
+                0F0 0F1 0B0 0B1
+                1F0 1B0 1F1 1B1
+
+            A table has as many micro-batches as it says; of a mini-batch with fewer samples the first ones run.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
             "except_last", "always", or a mode for each stage. "auto": all in those stages that would not fit into
             their memory otherwise.

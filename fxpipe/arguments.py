@@ -29,6 +29,18 @@ def parse_switch(name: str, given: bool) -> bool:
     return given
 
 
+def parse_stages_per_device(given: int | None) -> int | None:
+    """How many stages each worker has; None: as many as the schedule wants."""
+    if given is None:
+        return None
+    count = whole_number(given)
+    if count is None:
+        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
+    if count < 1:
+        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
+    return count
+
+
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
     """Names and classes of modules."""
     if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):

@@ -6,11 +6,10 @@ own has them in its rows.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import (
     SCHEDULES,
     Kind,
@@ -55,21 +54,6 @@ def _check_for_training(schedule: Schedule) -> None:
             f"schedule {schedule.name!r} leaves device {schedule.rows.index(())} idle: give it a stage, or take its "
             "row out and leave it out of devices"
         )
-
-
-def parse_stages_per_device(given: Any) -> int | None:
-    """How many stages each worker has; None: as many as the schedule wants."""
-    if given is None:
-        return None
-    try:
-        count = operator.index(given)
-    except TypeError:
-        count = None
-    if count is None or isinstance(given, bool):
-        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
-    if count < 1:
-        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
-    return count
 
 
 def workers_for(stages: int, schedule: ScheduleLike, per_device: int | None) -> int:

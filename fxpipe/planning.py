@@ -83,8 +83,8 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.arguments import parse_given_hardware
-    from fxpipe.placing import parse_schedule_to_train, parse_stages_per_device, workers_for
+    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
+    from fxpipe.placing import parse_schedule_to_train, workers_for
     from fxpipe.settings import make_settings
 
     schedule, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)

@@ -21,12 +21,13 @@ from fxpipe.arguments import (
     parse_number,
     parse_pins,
     parse_profile_budget,
+    parse_stages_per_device,
     parse_switch,
 )
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
-from fxpipe.placing import chunks_for, parse_schedule_to_train, parse_stages_per_device, placed
+from fxpipe.placing import chunks_for, parse_schedule_to_train, placed
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
@@ -115,6 +116,7 @@ def make_settings(
         ScheduleError: a schedule of the user's own would not run.
     """
     order, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
+    chunks = chunks_for(order, chunks)
     if plan is not None:
         for_planning = {
             "balance": balance,
@@ -127,7 +129,7 @@ def make_settings(
         }
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
     workers = parse_devices(devices, anywhere)
-    count = parse_chunks(chunks_for(order, chunks), len(workers))
+    count = parse_chunks(chunks, len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
     pins, balance = _pins(pin, balance, workers)
     return Settings(

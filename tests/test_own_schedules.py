@@ -199,6 +199,13 @@ def test_a_plan_keeps_the_table_as_text(schedule, tmp_path):
         assert pipe.plan.schedule == plan.schedule
 
 
+def test_a_table_says_how_many_micro_batches_whatever_the_plan_has():
+    plan = fxpipe.plan(_chain(), devices=["cpu"] * 2, chunks=5, example_args=(torch.randn(6, 4),), profile_budget=0.1)
+    with fxpipe.pipeline(_chain(), plan=plan, schedule=TWO) as pipe:
+        _assert_steps_equal_the_plain_model(pipe, (6,))
+        assert pipe.plan.chunks == 3
+
+
 def test_a_plan_whose_table_is_damaged_is_refused(tmp_path):
     plan = fxpipe.plan(
         _chain(), devices=["cpu"] * 2, schedule=TWO, example_args=(torch.randn(6, 4),), profile_budget=0.1

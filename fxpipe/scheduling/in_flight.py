@@ -31,7 +31,8 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """For each stage of how many micro-batches it has all that backward needs, at most.
 
-    That is from F on or, where the micro-batch is recomputed, from R on.
+    That is from F on or, where the micro-batch is recomputed, from R on. Where backward is split it is to the end of W,
+    which needs less than all: what weights were applied to, and the gradients of what came out.
 
     >>> from fxpipe.scheduling import make_schedule
     >>> activations_in_flight(make_schedule("1f1b", stages=3, micro_batches=8, checkpoint="always"))
