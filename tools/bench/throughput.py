@@ -1,4 +1,4 @@
-"""Forward and backward of a mini-batch: plain torch, torchgpipe and fxpipe on the cores of one machine, in one run.
+"""Forward and backward of a mini-batch on the cores of one machine: plain torch, other pipelines, fxpipe, in one run.
 
     python tools/bench/throughput.py
     python tools/bench/throughput.py --models gpt --rounds 5 --json throughput.json
@@ -24,6 +24,7 @@ from threading import Thread
 from typing import Any
 
 import torch
+from distributed_rival import DistributedPipe
 from models import WORKLOADS, Workload
 from tabulate import tabulate
 from timing import Contestant, Summary, ratios, run_rounds, summarise, use_one_thread, use_threads
@@ -32,6 +33,8 @@ from torch import Tensor, nn
 import fxpipe
 
 STAGES = 2
+SCHEDULES = ("gpipe", "1f1b")
+RIVALS = ("torchgpipe", "distributed")
 REFERENCE = "plain, 1 thread, micro-batches"
 ONE_LOOP, TWO_LOOPS = "one loop", "two loops at once"  # of the capacity
 
@@ -137,11 +140,18 @@ def torchgpipe_contestants(workload: Workload, chunks: int) -> dict[str, Contest
     }
 
 
+def distributed_contestants(workload: Workload, chunks: int, stack: ExitStack) -> dict[str, Contestant]:
+    """`torch.distributed.pipelining`, a process for each stage; to tell them to run takes under 1 ms."""
+    pipe = stack.enter_context(DistributedPipe(workload, "1f1b", chunks))
+    print(f"torch.distributed.pipelining is cut in front of {pipe.split}")
+    return {"distributed, 1f1b": Contestant(pipe.step, torch.get_num_threads(), pipe.clear_gradients)}
+
+
 def fxpipe_contestants(workload: Workload, chunks: int, stack: ExitStack) -> dict[str, Contestant]:
     """Both schedules of `forward_backward`, and the drop-in; the caller keeps all threads, as a user would."""
     contestants = {}
     threads = torch.get_num_threads()
-    for schedule in ("gpipe", "1f1b"):
+    for schedule in SCHEDULES:
         model = copy.deepcopy(workload.model)
         pipe = stack.enter_context(
             fxpipe.pipeline(
@@ -216,8 +226,11 @@ def find_bound(capacity: float, chunks: int) -> float:
 def report(seconds: dict[str, list[float]], chunks: int) -> str:
     capacity = [2 * one / two for one, two in zip(seconds[ONE_LOOP], seconds[TWO_LOOPS], strict=True)]
     bounds = [find_bound(c, chunks) for c in capacity]
-    rivals = [name for name in seconds if name.startswith("torchgpipe")]
-    rival = min(rivals, key=lambda name: summarise(seconds[name]).median, default=None)
+    rivals = {}
+    for rival in RIVALS:
+        names = [name for name in seconds if name.startswith(rival)]
+        if names:
+            rivals[rival] = min(names, key=lambda name: summarise(seconds[name]).median)
 
     rows = []
     for name, values in seconds.items():
@@ -232,22 +245,22 @@ def report(seconds: dict[str, list[float]], chunks: int) -> str:
                 "quartiles": f"{1000 * summary.first_quartile:.0f}–{1000 * summary.third_quartile:.0f}",
                 "speed-up": summarise(speed_up),
                 "efficiency": format_if(is_pipeline(name), lambda s=speed_up: summarise(ratios(s, bounds))),
-                "times torchgpipe": format_if(rival is not None, lambda v=values: summarise(ratios(seconds[rival], v))),
             }
+            | {f"times {rival}": str(summarise(ratios(seconds[best], values))) for rival, best in rivals.items()}
         )
     lines = [
         tabulate(rows, headers="keys", disable_numparse=True),
         "",
         f"capacity of two threads: {summarise(capacity)}; bound with {chunks} micro-batches: {summarise(bounds)}",
         f"speed-up is over '{REFERENCE}', efficiency is speed-up over bound,",
-        f"times torchgpipe is over its fastest: {rival}" if rival else "torchgpipe is not installed: left out",
+        *(f"times {rival} is over its fastest: {best}" for rival, best in rivals.items()),
         "(medians of the ratios within a round, with 95 % intervals)",
     ]
     return "\n".join(lines)
 
 
 def is_pipeline(name: str) -> bool:
-    return name.startswith(("fxpipe", "torchgpipe"))
+    return name.startswith(("fxpipe", *RIVALS))
 
 
 def format_if(condition: bool, summary: Callable[[], Summary]) -> str:
@@ -287,6 +300,7 @@ def measure(workload: Workload, chunks: int, rounds: int) -> dict[str, list[floa
         contestants = plain_contestants(workload, chunks)
         if importlib.util.find_spec("torchgpipe"):
             contestants |= torchgpipe_contestants(workload, chunks)
+        contestants |= distributed_contestants(workload, chunks, stack)
         contestants |= fxpipe_contestants(workload, chunks, stack)
         check_losses(contestants)
         contestants |= capacity_contestants(workload, chunks, stack)
@@ -297,27 +311,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="gpt,unet", help="of gpt, unet, with commas (default: both)")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default: 15)")
-    parser.add_argument("--chunks", type=int, default=8, help="micro-batches in a mini-batch (default: 8)")
+    parser.add_argument("--chunks", default="8", help="micro-batches in a mini-batch; several with commas (default: 8)")
     parser.add_argument("--batch", type=int, default=16, help="samples in a mini-batch (default: 16)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds to this file")
     options = parser.parse_args()
 
     environment = find_environment()
     print(tabulate(environment.items()))
-    result: dict[str, Any] = {
-        "environment": environment,
-        "chunks": options.chunks,
-        "batch": options.batch,
-        "seconds": {},
-    }
+    result: dict[str, Any] = {"environment": environment, "batch": options.batch, "seconds": {}}
     for name in options.models.split(","):
         torch.manual_seed(0)
         workload = WORKLOADS[name](options.batch)
-        seconds = measure(workload, options.chunks, options.rounds)
-        print(f"\n{name}: forward and backward of {options.batch} samples\n\n{report(seconds, options.chunks)}\n")
-        result["seconds"][name] = seconds
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1))
+        for chunks in map(int, options.chunks.split(",")):
+            seconds = measure(workload, chunks, options.rounds)
+            print(f"\n{name}: forward and backward of {options.batch} samples in {chunks} micro-batches\n")
+            print(f"{report(seconds, chunks)}\n")
+            result["seconds"].setdefault(name, {})[chunks] = seconds
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
