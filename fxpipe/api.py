@@ -47,6 +47,7 @@ def pipeline(
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
+    compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
@@ -94,6 +95,8 @@ def pipeline(
             for all), "mean", "sum", "stack"; one for all or a tree like the output.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
+        compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Not with CUDA graphs,
+            which keep the values of one micro-batch only.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it.
 
@@ -131,6 +134,7 @@ def pipeline(
         out_dims=out_dims,
         leaf_modules=leaf_modules,
         check=check,
+        compile=compile,
         plan=plan,
     )
     pipe = Pipeline(model, settings, plan)

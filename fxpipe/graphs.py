@@ -18,6 +18,7 @@ from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
 from fxpipe.runtime import Assembly, Driver, Engine, Workers, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
+from fxpipe.runtime.compiled import code_of
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import has_values
@@ -101,6 +102,7 @@ class Inside:
         traced = prepared.traced
         assembly = Assembly(
             prepared.program,
+            tuple(code_of(stage, self.settings.compile) for stage in prepared.program.stages),
             wire(prepared.program),
             self.settings.devices,
             traced.in_dims,

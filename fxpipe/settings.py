@@ -14,6 +14,7 @@ from fxpipe.arguments import (
     parse_balance,
     parse_checkpoint,
     parse_chunks,
+    parse_compile,
     parse_devices,
     parse_given_hardware,
     parse_given_profile,
@@ -55,6 +56,7 @@ class Settings:
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before
     profile_budget: float = 5.0  # seconds
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -81,6 +83,7 @@ def make_settings(
     hardware: str | Hardware | None,
     profile: Any,
     profile_budget: float | None,
+    compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
     anywhere: bool = False,
 ) -> Settings:
@@ -115,6 +118,7 @@ def make_settings(
         hardware=parse_given_hardware(hardware),
         profile=parse_given_profile(profile),
         profile_budget=parse_profile_budget(profile_budget),
+        compile=parse_compile(compile),
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.rewriting import forbidden_cuts, split
 from fxpipe.rewriting.functions import mixed
 from fxpipe.runtime import Assembly, Engine, wire
+from fxpipe.runtime.compiled import code_of
 from fxpipe.runtime.drivers import Interleaved
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows
@@ -153,6 +154,7 @@ class EveryCut:
         devices, m = (CPU,) * len(program.stages), min(chunks, self.batch)
         assembly = Assembly(
             program,
+            tuple(code_of(stage, None) for stage in program.stages),
             wire(program),
             devices,
             traced.in_dims,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fxpipe.rewriting.program import Program
+from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.thread_state import ThreadState
 
@@ -18,6 +19,7 @@ class Assembly:
     """A program on devices."""
 
     program: Program
+    codes: tuple[Code, ...]  # by stage: what runs of it
     wiring: Wiring
     devices: tuple[torch.device, ...]  # by stage
     in_dims: tuple[int | None, ...]  # by input leaf: which dimension holds the batch

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
+from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.exchange import Value, on, requires_grad
 from fxpipe.runtime.wiring import Link
 from fxpipe.thread_state import ThreadState, applied
@@ -44,9 +45,17 @@ class Ran:
 class OpenStage:
     """A stage with the tensors of the model that it uses, on its device."""
 
-    def __init__(self, stage: Stage, links: Sequence[Link], device: torch.device, tensors: Tensors, state: ThreadState):
-        """`state`: of the caller."""
-        self.stage, self.links, self.state = stage, links, state
+    def __init__(
+        self,
+        stage: Stage,
+        code: Code,
+        links: Sequence[Link],
+        device: torch.device,
+        tensors: Tensors,
+        state: ThreadState,
+    ):
+        """`code`: what runs of it. `state`: of the caller."""
+        self.stage, self.code, self.links, self.state = stage, code, links, state
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
@@ -73,8 +82,7 @@ class OpenStage:
                 _enter(link, value, pending) if isinstance(value.value, torch.Tensor) else value.value
                 for link, value in zip(self.links, received, strict=True)
             ]
-            # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
-            made = stage.run.forward(*attributes, *uses)  # type: ignore[attr-defined]
+            made = self.code(*attributes, *uses)
         sent, assigned = list(made[: len(stage.sends)]), made[len(stage.sends) :]
         after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
         if grad:

@@ -66,7 +66,7 @@ class Step:
         self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)))
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, keep_outputs)
         self.opened = [
-            OpenStage(stage, wiring.links[j], assembly.devices[j], tensors, assembly.state)
+            OpenStage(stage, assembly.codes[j], wiring.links[j], assembly.devices[j], tensors, assembly.state)
             for j, stage in enumerate(self.stages)
         ]
         self.saved: dict[tuple[int, int], Given] = {}
