@@ -48,6 +48,7 @@ def pipeline(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     deferred_batch_norm: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
 ) -> Pipeline:
     """Makes a pipeline of any module.
@@ -116,6 +117,8 @@ def pipeline(
             those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
             more than one value for each channel. As in torchgpipe (Kim et al., 2020), but the modules stay as they are.
+        compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Not with CUDA graphs,
+            which keep the values of one micro-batch only.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
             given. The schedule is not taken from it. What says how to plan (balance, pin, memory_limit,
             optimizer_state, hardware, profile, profile_budget) is refused beside it.
@@ -155,6 +158,7 @@ def pipeline(
         leaf_modules=leaf_modules,
         check=check,
         deferred_batch_norm=deferred_batch_norm,
+        compile=compile,
         plan=plan,
     )
     pipe = Pipeline(model, settings, plan)

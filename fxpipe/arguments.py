@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -214,3 +215,28 @@ def one_of(argument: str, given: str, known: Sequence[str]) -> str:
     if given not in known:
         raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}")
     return given
+
+
+def parse_compile(given: Any) -> dict[str, Any] | None:
+    """Keywords of `torch.compile`; None where stages run as they are."""
+    if given is None or given is False:
+        return None
+    if given is True:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"compile={given!r}: expected True, False or a dict of keywords of torch.compile, as in "
+            "{'mode': 'max-autotune-no-cudagraphs'}"
+        )
+    known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    for name in given:
+        if name not in known:
+            raise ArgumentError(f"compile: torch.compile has no keyword {name!r}; it has {', '.join(known)}")
+    graphs = (given.get("options") or {}).get("triton.cudagraphs")
+    if given.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+        asked = f"mode={given['mode']!r}" if given.get("mode") else "options={'triton.cudagraphs': True}"
+        raise ArgumentError(
+            f"compile: {asked} runs CUDA graphs, whose values are gone with the next micro-batch, while a pipeline has "
+            "several in flight; take mode='default' or mode='max-autotune-no-cudagraphs'"
+        )
+    return dict(given)

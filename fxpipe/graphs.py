@@ -107,6 +107,7 @@ class Inside:
             traced.out_spec,
             traced.state,
             traced.constants,
+            self.settings.compile,
         )
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]

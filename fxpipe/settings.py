@@ -14,6 +14,7 @@ from fxpipe.arguments import (
     parse_balance,
     parse_checkpoint,
     parse_chunks,
+    parse_compile,
     parse_devices,
     parse_given_hardware,
     parse_given_profile,
@@ -69,6 +70,7 @@ class Settings:
     profile: Profile | None = None  # measured before
     profile_budget: float = 5.0  # seconds
     deferred_batch_norm: bool = False
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -104,6 +106,7 @@ def make_settings(
     profile: Any,
     profile_budget: float | None,
     deferred_batch_norm: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
     anywhere: bool = False,
 ) -> Settings:
@@ -151,6 +154,7 @@ def make_settings(
         profile=parse_given_profile(profile),
         profile_budget=parse_profile_budget(profile_budget),
         deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
+        compile=parse_compile(compile),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fxpipe.rewriting.program import Program, Stage
 from fxpipe.rewriting.splitting import split_weights
+from fxpipe.runtime.compiled import Code, code_of
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.thread_state import ThreadState
 
@@ -26,13 +28,20 @@ class Assembly:
     out_spec: Any  # tree of the output
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
-    _split: dict[int, Stage] = field(default_factory=dict)  # made so far, by stage
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
 
-    def with_split_weights(self, j: int) -> Stage:
-        """Stage j, whose weights get their gradients in W."""
-        if j not in self._split:
-            self._split[j] = split_weights(self.program.stages[j])
-        return self._split[j]
+    def ready(self, j: int, is_split: bool) -> tuple[Stage, Code]:
+        """Stage j, and what runs of it. `is_split`: its weights get their gradients in W.
+
+        A compiled stage is not split: it does all in B.
+        """
+        key = j, is_split and self.compile is None
+        if key not in self._ready:
+            stage = self.program.stages[j]
+            stage = split_weights(stage) if key[1] else stage
+            self._ready[key] = stage, code_of(stage, self.compile)
+        return self._ready[key]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
+from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.entering import enter
 from fxpipe.runtime.exchange import Value, requires_grad
 from fxpipe.runtime.tracking import check_calls, tracked
@@ -61,13 +62,14 @@ class OpenStage:
     def __init__(
         self,
         stage: Stage,
+        code: Code,
         links: Sequence[Link],
         bring: Callable[[torch.Tensor], torch.Tensor],
         tensors: Tensors,
         state: ThreadState,
     ):
-        """`bring`: to the stage's device; `state`: of the caller."""
-        self.stage, self.links, self.state = stage, links, state
+        """`code`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
+        self.stage, self.code, self.links, self.state = stage, code, links, state
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
@@ -100,8 +102,7 @@ class OpenStage:
             for link, edge in zip(self.links, edges, strict=True):
                 if edge is not None:
                     pending.enter(link, edge)
-            # Not `stage.run(...)`: fx's own call gives up the traceback of a failing builtin, and with it the node.
-            made = stage.run.forward(*first, *attributes, *uses)  # type: ignore[attr-defined]
+            made = self.code(*first, *attributes, *uses)
         sends, assigns = len(stage.sends), len(stage.assigns)
         sent, assigned = list(made[:sends]), made[sends : sends + assigns]
         statistics = [found for node in made[sends + assigns :] for found in node]

@@ -83,13 +83,13 @@ class Step:
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)
         self.opened = [
             OpenStage(
-                assembly.with_split_weights(j) if j in split else stage,
+                *assembly.ready(j, is_split=j in split),
                 wiring.links[j],
                 partial(self.transport.bring, target=assembly.devices[j]),
                 tensors,
                 assembly.state,
             )
-            for j, stage in enumerate(self.stages)
+            for j in range(len(self.stages))
         ]
         self.saved: dict[tuple[int, int], Given] = {}
         self.pending: dict[tuple[int, int], Pending] = {}

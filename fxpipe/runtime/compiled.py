@@ -1,0 +1,28 @@
+"""The code of stages as it runs: as it is, or compiled by `torch.compile`.
+
+A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take. The
+compiler takes one stage at a time; the others wait. Uneven micro-batches have two sizes, so a stage compiles twice for
+a graph: torch makes the second one for any size. (Stages that take inputs may do so a third time, as torch tells apart
+whether a tensor starts where its storage does, as the first micro-batch's part of an input.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fxpipe.rewriting.program import Stage
+
+Code = Callable[..., tuple[Any, ...]]
+
+
+def code_of(stage: Stage, options: Mapping[str, Any] | None) -> Code:
+    """What to call. `options`: keywords of `torch.compile`; None: do not compile."""
+    # Not `stage.run` itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
+    forward: Code = stage.run.forward  # type: ignore[attr-defined]
+    if options is None:
+        return forward
+    compiled: Code = torch.compile(forward, **options)
+    return compiled
