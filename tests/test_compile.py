@@ -18,6 +18,9 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 
 BATCH = 7  # uneven over three micro-batches
 
+# torch hides this warning while it compiles, by a way that does not heed what pytest makes of warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
 
 class Normed(nn.Module):
     """Buffers that change, a parameter that is used as a view, and one that is frozen."""

@@ -348,7 +348,7 @@ def _train(every, starts, chunks, driver, steps=3, with_w=True, checkpoint="neve
     losses = []
     for _ in range(steps):
         leaves = pytree.tree_leaves((every.args, {}))
-        losses.append(engine.forward_backward(assembly, leaves, every.batch, schedule, loss_of, (), "mean"))
+        losses.append(engine.forward_backward(assembly, leaves, every.batch, schedule, loss_of, (), "mean")[0])
         optimizer.step()
         optimizer.zero_grad()
     return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
