@@ -54,7 +54,7 @@ def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> WrittenOut:
     def alpha_dropout(
         generator: Generator, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
-        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() < 2:
+        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() < 2:  # one: has no channels
             return NotImplemented
         noise = noise_like(input).bernoulli_(1 - p, generator=generator)
         a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
@@ -111,7 +111,11 @@ def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> An
     if torch.is_autocast_enabled("cpu") or query.dtype not in (torch.float32, torch.float64):
         return NotImplemented
     theirs = F.multi_head_attention_forward
-    own: dict[str, Any] = {"dropout": drop, "scaled_dot_product_attention": attend, "has_torch_function": lambda _: False}
+    own: dict[str, Any] = {
+        "dropout": drop,
+        "scaled_dot_product_attention": attend,
+        "has_torch_function": lambda _: False,
+    }
     ours = FunctionType(theirs.__code__, {**F.__dict__, **own}, theirs.__name__, theirs.__defaults__)
     return ours(*args, **kwargs)
 
