@@ -443,8 +443,9 @@ def test_it_is_not_where_it_is_switched_off(name):
 
 def test_an_rnn_of_one_layer_has_no_dropout():
     with pytest.warns(UserWarning, match="num_layers greater than 1"):
-        model = nn.LSTM(6, 6, 1, dropout=0.5)
-    assert not [n for n in trace(model, (torch.zeros(3, 4, 6),)).nodes if n.meta["random"]]
+        lstm = nn.LSTM(6, 6, 1, dropout=0.5, batch_first=True)
+    traced = trace(Model(lambda m, h: m.lstm(h[:, None])[0][:, 0], lstm=lstm), (torch.zeros(4, 6),))
+    assert not [n for n in traced.nodes if n.meta["random"]]
 
 
 def test_an_expert_without_tokens_when_traced_draws_by_seed_when_it_has_some():
