@@ -441,6 +441,13 @@ def test_it_is_not_where_it_is_switched_off(name):
     assert not [n.name for n in traced.nodes if n.meta["random"]]
 
 
+def test_an_rnn_of_one_layer_has_no_dropout():
+    with pytest.warns(UserWarning, match="num_layers greater than 1"):
+        lstm = nn.LSTM(6, 6, 1, dropout=0.5, batch_first=True)
+    traced = trace(Model(lambda m, h: m.lstm(h[:, None])[0][:, 0], lstm=lstm), (torch.zeros(4, 6),))
+    assert not [n for n in traced.nodes if n.meta["random"]]
+
+
 def test_an_expert_without_tokens_when_traced_draws_by_seed_when_it_has_some():
     found = []
     model = Model(NOW_AND_THEN["dropout"])
@@ -519,7 +526,7 @@ def test_workers_draw_what_the_plain_model_draws_in_every_step(name):
         with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 3, checkpoint=mode)) as pipe:
             losses = []
             torch.manual_seed(4)
-            for _ in range(3):
+            for _ in range(2):
                 state = torch.get_rng_state()
                 plain.zero_grad()
                 pipe.zero_grad()
@@ -530,7 +537,7 @@ def test_workers_draw_what_the_plain_model_draws_in_every_step(name):
                 assert torch.equal(torch.get_rng_state(), after)  # one number for a step, whatever it draws
                 train_step(plain, (given,), {}, target, F.mse_loss, chunks=3, order="1f1b", seed=seed, batch=6)
                 assert_same_gradients(pipe, plain)
-            assert len({float(loss) for loss in losses}) == 3
+            assert not torch.equal(*losses)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"])

@@ -54,7 +54,7 @@ def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> WrittenOut:
     def alpha_dropout(
         generator: Generator, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
-        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() < 2:
+        if not training or not 0 < p < 1 or input.numel() == 0 or input.dim() < 2:  # one: has no channels
             return NotImplemented
         noise = noise_like(input).bernoulli_(1 - p, generator=generator)
         a = 1.0 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))

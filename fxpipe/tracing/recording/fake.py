@@ -140,6 +140,8 @@ def is_off(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
         return bool(given.get("dropout_p", 0.0) == 0)
     if names.isdisjoint(("train", "training")):
         return False
+    if given.get("num_layers") == 1:  # dropout is between the layers of an RNN
+        return True
     return not given.get("train", given.get("training", False)) or 0 in (given.get("p"), given.get("dropout"))
 
 
