@@ -115,6 +115,42 @@ def test_a_stage_is_compiled_in_its_worker_and_again_for_uneven_micro_batches_on
     assert {name: found.count(name) for name in found} == {"fxpipe-0-cpu": 3, "fxpipe-1-cpu": 2}
 
 
+class Dropping(nn.Module):
+    """Dropout of three kinds, once in place; the last one draws nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = F.dropout(self.one(x), 0.3)
+        h = torch.relu(F.dropout(self.two(h), 0.5, inplace=True))
+        return F.dropout(h, 0.5, training=False)
+
+
+def test_dropout_is_compiled_in_one_piece_and_draws_the_same():
+    plain, args = Dropping(), (torch.randn(BATCH - 1, 6),)
+    ours, found = copy.deepcopy(plain), []
+
+    def backend(graph, example_inputs):
+        found.append(threading.current_thread().name)
+        return graph.forward
+
+    for checkpoint in ("never", "always"):
+        how = {"chunks": 3, "example_args": args, "checkpoint": checkpoint}
+        found.clear()
+        with (
+            fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
+            fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": backend, "fullgraph": True}, **how) as compiled,
+        ):
+            for seed in (1, 2):
+                for pipe in (eager, compiled):
+                    torch.manual_seed(seed)
+                    pipe.forward_backward(*args, loss_fn=square)
+                assert_same_gradients(ours, plain)
+        assert sorted(set(found)) == ["fxpipe-0-cpu", "fxpipe-1-cpu"]
+
+
 def test_random_numbers_are_those_of_stages_that_are_not_compiled():
     plain, args = GPT(layers=2, dropout=0.3), (torch.randint(17, (BATCH, 8)),)
     ours = copy.deepcopy(plain)

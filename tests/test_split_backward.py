@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.rewriting import forbidden_cuts
 from fxpipe.rewriting.splitting import split_weights
 from fxpipe.rewriting.tape import ADDMM, BMM, LINEAR, MATMUL, Tape, convolution, looked_up, split_node
 from fxpipe.runtime import Assembly, Engine, Interleaved, Workers, wire
@@ -24,6 +25,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.weighing import weighed
 from fxpipe.scheduling import CHECKPOINTS, make_schedule, parse_schedule
 from fxpipe.scheduling.actions import Action, Kind, Schedule
+from fxpipe.tracing import trace
 
 CPU = torch.device("cpu")
 
@@ -517,6 +519,27 @@ def test_outputs_and_branches_that_no_gradient_reaches():
     for starts in ((0,), *every.cuts(2)):
         every.check(starts, 3, "1f1b")
     assert every._have(every.program((0,)), 3, "1f1b", "never", 0).gradients["cut.weight"] is None
+
+
+def test_a_graph_of_export():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.inner = nn.Embedding(5, 6), nn.Linear(6, 6)
+            self.matrix, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+            self.conv, self.wide = nn.Conv1d(6, 6, 3), nn.ConvTranspose2d(6, 6, 3)
+
+        def forward(self, ids):
+            x = self.inner(self.tokens(ids)) @ self.matrix
+            x = torch.addmm(self.bias, x.flatten(0, 1), self.matrix).view_as(x) + x @ self.inner.weight.t()
+            return self.wide(self.conv(x.mT).unsqueeze(-1))
+
+    every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
+    every.traced = trace(every.model, every.args, chunks=3, tracer="export")
+    every.forbidden = forbidden_cuts(every.traced)
+    assert every.weighed()[0] == {name for name, _ in every.model.named_parameters()}
+    for starts in ((0,), _thirds(every)):
+        every.check(starts, 3, "1f1b")
 
 
 def test_frozen_after_planning():

@@ -24,6 +24,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,6 +53,19 @@ def mixed(*numbers: int) -> int:
     return state >> 1
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """What a random node of stage code is made of: its target keeps this as `drawing`."""
+
+    ordinal: int
+    function: Callable[..., Any] | str
+
+
+def seeded_generator(device: torch.device, ordinal: int) -> torch.Generator:
+    """This thread's generator of a device, where a random node begins in the running micro-batch."""
+    return _own(device).manual_seed(mixed(running.seed, ordinal))
+
+
 def seeded(
     ordinal: int, function: Callable[..., Any] | str, device: torch.device, dice: bool = False
 ) -> Callable[..., Any]:
@@ -68,7 +82,7 @@ def seeded(
     written_out: Any = WRITTEN_OUT.get(function)
 
     def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
-        return _own(_device_of(args, kwargs, device)).manual_seed(mixed(running.seed, ordinal))
+        return seeded_generator(_device_of(args, kwargs, device), ordinal)
 
     def draw_given(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **{**kwargs, "generator": begun(args, kwargs)})
@@ -103,6 +117,7 @@ def seeded(
     name = function if isinstance(function, str) else opname(function)
     chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
     chosen.__module__ = __name__
+    chosen.drawing = Drawing(ordinal, function)  # type: ignore[attr-defined]
     return chosen
 
 

@@ -94,14 +94,14 @@ def _parameters(stage: Stage, graph: fx.Graph) -> Parameters:
 def _splittable(graph: fx.Graph, parameters: Parameters) -> dict[fx.Node, _Use]:
     uses = {node: use for node in graph.nodes if (use := _use_of(node, parameters)) is not None}
     while True:
-        reads = {read: [n for n in uses if read in uses[n].reads] for use in uses.values() for read in use.reads}
+        reads = {read for use in uses.values() for read in use.reads}
         kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
         if not kept:
             return uses
         uses = {node: use for node, use in uses.items() if kept.isdisjoint(use.parameters)}
 
 
-def _is_covered(parameter: fx.Node, uses: dict[fx.Node, _Use], reads: dict[fx.Node, list[fx.Node]]) -> bool:
+def _is_covered(parameter: fx.Node, uses: dict[fx.Node, _Use], reads: set[fx.Node]) -> bool:
     """Is every use of the parameter a split one, with a gradient that is summed in the order of the uses?"""
     transposed = [user for user in parameter.users if user not in uses]
     if any(len(user.users) > 1 or user not in reads for user in transposed):

@@ -20,9 +20,11 @@ Code = Callable[..., tuple[Any, ...]]
 
 def code_of(stage: Stage, options: Mapping[str, Any] | None) -> Code:
     """What to call. `options`: keywords of `torch.compile`; None: do not compile."""
-    # Not `stage.run` itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
-    forward: Code = stage.run.forward  # type: ignore[attr-defined]
+    run: Any = stage.run
     if options is None:
-        return forward
-    compiled: Code = torch.compile(forward, **options)
+        # Not `run` itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
+        return run.forward  # type: ignore[no-any-return]
+    from fxpipe.rewriting.compiled_draws import for_compiler
+
+    compiled: Code = torch.compile(for_compiler(run).forward, **options)
     return compiled

@@ -1,0 +1,65 @@
+"""Random nodes in code for `torch.compile`, which refuses generators.
+
+Dropout, the commonest, multiplies by noise that an operator of our own makes when the code runs. The compiler looks
+into neither seed nor generator, so its graph neither breaks nor changes from step to step, and on a CPU the numbers are
+those of code that is not compiled. All other random nodes run as they are, between two compiled graphs.
+
+The operator's tag keeps the compiler from making the noise once more in backward, when another micro-batch may be
+running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from fxpipe.rewriting.random_nodes import Drawing, seeded_generator
+
+
+@torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def _noise(like: Tensor, p: float, ordinal: int) -> Tensor:
+    """What dropout multiplies `like` by, for the running micro-batch and the random node of that ordinal."""
+    generator = seeded_generator(like.device, ordinal)
+    return torch.empty_like(like).bernoulli_(1 - p, generator=generator).div_(1 - p)
+
+
+@_noise.register_fake
+def _(like: Tensor, p: float, ordinal: int) -> Tensor:
+    return torch.empty_like(like)
+
+
+def for_compiler(run: fx.GraphModule) -> fx.GraphModule:
+    """The code with random nodes that a compiler can have in it; the same code if there are none."""
+    drawing = [node for node in run.graph.nodes if isinstance(_drawing_of(node), Drawing)]
+    if not drawing:
+        return run
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(run.graph, made))
+    for node in drawing:
+        made[node].target = _compilable(node.target)
+    return fx.GraphModule({}, graph, class_name=type(run).__name__)
+
+
+def _drawing_of(node: fx.Node) -> Any:
+    return getattr(node.target, "drawing", None)
+
+
+def _compilable(target: Any) -> Callable[..., Any]:
+    drawing: Drawing = target.drawing
+    if drawing.function is not F.dropout:
+        disabled: Callable[..., Any] = torch.compiler.disable(target)
+        return disabled
+    ordinal = drawing.ordinal
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or not 0 < p < 1 or input.numel() == 0:
+            return F.dropout(input, p, training, inplace)  # draws nothing
+        noise: Tensor = torch.ops.fxpipe.dropout_noise(input.detach(), p, ordinal)
+        return input.mul_(noise) if inplace else input.mul(noise)
+
+    return dropout
