@@ -121,6 +121,28 @@ WEIGHTS: dict[str, Any] = {
 }
 
 
+class TwoRoots(nn.Module):
+    """A mean over samples, though what is summed counts otherwise in each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return (self.inner(x) / x.shape[0] ** 0.5).sum() / x.shape[0] ** 0.5
+
+
+def test_what_is_summed_may_be_divided_by_numbers_of_its_own():
+    plain, x = TwoRoots(), torch.randn(5, 3)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for run in (lambda: pipe(x).backward(), lambda: pipe.forward_backward(x)):
+            for model in (plain, pipe):
+                model.zero_grad()
+            plain(x).backward()
+            run()
+            torch.testing.assert_close(pipe.model.inner.weight.grad, plain.inner.weight.grad)
+
+
 def test_weights_of_every_kind():
     """One micro-batch has nothing that counts."""
     model = Tokens().double()
