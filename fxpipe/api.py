@@ -110,7 +110,8 @@ def pipeline(
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
             by name; None for an input without a batch. Found by itself where that is dimension 0.
         out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
-            for all), "mean", "sum", "stack"; one for all or a tree like the output.
+            for all), "mean", "sum", "stack"; one for all or a tree like the output. "mean" and "sum" alone are for all
+            outputs without a dimension that holds the batch. What you say is taken as it is, and not compared.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
         deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
@@ -191,7 +192,8 @@ class Pipeline(nn.Module):
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
 
         Its backward runs once. Where the model takes its loss itself, a mean over tokens of which micro-batches hold
-        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one.
+        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one. Unless
+        you have asked for that one: `out_dims="mean"`.
         """
         if not hooks_of(self.model):
             return self._run(*args, **kwargs)
