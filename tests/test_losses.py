@@ -494,9 +494,7 @@ def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
     with pipe_of(model, 2, out_dims=out_dims) as pipe:
         want = plain(**given)
         want.loss.backward()
-        have, out = pipe.forward_backward(
-            **given, target=given["labels"], loss_fn=_weighed, return_outputs=True
-        )
+        have, out = pipe.forward_backward(**given, target=given["labels"], loss_fn=_weighed, return_outputs=True)
         torch.testing.assert_close(have, want.loss.detach())
         torch.testing.assert_close(out.logits, want.logits.detach())
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])

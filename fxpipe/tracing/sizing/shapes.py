@@ -243,9 +243,7 @@ def _out_dims(
             found.append(None)
             continue
         value = made.get(output)
-        sizes = [
-            env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())
-        ]
+        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
         if given is not None and not (is_for_rest and (output not in dependent or _holding(sizes, batch) is not None)):
             found.append(_checked_out_dim(traced, output, given[place]))
         elif output not in dependent:
