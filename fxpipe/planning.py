@@ -46,7 +46,7 @@ def plan(
     devices: Sequence[str | torch.device] | None = None,
     chunks: int | str = "auto",
     schedule: ScheduleLike = "1f1b",
-    checkpoint: str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
     stages_per_device: int | None = None,

@@ -168,7 +168,10 @@ def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
     """The places at which the user wants a stage to begin."""
     if stages > len(nodes.items()):
-        raise PartitionError(nodes.why_not_so_many(stages))
+        each = (
+            f" (the product of {len(settings.workers)} devices and stages_per_device={stages // len(settings.workers)})"
+        )
+        raise PartitionError(nodes.why_not_so_many(stages) + (each if stages > len(settings.workers) else ""))
     found = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)
