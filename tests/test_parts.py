@@ -94,7 +94,7 @@ def whole(stages: int, most: int, **options: Any) -> fxpipe.Plan:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "share"), [("1f1b", 2, 0.9), ("1f1b", 2, 0.8), ("1f1b", 3, 0.65), ("zero_bubble", 3, 0.95)]
+    ("schedule", "stages", "share"), [("1f1b", 2, 0.8), ("1f1b", 2, 0.7), ("1f1b", 3, 0.65), ("zero_bubble", 3, 0.95)]
 )
 def test_a_stage_recomputes_no_more_than_its_memory_asks_for(schedule: str, stages: int, share: float) -> None:
     most = limit(share, stages)
@@ -175,26 +175,26 @@ def test_without_need_nothing_changes() -> None:
     ids=["modes", "names", "bound", "stages_per_device", "function"],
 )
 def test_who_says_how_many_stages_has_as_many(options: dict[str, Any]) -> None:
-    plan = planned(**{"memory_limit": limit(0.9)} | options)
+    plan = planned(**{"memory_limit": limit(0.8)} | options)
     assert "always" in plan.modes
     assert len(plan.stages) == options.get("stages", 2)
 
 
 def test_one_device_recomputes_a_part() -> None:
-    """GPipe keeps all micro-batches: what is kept counts eight times."""
-    most = limit(0.6, 1)
-    plan = planned(1, memory_limit=most, schedule="gpipe", chunks=2)
-    free = planned(1, schedule="gpipe", chunks=2)
-    tight = planned(1, memory_limit=int(0.9 * max(needs(free))), schedule="gpipe", chunks=2)
-    assert max(needs(free)) > most or plan.checkpoint == "never"
-    assert tight.placement == (0, 0)
-    assert max(needs(tight)) <= int(0.9 * max(needs(free)))
+    """GPipe keeps all micro-batches: what is kept counts eight times, what is recomputed once."""
+    free = planned(1, schedule="gpipe")
+    assert free.placement == (0,)
+    most = int(0.6 * max(needs(free)))
+    plan = planned(1, memory_limit=most, schedule="gpipe")
+    assert (plan.placement, {*plan.modes}) == ((0, 0), {"always", "never"})
+    assert max(needs(plan)) <= most
+    assert again(plan) < 0.6 * sum(stage.forward_seconds for stage in plan.stages)
 
 
 # -- the search --------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.booleans())
 def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[Site]], is_free: bool) -> None:
     chain, sites = problem

@@ -108,14 +108,17 @@ class _Search:
         return self._stage(j, start, end, 0)
 
     def _stage(self, j: int, start: int, end: int, nearby: int) -> _Stage | None:
-        if self._memory(j, False, start, end) <= self._most[j]:
+        site, most = self._sites[j], self._most[j]
+        found = []
+        if self._memory(j, True, start, end) <= most:
+            found.append(_Stage(j, start, end, start, end))
+        if site.must_recompute:
+            return found[0] if found else None
+        if self._memory(j, False, start, end) <= most:
             return _Stage(j, start, end, start, start)
-        if not self._sites[j].may_recompute:
+        if not site.may_recompute:
             return None
         first, last = _within(self._places, start, end)
-        found = []
-        if self._memory(j, True, start, end) <= self._most[j]:
-            found.append(_Stage(j, start, end, start, end))
         middle = self._last(first, last, nearby, lambda p: self._fits(j, start, p, end, kept_first=True))
         if middle is not None:
             found.append(_Stage(j, start, end, middle, end))
