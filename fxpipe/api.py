@@ -96,7 +96,10 @@ def pipeline(
             A table has as many micro-batches as it says; of a mini-batch with fewer samples the first ones run.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
             "except_last", "always", or a list with a mode for each stage. "auto": all in those stages that would not
-            fit into their memory otherwise.
+            fit into their memory otherwise, and no more of such a stage than has to be, where that makes a step
+            shorter: it is then cut into two parts on its device, of which one keeps and one recomputes. Each is a stage
+            of the plan, as its `placement` shows. Not where `balance`, `fxpipe.cut()`, `stages_per_device` or the
+            schedule say how many stages there are.
         memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
             the memory of a GPU less a margin; none on the CPU. Reckoned for `schedule`: the drop-in, which keeps all
             micro-batches, needs schedule="gpipe" for its limit to hold.
