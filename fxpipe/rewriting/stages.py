@@ -267,6 +267,7 @@ class _Builder:
             self.made[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
         for node in draft.needs:
             self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta.update(shapes=node.meta.get("shapes"))
         for node in draft.needs:
             if node.name in popped:
                 self.made[node] = self._call(pop, (self.made[node], node.name), f"{node.name}_popped")
