@@ -1,14 +1,17 @@
 """A stage whose backward is split and that the compiler can take: see `taps`.
 
 The same nodes are split as in `splitting`, but for those whose output's shape is not known before they run: a tap has
-to have it. It is known where it hangs on nothing but sizes of received values, as almost all do on the batch's.
+to have it. It is known where it hangs on nothing but sizes of received values, as almost all do on the batch's. And
+nodes whose input is written to later stay whole, so that autograd can complain of that: an output of compiled code is
+what it is at the end.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +23,7 @@ from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.splitting import Operation, Splittable, parameters_of, splittable
 from fxpipe.rewriting.tape import cast_operands
 from fxpipe.rewriting.taps import Measure, Tap, Taps, Weigh, lifted
+from fxpipe.tracing.sizing.shapes import TensorShape
 
 
 def tap_weights(stage: Stage) -> Stage:
@@ -38,13 +42,11 @@ def tap_weights(stage: Stage) -> Stage:
 
 def _measures(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, Measure]:
     """Where each size can be read off that some dimension of a received value has, or a multiple of it."""
-    received = [node for node in graph.nodes if node.op == "placeholder"][attributes:]
+    received = list(graph.find_nodes(op="placeholder"))[attributes:]
     found: dict[sympy.Symbol, Measure] = {}
     for place, node in enumerate(received):
-        shapes = node.meta.get("shapes") or ()
-        if len(shapes) != 1:
-            continue
-        for dim, size in enumerate(shapes[0].shape):
+        made = _made(node)
+        for dim, size in enumerate(() if made is None else made.shape):
             for symbol in size.free_symbols:
                 factor = size / symbol
                 if factor.is_Integer:
@@ -53,14 +55,23 @@ def _measures(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, Measure]:
 
 
 def _can_be_tapped(measures: Mapping[sympy.Symbol, Measure], node: fx.Node, use: Splittable) -> bool:
-    shapes = node.meta.get("shapes") or ()
-    if use.operation is None or len(shapes) != 1:
+    made = _made(node)
+    if use.operation is None or made is None:
         return False
-    return all(size.free_symbols <= measures.keys() for size in shapes[0].shape)
+    x = use.operation.operands[0]
+    if x.meta.get("last_write", math.inf) > node.meta["place"]:
+        return False
+    return all(size.free_symbols <= measures.keys() for size in made.shape)
+
+
+def _made(node: fx.Node) -> TensorShape | None:
+    shapes: Sequence[TensorShape] = node.meta.get("shapes") or []
+    return shapes[0] if len(shapes) == 1 else None
 
 
 def _tap(node: fx.Node, operation: Operation) -> Tap:
-    made = node.meta["shapes"][0]
+    made = _made(node)
+    assert made is not None
     return Tap(operation.names, made.shape, made.dtype if operation.casts else None, _weighing(operation))
 
 
