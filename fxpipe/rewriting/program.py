@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxpipe.rewriting.taps import Taps
+
 INPUT = -1  # as a source: the inputs of the pipe
 
 
@@ -48,6 +50,7 @@ class Stage:
     locations: dict[str, Location]  # by node name
     code: str  # for people
     weighed: frozenset[str] = frozenset()  # attributes whose gradients W computes; if any, `run` takes a `Tape` first
+    taps: Taps | None = None  # of a stage that will be compiled; `run` then takes taps in place of the `Tape`
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.rewriting.program import Stage
-from fxpipe.rewriting.tape import ADDMM, BMM, LINEAR, MATMUL, Kind, convolution, looked_up, split_node
+from fxpipe.rewriting.tape import ADDMM, BMM, EMBEDDING, LINEAR, MATMUL, Kind, convolution, looked_up, split_node
 
 aten = torch.ops.aten
 Parameters = dict[fx.Node, str]  # of a stage, with their names in the model
@@ -59,14 +59,16 @@ _ATEN_CONVOLUTIONS = {
 }
 _CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_ATEN_EMBEDDING_ARGUMENTS = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
 _TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
 
 
 def split_weights(stage: Stage) -> Stage:
     """The stage with `weighed` parameters: its code takes a `Tape` first. The same stage if there are none."""
     graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
-    parameters = _parameters(stage, graph)
-    uses = _splittable(graph, parameters)
+    parameters = parameters_of(stage, graph)
+    uses = splittable(graph, parameters)
     if not uses:
         return stage
     run = fx.GraphModule({}, _with_splits(graph, uses), class_name=type(stage.run).__name__)
@@ -75,7 +77,17 @@ def split_weights(stage: Stage) -> Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class Operation:
+    """What a node computes."""
+
+    kind: Kind
+    names: tuple[str, str | None]  # of the weight and the bias
+    casts: bool  # autocast stands over it
+    operands: tuple[Any, ...]  # x, the weight, the bias; then the options
+
+
+@dataclass(frozen=True, slots=True)
+class Splittable:
     """A node, and how it is split."""
 
     parameters: tuple[fx.Node, ...]  # whose gradients W then computes
@@ -83,16 +95,21 @@ class _Use:
     make: Callable[[], Callable[..., Any]]  # what to call instead
     args: tuple[Any, ...]  # behind the tape
     kwargs: dict[str, Any]
+    operation: Operation | None  # as code for the compiler has it; None where that has to take the node as it is
 
 
-def _parameters(stage: Stage, graph: fx.Graph) -> Parameters:
+def parameters_of(stage: Stage, graph: fx.Graph) -> Parameters:
     """What may require grad: no buffers, which F changes."""
     attributes = zip((n for n in graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
     return {node: name for node, name in attributes if name not in stage.changes and name not in stage.assigns}
 
 
-def _splittable(graph: fx.Graph, parameters: Parameters) -> dict[fx.Node, _Use]:
-    uses = {node: use for node in graph.nodes if (use := _use_of(node, parameters)) is not None}
+def splittable(
+    graph: fx.Graph, parameters: Parameters, admits: Callable[[fx.Node, Splittable], bool] = lambda node, use: True
+) -> dict[fx.Node, Splittable]:
+    """The nodes to split. `admits`: may this one be?"""
+    found = {node: use for node in graph.nodes if (use := _use_of(node, parameters)) is not None}
+    uses = {node: use for node, use in found.items() if admits(node, use)}
     while True:
         reads = {read for use in uses.values() for read in use.reads}
         kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
@@ -101,7 +118,7 @@ def _splittable(graph: fx.Graph, parameters: Parameters) -> dict[fx.Node, _Use]:
         uses = {node: use for node, use in uses.items() if kept.isdisjoint(use.parameters)}
 
 
-def _is_covered(parameter: fx.Node, uses: dict[fx.Node, _Use], reads: set[fx.Node]) -> bool:
+def _is_covered(parameter: fx.Node, uses: dict[fx.Node, Splittable], reads: set[fx.Node]) -> bool:
     """Is every use of the parameter a split one, with a gradient that is summed in the order of the uses?"""
     transposed = [user for user in parameter.users if user not in uses]
     if any(len(user.users) > 1 or user not in reads for user in transposed):
@@ -109,7 +126,7 @@ def _is_covered(parameter: fx.Node, uses: dict[fx.Node, _Use], reads: set[fx.Nod
     return not transposed or len(parameter.users) <= 2
 
 
-def _with_splits(graph: fx.Graph, uses: dict[fx.Node, _Use]) -> fx.Graph:
+def _with_splits(graph: fx.Graph, uses: dict[fx.Node, Splittable]) -> fx.Graph:
     new = fx.Graph()
     taken, name = {node.name for node in graph.nodes}, "tape"
     while name in taken:  # nodes keep their names, by which the place of an exception is found
@@ -134,7 +151,7 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, _Use]) -> fx.Graph:
 # -- how each kind of node is split ------------------------------------------------------------------------------------
 
 
-def _use_of(node: fx.Node, parameters: Parameters) -> _Use | None:
+def _use_of(node: fx.Node, parameters: Parameters) -> Splittable | None:
     if node.op not in ("call_function", "call_method"):
         return None
     function: Any = node.target
@@ -161,11 +178,12 @@ def _use_of(node: fx.Node, parameters: Parameters) -> _Use | None:
         if not isinstance(table, fx.Node) or table not in parameters or node.args[1 - place] is table:
             return None
         make = functools.partial(looked_up, function, parameters[table], place)
-        return _Use((table,), (table,), make, node.args, node.kwargs)
+        operation = _look_up(node, parameters[table])
+        return Splittable((table,), (table,), make, node.args, node.kwargs, operation)
     return None
 
 
-def _product(node: fx.Node, parameters: Parameters, kind: Kind, x: Any, w: Any, b: Any) -> _Use | None:
+def _product(node: fx.Node, parameters: Parameters, kind: Kind, x: Any, w: Any, b: Any) -> Splittable | None:
     """A product with a parameter, or with one transposed."""
     if _rank(w) != 2:
         return None
@@ -177,7 +195,7 @@ def _product(node: fx.Node, parameters: Parameters, kind: Kind, x: Any, w: Any, 
 
 def _split(
     node: fx.Node, parameters: Parameters, kind: Kind, x: Any, w: Any, b: Any, options: tuple[Any, ...] = ()
-) -> _Use | None:
+) -> Splittable | None:
     """None where `w` or `b` is made by a node, or where one parameter has two parts in it."""
     used = [n for n in (w, b) if n is not None]
     if not isinstance(x, fx.Node) or x in used or w is b or not all(n in parameters for n in used):
@@ -185,10 +203,24 @@ def _split(
     names = parameters[w], None if b is None else parameters[b]
     casts = any(autocast.enabled for autocast in node.meta["state"].autocast)
     make = functools.partial(split_node, kind, names, casts)
-    return _Use(tuple(used), tuple(used), make, (x, w, b, *options), {})
+    operands = (x, w, b, *options)
+    return Splittable(tuple(used), tuple(used), make, operands, {}, Operation(kind, names, casts, operands))
 
 
-def _convolution(node: fx.Node, parameters: Parameters, function: Callable[..., Any]) -> _Use | None:
+def _look_up(node: fx.Node, name: str) -> Operation | None:
+    """None for a table that is normed in place."""
+    names = _EMBEDDING_ARGUMENTS if node.target is F.embedding else _ATEN_EMBEDDING_ARGUMENTS
+    found, shape = _bound(node, names), _shape(node.args[names.index("weight")])
+    if found is None or shape is None or found.get("max_norm") is not None:
+        return None
+    padding = found["padding_idx"]
+    if padding is not None and padding < 0:
+        padding = padding + shape[0] if node.target is F.embedding else None
+    operands = found["input"], found["weight"], None, padding, bool(found["scale_grad_by_freq"]), bool(found["sparse"])
+    return Operation(EMBEDDING, (name, None), False, operands)
+
+
+def _convolution(node: fx.Node, parameters: Parameters, function: Callable[..., Any]) -> Splittable | None:
     kind, dims, transposed = _CONVOLUTIONS[function]
     found = _bound(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
     if found is None or not isinstance(found["weight"], fx.Node) or _is_complex(found["weight"]):

@@ -267,6 +267,7 @@ class _Builder:
             self.made[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
         for node in draft.needs:
             self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta.update(shapes=node.meta.get("shapes"))
         for node in draft.needs:
             if node.name in popped:
                 self.made[node] = self._call(pop, (self.made[node], node.name), f"{node.name}_popped")
@@ -303,6 +304,12 @@ class _Builder:
                 value = self._call(stash, (value, node.name), f"{node.name}_stashed")
             values.append(value)
         self.graph.output((*values, *(self.made[node] for node in assigns.values()), *self.statistics))
+        effects = self.cut.effects
+        last: dict[int | None, int] = {
+            alias: place for place, aliases in enumerate(effects.writes) for alias in aliases
+        }
+        for node, made in self.made.items():
+            made.meta.update(place=effects.place.get(node, -1), last_write=last.get(effects.alias[node], -1))
 
     def _defer(self, node: fx.Node, copy: fx.Node) -> None:
         if node.name in self.deferring.norms:

@@ -101,7 +101,8 @@ def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Ran:
 
 
 def _ran(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> Ran:
-    base = y._base  # `linear` returns a view of its product
+    # `linear` returns a view of its product; the compiler, which need not know, cannot say.
+    base = None if torch.compiler.is_compiling() else y._base
     return Ran(y, y if base is None else base, x if wants_w else None)
 
 
@@ -165,10 +166,33 @@ def _bias(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None
     return None if b is None else gradient.sum_to_size(b.shape)
 
 
+def _embedding(
+    x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, padding: int | None, scales: bool, sparse: bool
+) -> Ran:
+    y = F.embedding(x, w, padding, scale_grad_by_freq=scales, sparse=sparse)
+    return Ran(y, y, x)
+
+
+def _weigh_embedding(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: None,
+    wants_w: bool,
+    wants_b: bool,
+    padding: int | None,
+    scales: bool,
+    sparse: bool,
+) -> Pair:
+    rows, place = w.shape[0], -1 if padding is None else padding
+    return torch.ops.aten.embedding_backward(gradient, x, rows, place, scales, sparse), None
+
+
 LINEAR = Kind("linear", _linear, _weigh_linear)
 MATMUL = Kind("matmul", _matmul, _weigh_matmul)
 ADDMM = Kind("addmm", _addmm, _weigh_matmul)
 BMM = Kind("bmm", _bmm, _weigh_bmm)
+EMBEDDING = Kind("embedding", _embedding, _weigh_embedding)
 
 
 def convolution(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> Kind:
@@ -207,6 +231,8 @@ def convolution(function: Callable[..., torch.Tensor], dims: int, transposed: bo
     ) -> Pair:
         sizes = None if b is None else list(b.shape)
         mask = [False, wants_w, wants_b]
+        if gradient.dim() < x.dim():  # of one sample, to which `run` has given a dimension
+            gradient = gradient.unsqueeze(0)
         _, of_w, of_b = torch.ops.aten.convolution_backward(
             gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
         )
@@ -235,10 +261,10 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
     ) -> torch.Tensor:
         wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
         if tape is None or not (wants_w or wants_b) or not torch.is_grad_enabled():
-            operands = _cast(x, w, b) if casts else (x, w, b)
+            operands = cast_operands(x, w, b) if casts else (x, w, b)
             return kind.run(*operands, wants_w, *options).value
         if not x.requires_grad:
-            operands = _cast(x, w, b) if casts else (x, w, b)
+            operands = cast_operands(x, w, b) if casts else (x, w, b)
             ran = kind.run(*operands, wants_w, *options)
             edge = _edge(ran.core)
             weights = [t for t in (w, b) if t is not None and t.requires_grad]
@@ -246,7 +272,7 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
             return ran.value
         operands = x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b)
         if casts:
-            operands = _cast(*operands)
+            operands = cast_operands(*operands)
         _, own_w, own_b = operands
         ran = kind.run(*operands, wants_w, *options)
         kept = None if ran.x is None else ran.x.detach()
@@ -254,7 +280,7 @@ def split_node(kind: Kind, names: tuple[str, str | None], casts: bool) -> Callab
 
         def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
             if kept is not None:
-                _check_unchanged(kept, version, w_name)
+                check_unchanged(kept, version, w_name)
             found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
             return [g.to(dtype) if casts else g for g in found if g is not None]
 
@@ -292,7 +318,7 @@ def _of_autograd(edge: GradientEdge, weights: list[torch.Tensor]) -> Callable[[t
     return weigh
 
 
-def _check_unchanged(x: torch.Tensor, version: int, name: str) -> None:
+def check_unchanged(x: torch.Tensor, version: int, name: str) -> None:
     """As autograd checks what it has saved."""
     if x._version != version:
         raise RuntimeError(
@@ -302,7 +328,7 @@ def _check_unchanged(x: torch.Tensor, version: int, name: str) -> None:
         )
 
 
-def _cast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
+def cast_operands(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
     """What autocast does to the operands of these kinds."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):

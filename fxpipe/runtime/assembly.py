@@ -11,6 +11,7 @@ from torch import nn
 
 from fxpipe.rewriting.program import Program, Stage
 from fxpipe.rewriting.splitting import split_weights
+from fxpipe.rewriting.tapping import tap_weights
 from fxpipe.runtime.compiled import Code, code_of
 from fxpipe.runtime.wiring import Wiring
 from fxpipe.thread_state import ThreadState
@@ -33,14 +34,12 @@ class Assembly:
     _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
 
     def ready(self, j: int, is_split: bool) -> tuple[Stage, Code]:
-        """Stage j, and what runs of it. `is_split`: its weights get their gradients in W.
-
-        A compiled stage is not split: it does all in B.
-        """
-        key = j, is_split and self.compile is None
+        """Stage j, and what runs of it. `is_split`: its weights get their gradients in W."""
+        key = j, is_split
         if key not in self._ready:
             stage = self.program.stages[j]
-            stage = split_weights(stage) if key[1] else stage
+            if is_split:
+                stage = split_weights(stage) if self.compile is None else tap_weights(stage)
             self._ready[key] = stage, code_of(stage, self.compile)
         return self._ready[key]
 

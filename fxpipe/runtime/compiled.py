@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fxpipe.rewriting.program import Stage
+from fxpipe.runtime.tapped import Tapped
 
 Code = Callable[..., tuple[Any, ...]]
 
@@ -27,4 +28,4 @@ def code_of(stage: Stage, options: Mapping[str, Any] | None) -> Code:
     from fxpipe.rewriting.compiled_draws import for_compiler
 
     compiled: Code = torch.compile(for_compiler(run).forward, **options)
-    return compiled
+    return compiled if stage.taps is None else Tapped(stage, stage.taps, compiled)
