@@ -42,10 +42,10 @@ class Uses(nn.Module):
         self.only_bias.weight.requires_grad_(False)
         self.only_weight.bias.requires_grad_(False)
         self.frozen.requires_grad_(False)
-        self.right, self.turned, self.bias = (nn.Parameter(torch.randn(s) * 0.4) for s in ((8, 6), (6, 8), (6,)))
+        self.right, self.turned, self.bias = (nn.Parameter(torch.randn(s) * 0.4) for s in ((8, 6), (6, 6), (6,)))
         self.conv, self.wide = nn.Conv1d(5, 4, 3, padding="same"), nn.ConvTranspose1d(4, 5, 2)
         self.norm = nn.BatchNorm1d(5)
-        self.with_b = nn.Linear(6, 6)  # its weight is used by more than linear
+        self.twice, self.with_b = nn.Linear(6, 6), nn.Linear(6, 6)
 
     def forward(self, ids):
         x = self.tokens(ids)
@@ -55,8 +55,9 @@ class Uses(nn.Module):
         with torch.no_grad():
             gate = self.first(x).sigmoid()
         y = y * gate
-        y = torch.tanh(y @ self.right) @ self.turned.t()[:, :6].contiguous()[:6, :6]
-        y = torch.addmm(self.bias, y.reshape(-1, 6), self.with_b.weight).view(y.shape) + self.with_b(y)
+        y = torch.tanh(y @ self.right) @ self.turned.t()
+        y = torch.addmm(self.bias, y.reshape(-1, 6), self.twice.weight).view(y.shape) + self.twice(y)
+        y = self.with_b(y) * self.with_b.weight.mean()
         y = self.wide(self.norm(torch.cat([self.conv(y), y[:, :1]], 1))[:, :4])
         return F.linear(y[..., :6], self.tokens.weight)
 
@@ -115,6 +116,7 @@ def test_the_same_parameters_are_left_to_w():
             tapped = tap_weights(stage)
             assert tapped.weighed == split_weights(stage).weighed != frozenset()
             assert tapped.taps is not None
+            assert "with_b.weight" not in tapped.weighed
 
 
 def test_a_shape_that_is_not_known_keeps_its_node_whole():

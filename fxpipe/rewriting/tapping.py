@@ -59,7 +59,7 @@ def _can_be_tapped(measures: Mapping[sympy.Symbol, Measure], node: fx.Node, use:
     if use.operation is None or made is None:
         return False
     x = use.operation.operands[0]
-    if x.meta.get("last_write", math.inf) > node.meta["place"]:
+    if x.meta.get("last_write", math.inf) > node.meta.get("place", -1):
         return False
     return all(size.free_symbols <= measures.keys() for size in made.shape)
 

@@ -4,6 +4,8 @@ A stage compiles at its first F, in its worker, since the compiler bakes in how 
 compiler takes one stage at a time; the others wait. Uneven micro-batches have two sizes, so a stage compiles twice for
 a graph: torch makes the second one for any size. (Stages that take inputs may do so a third time, as torch tells apart
 whether a tensor starts where its storage does, as the first micro-batch's part of an input.)
+
+Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps (`tapped`).
 """
 
 from __future__ import annotations
