@@ -1,19 +1,22 @@
 """The code of stages as it runs: as it is, or compiled by `torch.compile`.
 
-A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take. The
-compiler takes one stage at a time; the others wait. Uneven micro-batches have two sizes, so a stage compiles twice for
-a graph: torch makes the second one for any size. (Stages that take inputs may do so a third time, as torch tells apart
-whether a tensor starts where its storage does, as the first micro-batch's part of an input.)
+A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
+stage at a time, while others may run. (Two threads within the compiler at once would leave flags of the process as the
+other one had them, and no graph would be compiled any more.) Uneven micro-batches have two sizes, so a stage compiles
+twice for a graph: torch makes the second one for any size. Stages that take inputs may do so a third time, as torch
+tells apart whether a tensor starts where its storage does, as the first micro-batch's part of an input.
 
 Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps (`tapped`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch
 
 from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.tapped import Tapped
@@ -30,4 +33,40 @@ def code_of(stage: Stage, options: Mapping[str, Any] | None) -> Code:
     from fxpipe.rewriting.compiled_draws import for_compiler
 
     compiled: Code = torch.compile(for_compiler(run).forward, **options)
-    return compiled if stage.taps is None else Tapped(stage, stage.taps, compiled)
+    in_turn = InTurn(compiled, len(stage.attributes))
+    return in_turn if stage.taps is None else Tapped(stage, stage.taps, in_turn)
+
+
+_compiling = threading.RLock()
+
+
+class InTurn:
+    """Compiled code that compiles while no other does."""
+
+    def __init__(self, code: Code, attributes: int):
+        self._code, self._attributes = code, attributes
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        # Attributes stay as they are, or the graph is another; `requires_grad` alone may change.
+        kind = (
+            torch.is_grad_enabled(),
+            *(a.requires_grad for a in args[: self._attributes] if isinstance(a, torch.Tensor)),
+            *map(_kind_of, args[self._attributes :]),
+        )
+        if kind in self._seen:
+            return self._code(*args)
+        # Backward, too: else it would be compiled when it first runs.
+        with _compiling, functorch.patch(force_non_lazy_backward_lowering=True):
+            made = self._code(*args)
+        self._seen.add(kind)
+        return made
+
+
+def _kind_of(value: Any) -> Hashable:
+    """What the compiler tells apart."""
+    if not isinstance(value, torch.Tensor):
+        kind: Hashable = type(value)
+        return kind
+    strides = value.stride() if value.layout == torch.strided else None
+    return value.dtype, value.shape, strides, value.requires_grad, strides is None or value.storage_offset() == 0
