@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help demo test lint format bench balance planning coverage clean
+.PHONY: help demo test lint format bench overhead balance planning coverage clean
 
 help:
 	@echo 'make demo      train two small models as pipelines and print the plan of one'
@@ -12,6 +12,7 @@ help:
 	@echo 'make lint      check style and types'
 	@echo 'make format    rewrite the sources in the one style'
 	@echo 'make bench     measure throughput'
+	@echo 'make overhead  measure what an action costs beside the operations of the model'
 	@echo 'make balance   compare cuts with those of others, and predicted with measured steps'
 	@echo 'make planning  measure how long planning takes'
 	@echo 'make coverage  run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
@@ -36,6 +37,9 @@ format: .venv/.installed
 
 bench: .venv/.installed
 	$(BIN)/python tools/bench/throughput.py $(ARGS)
+
+overhead: .venv/.installed
+	$(BIN)/python tools/bench/overhead.py $(ARGS)
 
 balance: .venv/.zoo
 	$(BIN)/python tools/bench/balance.py $(ARGS)

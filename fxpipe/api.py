@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from fxpipe.arguments import parse_switch
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
 from fxpipe.graphs import Inside
 from fxpipe.hardware import Hardware
@@ -36,7 +37,7 @@ def pipeline(
     pin: Mapping[str, Any] | None = None,
     stages_per_device: int | None = None,
     schedule: ScheduleLike = "1f1b",
-    checkpoint: str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
     memory_limit: Any = None,
     optimizer_state: float = 2.0,
     hardware: str | Hardware | None = None,
@@ -94,8 +95,11 @@ def pipeline(
 
             A table has as many micro-batches as it says; of a mini-batch with fewer samples the first ones run.
         checkpoint: which micro-batches are recomputed before their backward instead of being kept: "never",
-            "except_last", "always", or a mode for each stage. "auto": all in those stages that would not fit into
-            their memory otherwise.
+            "except_last", "always", or a list with a mode for each stage. "auto": all in those stages that would not
+            fit into their memory otherwise, and no more of such a stage than has to be, where that makes a step
+            shorter: it is then cut into two parts on its device, of which one keeps and one recomputes. Each is a stage
+            of the plan, as its `placement` shows. Not where `balance`, `fxpipe.cut()`, `stages_per_device` or the
+            schedule say how many stages there are.
         memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
             the memory of a GPU less a margin; none on the CPU. Reckoned for `schedule`: the drop-in, which keeps all
             micro-batches, needs schedule="gpipe" for its limit to hold.
@@ -110,7 +114,8 @@ def pipeline(
         in_dims: which dimension of each input holds the batch: an int, a tuple with an entry for each input, or a dict
             by name; None for an input without a batch. Found by itself where that is dimension 0.
         out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
-            for all), "mean", "sum", "stack"; one for all or a tree like the output.
+            for all), "mean", "sum", "stack"; one for all or a tree like the output. "mean" and "sum" alone are for all
+            outputs without a dimension that holds the batch. What you say is taken as it is, and not compared.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
         deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
@@ -191,7 +196,8 @@ class Pipeline(nn.Module):
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
 
         Its backward runs once. Where the model takes its loss itself, a mean over tokens of which micro-batches hold
-        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one.
+        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one. Unless
+        you have asked for that one: `out_dims="mean"`.
         """
         if not hooks_of(self.model):
             return self._run(*args, **kwargs)
@@ -285,6 +291,9 @@ class Pipeline(nn.Module):
         """
         check_reduction(reduction)
         check_scaler(grad_scaler)
+        parse_switch("return_outputs", return_outputs)
+        if isinstance(loss_fn, type):
+            raise ArgumentTypeError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentTypeError(
                 f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"

@@ -107,12 +107,16 @@ def parse_chunks(chunks: int | str, workers: int) -> int:
     return count
 
 
-def parse_checkpoint(checkpoint: str | tuple[str, ...], stages: int | None) -> str | tuple[str, ...]:
+def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:
     """A mode for all stages, or one for each; "auto" is for planning to decide. `stages` is None if not known yet."""
-    if not isinstance(checkpoint, tuple):
-        return one_of("checkpoint", checkpoint, ("auto", *CHECKPOINTS))
+    if not isinstance(checkpoint, (tuple, list)):
+        return one_of(
+            "checkpoint", checkpoint, ("auto", *CHECKPOINTS), "or a list with one of the last three for each stage"
+        )
     if stages is not None and len(checkpoint) != stages:
-        raise ArgumentError(f"checkpoint has {len(checkpoint)} modes for {stages} stages: give one for each")
+        raise ArgumentError(
+            f"checkpoint={list(checkpoint)!r} has {len(checkpoint)} modes for {stages} stages: give one for each"
+        )
     return tuple(one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
 
 
@@ -210,11 +214,13 @@ def parse_given_hardware(hardware: Any) -> Hardware | None:
     return None if hardware is None else parse_hardware(hardware)
 
 
-def one_of(argument: str, given: str, known: Sequence[str]) -> str:
-    """`given`, if it is known."""
+def one_of(argument: str, given: Any, known: Sequence[str], others: str = "") -> str:
+    """`given`, if it is known. `others`: what else is accepted."""
     if given not in known:
-        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}")
-    return given
+        also = f", {others}" if others else ""
+        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}{also}")
+    found: str = given
+    return found
 
 
 def parse_compile(given: Any) -> dict[str, Any] | None:
@@ -239,4 +245,12 @@ def parse_compile(given: Any) -> dict[str, Any] | None:
             f"compile: {asked} runs CUDA graphs, whose values are gone with the next micro-batch, while a pipeline has "
             "several in flight; take mode='default' or mode='max-autotune-no-cudagraphs'"
         )
+    try:
+        torch.compile(_nothing, **given)
+    except Exception as error:  # of its own, for what it does not know
+        raise ArgumentError(f"compile={dict(given)!r}: torch.compile does not accept it: {error}") from error
     return dict(given)
+
+
+def _nothing() -> None:
+    """To be compiled, and never called."""

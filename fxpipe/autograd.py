@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import _engine_run_backward
 
 # What autograd raises at a function without a derivative. No training step goes back through it, so that planning,
 # which goes back through every node, takes its backward to cost nothing.
 NoDerivative = NotImplementedError
+
+
+def gradients_of(
+    inputs: Sequence[Any], roots: Sequence[Any], gradients: Sequence[torch.Tensor], keep_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` in this thread alone, for tensors and gradient edges; None where no root hangs on an input.
+
+    What torch does in Python around its engine takes longer than to go back through several small nodes: it looks for
+    classes that override the function, and compares shapes, which the engine does as well.
+
+    And not `.backward()`: AccumulateGrad would give each gradient the strides of its leaf, and the next kernel other
+    bits.
+    """
+    ends, starts = tuple(roots), tuple(inputs)
+    with torch.autograd.set_multithreading_enabled(False):
+        return _engine_run_backward(ends, tuple(gradients), keep_graph, False, starts, True, accumulate_grad=False)
 
 
 def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:

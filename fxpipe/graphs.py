@@ -108,6 +108,7 @@ class Inside:
             traced.state,
             traced.constants,
             self.settings.compile,
+            is_told=self.settings.out_dims is not None,
         )
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]

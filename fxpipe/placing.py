@@ -33,7 +33,7 @@ def parse_schedule_to_train(given: Any) -> ScheduleLike:
             f"schedule={given!r} is unknown for training; accepted are {', '.join(map(repr, TRAINING_SCHEDULES))}; "
             "to evaluate, call the pipe under torch.no_grad()"
         )
-    schedule = as_schedule_like(given)
+    schedule = as_schedule_like(given, TRAINING_SCHEDULES)
     if isinstance(schedule, Schedule):
         _check_for_training(schedule)
     return schedule

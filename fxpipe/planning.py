@@ -46,7 +46,7 @@ def plan(
     devices: Sequence[str | torch.device] | None = None,
     chunks: int | str = "auto",
     schedule: ScheduleLike = "1f1b",
-    checkpoint: str = "auto",
+    checkpoint: str | Sequence[str] = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
     stages_per_device: int | None = None,
@@ -71,7 +71,8 @@ def plan(
     Args:
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
-        stages: how many; with `devices`, may be left out. Without `devices` all are planned for the CPU or, with
+        stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
+            (see `checkpoint`). With `devices`, may be left out. Without `devices` all are planned for the CPU or, with
             `hardware`, for as many GPUs of that kind.
         example_args, example_kwargs: a mini-batch as training will use it.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of

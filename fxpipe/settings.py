@@ -91,7 +91,7 @@ def make_settings(
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
     schedule: ScheduleLike,
-    checkpoint: str | tuple[str, ...],
+    checkpoint: str | Sequence[str],
     balance: Any,
     tracer: Tracer,
     in_dims: Any,
@@ -146,7 +146,7 @@ def make_settings(
         in_dims=in_dims,
         out_dims=out_dims,
         leaf_modules=parse_leaf_modules(leaf_modules),
-        check=check,
+        check=parse_switch("check", check),
         pins=pins,
         memory_limits=parse_memory_limit(memory_limit, len(workers)),
         optimizer_state=parse_number("optimizer_state", optimizer_state, "bytes for each byte of a parameter"),
@@ -176,9 +176,9 @@ def _left_to_plan(
     plan: Plan,
     devices: Sequence[str | torch.device] | None,
     chunks: int | str,
-    checkpoint: str | tuple[str, ...],
+    checkpoint: str | Sequence[str],
     for_planning: Mapping[str, Any],
-) -> tuple[Sequence[str | torch.device], int | str, str | tuple[str, ...]]:
+) -> tuple[Sequence[str | torch.device], int | str, str | Sequence[str]]:
     """Devices, chunks and checkpoint: the plan's, where they were not given. What is for planning must not be given."""
     if not isinstance(plan, Plan):
         raise ArgumentTypeError(

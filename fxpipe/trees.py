@@ -19,7 +19,7 @@ import contextlib
 import copy
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -248,8 +248,20 @@ def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
         return [prefix] * spec.num_leaves
     if spec.is_leaf():
         raise DiffersError(f"a {type(prefix).__name__} stands where a single value was")
-    children = _children_like(prefix, spec)
+    names = list(spec.context) if _is_mapping(spec) else []
+    if type(prefix) is dict and names:  # a dict says it of any mapping, which the user may not be able to make
+        if set(prefix) != set(names):
+            raise DiffersError(f"a dict with {list(prefix)} stands where a {spec.type.__name__} with {names} was")
+        children = [prefix[name] for name in names]
+    else:
+        children = _children_like(prefix, spec)
     return [entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast(child, part)]
+
+
+def _is_mapping(spec: pytree.TreeSpec) -> bool:
+    """A mapping of a kind of its own, as models of transformers return."""
+    is_kind = isinstance(spec.type, type) and issubclass(spec.type, Mapping) and spec.type not in _DICTS
+    return is_kind and isinstance(spec.context, (list, tuple)) and len(spec.context) == spec.num_children
 
 
 # -- objects that forward is given as they are -----------------------------------------------------------------------

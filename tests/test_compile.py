@@ -203,6 +203,8 @@ def test_what_a_backend_raises_reaches_the_caller_with_the_stage_and_changes_not
         ("inductor", ArgumentTypeError, "compile='inductor': expected True, False or a dict"),
         ({"beckend": "inductor"}, ArgumentError, "no keyword 'beckend'; it has fullgraph"),
         ({"mode": "reduce-overhead"}, ArgumentError, "CUDA graphs"),
+        ({"mode": "fastest"}, ArgumentError, "compile={'mode': 'fastest'}: torch.compile does not accept it.*default"),
+        ({"backend": "inducter"}, ArgumentError, "compile={'backend': 'inducter'}: torch.compile does not.*Invalid"),
         ({"options": {"triton.cudagraphs": True}}, ArgumentError, "CUDA graphs"),
     ],
 )

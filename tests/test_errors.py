@@ -133,6 +133,37 @@ def test_an_unknown_choice_lists_what_there_is(argument, given, known):
     assert all(word in str(caught.value) for word in known), str(caught.value)
 
 
+def test_a_schedule_to_train_with_is_not_said_to_be_inference():
+    with pytest.raises(ArgumentError, match="there are 'gpipe'") as caught:
+        _pipe(schedule="1F1B")
+    assert "inference" not in str(caught.value)
+
+
+def test_checkpoint_modes_may_stand_in_a_list():
+    with _pipe(checkpoint=["always", "never"]) as pipe:
+        assert pipe._fxpipe.asked.checkpoint == ("always", "never")
+    with pytest.raises(ArgumentError, match=r"checkpoint=\['never'\] has 1 modes for 2 stages: give one for each"):
+        _pipe(checkpoint=["never"])
+    with pytest.raises(ArgumentError, match="or a list with one of the last three for each stage"):
+        _pipe(checkpoint="sometimes")
+
+
+def test_what_a_schedule_function_raises_says_where():
+    with pytest.raises(ZeroDivisionError) as caught:
+        _pipe(schedule=lambda m, n: m // 0)
+    assert (
+        "raised by the schedule function '<lambda>', called with micro_batches=4, stages=2" in caught.value.__notes__[0]
+    )
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_switches_are_true_or_false(given):
+    with pytest.raises(ArgumentTypeError, match=r"check=.*expected True or False"):
+        _pipe(check=given)
+    with _pipe() as pipe, pytest.raises(ArgumentTypeError, match=r"return_outputs=.*expected True or False"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, return_outputs=given)
+
+
 @pytest.mark.parametrize(
     ("balance", "error", "words"),
     [
@@ -157,6 +188,11 @@ def test_balance(balance, error, words):
 def test_more_stages_than_nodes_says_how_many_are_possible():
     with pytest.raises(PartitionError, match=r"3 nodes can be cut into 3 at most.*Use stages=3 or fewer"):
         fxpipe.pipeline(_chain(), ["cpu"] * 5, 2, example_args=(_x(),))
+
+
+def test_too_many_stages_per_device_are_named():
+    with pytest.raises(PartitionError, match=r"Use stages=3 or fewer \(.*2 devices and stages_per_device=4\)"):
+        fxpipe.pipeline(_chain(), ["cpu"] * 2, 2, stages_per_device=4, example_args=(_x(),))
 
 
 def test_not_a_module():
@@ -372,6 +408,14 @@ def test_unknown_reduction():
 def test_loss_fn_that_cannot_be_called():
     with pytest.raises(ArgumentTypeError, match=r"loss_fn is a str; expected a function \(output, target\)"):
         _pipe().forward_backward(_x(), target=_x(), loss_fn="mse")
+
+
+def test_loss_fn_that_is_a_class():
+    with (
+        _pipe() as pipe,
+        pytest.raises(ArgumentTypeError, match=r"loss_fn is the class MSELoss; give an .*MSELoss\(\)"),
+    ):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=nn.MSELoss)
 
 
 def test_target_without_loss_fn():

@@ -14,7 +14,7 @@ from oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import LossError
+from fxpipe.errors import ArgumentError, LossError
 from fxpipe.runtime.elements import reductions_under
 from fxpipe.runtime.known_losses import Kind
 
@@ -119,6 +119,28 @@ WEIGHTS: dict[str, Any] = {
     "large": lambda n: n * 2.0**40,
     "small": lambda n: float(n) / 2**40,
 }
+
+
+class TwoRoots(nn.Module):
+    """A mean over samples, though what is summed counts otherwise in each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return (self.inner(x) / x.shape[0] ** 0.5).sum() / x.shape[0] ** 0.5
+
+
+def test_what_is_summed_may_be_divided_by_numbers_of_its_own():
+    plain, x = TwoRoots(), torch.randn(5, 3)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for run in (lambda: pipe(x).backward(), lambda: pipe.forward_backward(x)):
+            for model in (plain, pipe):
+                model.zero_grad()
+            plain(x).backward()
+            run()
+            torch.testing.assert_close(pipe.model.inner.weight.grad, plain.inner.weight.grad)
 
 
 def test_weights_of_every_kind():
@@ -421,6 +443,26 @@ def test_a_models_own_loss(checkpoint):
             )
 
 
+@pytest.mark.parametrize("out_dims", ["mean", {"loss": "mean", "logits": 0}], ids=["one", "tree"])
+def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_dims):
+    """It was an error in the drop-in: the mean over samples of means over tokens may well be what is wanted."""
+    model = OwnLoss().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, 2, out_dims=out_dims) as pipe:
+        ids, labels = tokens(), padded()
+        parts = [plain(*part)["loss"] for part in zip(ids.chunk(2), labels.chunk(2), strict=True)]
+        (sum(parts) / 2).backward()
+        out = pipe(ids, labels)
+        out["loss"].backward()
+        torch.testing.assert_close(out["loss"], sum(parts) / 2)
+        torch.testing.assert_close(out["logits"], plain(ids)["logits"])
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        (sum(plain(*part)["loss"] for part in zip(ids.chunk(2), labels.chunk(2), strict=True)) / 2).backward()
+        pipe.forward_backward(ids, labels, loss_fn=_own)
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
+
+
 def test_a_model_without_loss_fn():
     class Scalar(nn.Linear):
         def forward(self, x):
@@ -457,6 +499,27 @@ def test_a_language_model_of_transformers():
             assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
         with pytest.raises(LossError, match="times as much"):
             pipe.forward_backward(input_ids=ids, attention_mask=mask, labels=labels, loss_fn=lambda out: out.loss)
+
+
+@pytest.mark.parametrize("out_dims", ["mean", {"loss": "mean", "logits": 0}], ids=["one", "dict"])
+def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
+    """Its loss was refused when it was recorded, and what the error said to do could not be said of its output."""
+    transformers = pytest.importorskip("transformers")
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 8}
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
+    config = transformers.BertConfig(**sizes, **off, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.BertForMaskedLM(config).double()
+    plain = copy.deepcopy(model)
+    given = {"input_ids": torch.randint(0, 11, (5, LENGTH)), "labels": padded(5)}
+    with pipe_of(model, 2) as pipe, pytest.raises(ArgumentError, match=r"out_dims='mean'.*\(out\.loss \* n, n\)"):
+        pipe.forward_backward(**given, target=given["labels"], loss_fn=lambda out, t: (out.loss, 1))
+    with pipe_of(model, 2, out_dims=out_dims) as pipe:
+        want = plain(**given)
+        want.loss.backward()
+        have, out = pipe.forward_backward(**given, target=given["labels"], loss_fn=_weighed, return_outputs=True)
+        torch.testing.assert_close(have, want.loss.detach())
+        torch.testing.assert_close(out.logits, want.logits.detach())
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
 
 
 # -- losses with parameters, outputs and targets of every kind -------------------------------------------------------

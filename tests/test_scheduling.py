@@ -190,17 +190,30 @@ def test_stages_of_a_device_take_turns():
         0F0 0F1 2F0 2F1 2B1 2B0 0B1 0B0
         1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """)
+    assert make_schedule("1f1b", 3, 2, placement=(0, 1, 0)).rows == rows("""
+        0F0 0F1 2F0 2B0 2F1 2B1 0B0 0B1
+        1F0 1F1 1B0 1B1
+    """)
+
+
+def test_neighbours_on_a_device_are_as_one_stage():
     assert make_schedule("1f1b", 3, 2, placement=(0, 0, 0)).rows == rows("""
-        0F0 1F0 2F0 2B0 0F1 1F1 1B0 0B0 2F1 2B1 1B1 0B1
+        0F0 1F0 2F0 2B0 1B0 0B0 0F1 1F1 2F1 2B1 1B1 0B1
+    """)
+    assert make_schedule("zero_bubble", 3, 2, placement=(1, 0, 0)).rows == rows("""
+        1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1 2W0 1W0 2W1 1W1
+        0F0 0F1 0B0 0W0 0B1 0W1
     """)
 
 
 def test_placement_is_where_a_stage_is_and_no_more():
-    """Rows may be numbered in any way, and a stage does the same in the same order wherever it is."""
+    """Rows may be numbered in any way, and a stage does the same in the same order wherever it takes turns."""
     assert make_schedule("1f1b", 2, 3, placement=(1, 0)).rows == make_schedule("1f1b", 2, 3).rows[::-1]
     assert make_schedule("1f1b", 2, 3, placement=[0, 1]) is make_schedule("1f1b", 2, 3)
     for name, checkpoint, placement, m in product(ANYWHERE, CHECKPOINTS, PLACEMENTS, (1, 2, 5)):
         n = len(placement)
+        if placement == (0, 0, 0):
+            continue  # they are as one
         shared, alone = make_schedule(name, n, m, checkpoint, placement), make_schedule(name, n, m, checkpoint)
         for j, d in enumerate(placement):
             assert tuple(a for a in shared.rows[d] if a.stage == j) == alone.rows[j]
@@ -731,12 +744,12 @@ SOURCES = sorted(Path(fxpipe.scheduling.__file__).parent.glob("*.py"))
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_scheduling_is_plain_data(source):
-    """No torch, and nothing of fxpipe but the exceptions."""
+    """No torch, and nothing of fxpipe but the exceptions and what whole numbers are."""
     for node in ast.walk(ast.parse(source.read_text())):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for name in names:
-            ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors"))
+            ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors", "fxpipe.counts"))
             assert ours or name.split(".")[0] in sys.stdlib_module_names, name
 
 

@@ -253,6 +253,13 @@ def test_flattened_rows_in_the_order_of_the_samples_are_checked_by_value():
         traced(lambda lin, x: lin(x).transpose(0, 1).flatten(0, 1), torch.randn(4, 3, 6))
 
 
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_one_word_for_all_outputs_is_for_those_without_the_batch(how):
+    """A model that returns its loss beside its logits: these were summed over micro-batches as well."""
+    result = traced(lambda lin, x: (lin(x).mean(), lin(x), lin.weight * 2, x @ lin(x).T), out_dims=how)
+    assert result.out_dims == (how, 0, None, how)
+
+
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "contrastive": (
         lambda lin, x: lin(x) @ x.T,

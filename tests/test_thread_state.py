@@ -366,7 +366,7 @@ def test_anomaly_mode_names_the_stage_and_shows_its_code(one_pass):
             pipe(_x()).sum().backward()
 
     with _pipe_of(BadRoot(), 2, check=False) as pipe:
-        with warnings.catch_warnings(record=True) as warned, torch.autograd.detect_anomaly():
+        with warnings.catch_warnings(record=True) as warned, torch.autograd.set_detect_anomaly(True):
             warnings.simplefilter("always")
             with pytest.raises(RuntimeError, match=r"MulBackward0.*nan") as caught:
                 run(pipe)

@@ -2,8 +2,9 @@
 
 What the user says by hand becomes conditions on the cut: places where one must stand, and the first and the last stage
 that may have a node. What is left free is for the solver. Where there is a choice that no solver makes, several cuts
-are made and compared: the order of the graph (as traced, or with side branches next to their use), and the stages that
-pins allow. The simulator has the last word; where it says the same, the traced order and fewer stages win.
+are made and compared: the order of the graph (as traced, or with side branches next to their use), the stages that
+pins allow, and stages in parts of which only some recompute (`fxpipe.partitioning.parts`). The simulator has the last
+word; where it says the same, the traced order and fewer stages win.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_co
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, sending_seconds
 from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.parts import Part, in_parts
 from fxpipe.partitioning.pins import Pinned, pinned
 from fxpipe.partitioning.shortage import Trial, recomputing
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling import SCHEDULES, make_schedule
+from fxpipe.scheduling.neighbours import neighbours
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
 from fxpipe.tracing import Traced
 
 MOST_DEVICES = 8  # times those that are given, of which one tries whether the model would fit
+WORTH_A_STAGE = 0.01  # of a step: by less, recomputing only a part of a stage does not pay for one stage more
 ROUNDS = 4  # in which stages that share a device are balanced against each other
 
 
@@ -168,7 +172,10 @@ def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
     """The places at which the user wants a stage to begin."""
     if stages > len(nodes.items()):
-        raise PartitionError(nodes.why_not_so_many(stages))
+        each = (
+            f" (the product of {len(settings.workers)} devices and stages_per_device={stages // len(settings.workers)})"
+        )
+        raise PartitionError(nodes.why_not_so_many(stages) + (each if stages > len(settings.workers) else ""))
     found = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)
@@ -235,22 +242,71 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     else:
         balance = "optimal"
     for starts, recompute, shared in _solved(chain, sites, case.settings, case.nodes.names, remedies):
-        loads = stage_loads(case.chain, shared, starts, recompute)
-        optimal = (Bottleneck("optimal", max(load.seconds for load in loads)),) if balance == "optimal" else ()
-        transfers = tuple(_transfers(case.chain, sites, starts))
-        simulation = _simulated(case, starts, loads, transfers)
-        yield Cut(
-            case.traced,
-            starts,
-            case.settings,
-            tuple(shared),
-            loads,
-            balance,
-            (*compared, *optimal),
-            transfers,
-            simulation,
-            case.profiles,
-        )
+        found = _cut(case, starts, recompute, shared, balance, compared)
+        yield found
+        if _may_be_in_parts(case) and any(recompute):
+            is_free = balance == "optimal" and not (chain.required or chain.low)
+            for parts in in_parts(chain, shared, starts, recompute, is_free):
+                other = _in_parts(case, parts, shared, balance, compared)
+                if other.simulation.step_seconds <= (1 - WORTH_A_STAGE) * found.simulation.step_seconds:
+                    yield other
+
+
+def _cut(
+    case: _Case,
+    starts: tuple[int, ...],
+    recompute: Sequence[bool],
+    sites: Sequence[Site],
+    balance: str,
+    compared: tuple[Bottleneck, ...],
+) -> Cut:
+    loads = stage_loads(case.chain, sites, starts, recompute)
+    optimal = (Bottleneck("optimal", _bottleneck(loads, case.settings)),) if balance == "optimal" else ()
+    transfers = tuple(_transfers(case.chain, sites, starts))
+    simulation = _simulated(case, starts, loads, transfers)
+    bottlenecks = (*compared, *optimal)
+    profiles, settings = case.profiles, case.settings
+    return Cut(
+        case.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
+    )
+
+
+def _bottleneck(loads: Sequence[StageLoad], settings: Settings) -> float:
+    """Of the slowest stage; parts of a stage on its device are one."""
+    groups = neighbours(settings.placement)
+    if len(groups) > len(settings.workers):
+        return max(load.seconds for load in loads)
+    return max(math.fsum(loads[j].seconds for j in group) for group in groups)
+
+
+def _may_be_in_parts(case: _Case) -> bool:
+    """Are checkpoint modes and the number of stages left to planning, and does the schedule go with any?"""
+    settings = case.settings
+    return (
+        settings.checkpoint == "auto"
+        and isinstance(settings.schedule, str)
+        and not SCHEDULES[settings.schedule].is_bound
+        and isinstance(settings.balance, str)
+        and not case.traced.marks
+        and len({*settings.placement}) == len(settings.placement)
+    )
+
+
+def _in_parts(
+    case: _Case, parts: Sequence[Part], sites: Sequence[Site], balance: str, compared: tuple[Bottleneck, ...]
+) -> Cut:
+    """The cut in which some stages are in parts, which share the memory of the stage."""
+    placement = tuple(case.settings.placement[part.stage] for part in parts)
+    shared = replace(case, settings=replace(case.settings, placement=placement))
+    starts, recompute = tuple(part.start for part in parts), [part.recompute for part in parts]
+    needs = [load.memory for load in stage_loads(case.chain, shared.sites, starts, recompute)]
+    own = []
+    for part, need, site in zip(parts, needs, shared.sites, strict=True):
+        whole = sites[part.stage].memory
+        together = [n for n, other in zip(needs, parts, strict=True) if other.stage == part.stage]
+        spare = None if whole is None else (whole - math.fsum(together)) / len(together)
+        own.append(replace(site, memory=None if spare is None else need + spare))
+    return _cut(shared, starts, recompute, own, balance, compared)
 
 
 def _bottleneck_of_block(chain: Chain, sites: Sequence[Site], starts: Sequence[int]) -> Bottleneck:

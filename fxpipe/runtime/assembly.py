@@ -30,6 +30,7 @@ class Assembly:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    is_told: bool = False  # have out_dims been given, and not found
     _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
 
     def ready(self, j: int, is_split: bool) -> tuple[Stage, Code]:

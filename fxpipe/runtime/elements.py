@@ -50,11 +50,11 @@ class Elements:
 
     @classmethod
     def of(cls, assembly: Assembly, is_on: bool) -> Elements:
-        """`is_on`: else it looks at nothing."""
+        """`is_on`: else it looks at nothing; nor at outputs of which the user has said how they go together."""
         reduced = {
             (output.source, output.name)
             for output, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
-            if how in ("mean", "sum") and isinstance(output, Received)
+            if how in ("mean", "sum") and isinstance(output, Received) and not assembly.is_told
             if assembly.wiring.users[output.source, output.name] == (len(assembly.devices),)
         }
         return cls(is_on, frozenset(reduced))
@@ -80,12 +80,18 @@ class Elements:
                     gradients = torch.autograd.grad([root], edges, [gradient], retain_graph=True)
                 self.note((j, name), i, found, gradients)
 
-    def difference(self, share: Callable[[int], Any]) -> str | None:
+    def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
         """What is wrong where elements do not count the same in all micro-batches, else None.
 
-        `share`: what a micro-batch counts. This waits for the values, which on a GPU are still to come.
+        This waits for the values, which on a GPU are still to come.
+
+        Args:
+            share: what a micro-batch counts.
+            means_only: sums are not looked at: what is summed may well be divided by numbers of its own beyond.
         """
         for (*_, name), by_micro_batch in self.found.items():
+            if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
+                continue
             known = {i: _of_one(float(gradient), float(count)) for i, (gradient, count) in by_micro_batch.items()}
             known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
             exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient, _ in by_micro_batch.values())

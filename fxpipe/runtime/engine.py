@@ -153,7 +153,7 @@ class Engine:
                 with self.running():
                     step.ambient = self._ambient.of_backward(step.ambient)
                     self._drive(step, schedule, backward_part(schedule))
-                if wrong := step.elements.difference(lambda i: step.weights[i]):
+                if wrong := step.elements.difference(lambda i: step.weights[i], means_only=True):
                     raise LossError(f"{wrong} {REMEDIES_OF_MODELS}")
                 kind.passed()
 
@@ -240,7 +240,9 @@ class Engine:
         if is_verified:
             kind.can_verify = stage.verify(outputs)
         if wrong and not (is_verified and kind.can_verify):
-            raise LossError(f"{wrong} {REMEDIES}. {REMEDIES_OF_MODELS}")
+            wrong = step.elements.difference(stage.losses.share, means_only=True)
+            if wrong:
+                raise LossError(f"{wrong} {REMEDIES}. {REMEDIES_OF_MODELS}")
         if m > 1:
             kind.passed(is_mistaken=wrong is not None)
         extra = [leaf for leaf, *_ in stage.own.values()]

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from fxpipe.autograd import leaves_under
+from fxpipe.autograd import gradients_of, leaves_under
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
@@ -64,12 +64,11 @@ class LossStage:
         own = [x for x in leaves_under(loss) if id(x) not in received]
         reductions = self.elements.under(get_gradient_edge(loss))
         with _hooks_asleep(own):
-            inputs: list[Any] = [*outputs, *own, *(r.edge for r in reductions)]
-            found = torch.autograd.grad(
-                loss,
-                inputs,
-                allow_unused=True,
-                retain_graph=bool(own),  # what was made of them before this step belongs to all micro-batches
+            found = gradients_of(
+                [*outputs, *own, *(r.edge for r in reductions)],
+                [loss],
+                [torch.ones_like(loss)],
+                keep_graph=bool(own),  # what was made of them before this step belongs to all micro-batches
             )
         for leaf, gradient in zip(own, found[len(outputs) :], strict=False):
             if gradient is not None:

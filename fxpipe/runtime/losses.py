@@ -30,7 +30,8 @@ REMEDIES = (
 )
 REMEDIES_OF_MODELS = (
     "Where the model takes the loss itself, forward_backward can weigh it, with a loss_fn that returns (out.loss * n, "
-    "n), n elements that count in the micro-batch; or take the loss of the model's other outputs instead."
+    "n), n elements that count in the micro-batch; or take the loss of the model's other outputs instead. If the mean "
+    "over samples of what micro-batches give is meant, say so: out_dims='mean' for this output."
 )
 LARGEST_UNIT = 2.0**60
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fxpipe.autograd import gradients_of
 from fxpipe.rewriting.deferring import Found
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
@@ -139,16 +140,8 @@ class OpenStage:
         edges = [] if pending.tape is None else pending.tape.edges
         if not roots or not (views or pending.leaves or edges):
             return [None] * len(pending.leaves)
-        # autograd.grad and not .backward(): AccumulateGrad would give each gradient the strides of its leaf, and the
-        # next kernel other bits.
-        with torch.autograd.set_multithreading_enabled(False):
-            wanted: list[Any] = [*(view for _, view in views), *(edge for _, edge in pending.leaves), *edges]
-            found = torch.autograd.grad(
-                [edge for edge, _ in roots],
-                wanted,
-                [g for _, g in roots],
-                allow_unused=True,
-            )
+        wanted = [*(view for _, view in views), *(edge for _, edge in pending.leaves), *edges]
+        found = gradients_of(wanted, [edge for edge, _ in roots], [g for _, g in roots])
         self._add((name, gradient) for (name, _), gradient in zip(views, found, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(found[len(found) - len(edges) :])

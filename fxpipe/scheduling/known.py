@@ -38,6 +38,7 @@ from fxpipe.scheduling.actions import Rows
 from fxpipe.scheduling.by_stage import gpipe, inference, one_f_one_b, zero_bubble, zero_bubble_2p
 from fxpipe.scheduling.interleaved import interleaved_1f1b
 from fxpipe.scheduling.merging import merged
+from fxpipe.scheduling.neighbours import as_one, neighbours
 from fxpipe.scheduling.placements import round_robin, there_and_back
 from fxpipe.scheduling.zbv import zbv
 
@@ -56,7 +57,13 @@ class Recipe:
 
 
 def _anywhere(by_stage: Callable[[int, int], Rows]) -> Recipe:
-    return Recipe(lambda m, placement: merged(by_stage(m, len(placement)), placement))
+    def rows(m: int, placement: Placement) -> Rows:
+        groups = neighbours(placement)
+        if len(groups) > max(placement) + 1:  # a device has stages here and there
+            return merged(by_stage(m, len(placement)), placement)
+        return as_one(merged(by_stage(m, len(groups)), tuple(placement[group[0]] for group in groups)), groups)
+
+    return Recipe(rows)
 
 
 def _looping(m: int, placement: Placement) -> Rows:

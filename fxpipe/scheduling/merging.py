@@ -1,5 +1,7 @@
 """Several stages on a device: the rows of the stages, one for each, become rows of the devices.
 
+(Where all stages of each device are neighbours, they are as one: `neighbours`.)
+
 A schedule is made as if each stage had a device of its own. Here the stages of a device take turns. To see in which
 order, the devices run in thought, every action as long as every other, and each takes up what it can as soon as it
 can: of its stages' next actions one whose needs have ended. Where there are several, B goes before F, W comes last,

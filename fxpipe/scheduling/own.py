@@ -26,8 +26,8 @@ ScheduleLike: TypeAlias = "str | Schedule | Function"  # a name or text, a table
 _SOME_ACTION = re.compile(r"(?<!\S)\d+[FRBWU]\d+(?!\S)")
 
 
-def as_schedule_like(given: object) -> ScheduleLike:
-    """A name that is known, a table that can run, or a function: text is parsed.
+def as_schedule_like(given: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
+    """A name that is known, a table that can run, or a function: text is parsed. `known`: the names to tell of.
 
     Raises:
         ArgumentError: an unknown name, or something else.
@@ -41,7 +41,7 @@ def as_schedule_like(given: object) -> ScheduleLike:
     if (isinstance(given, str) and given in SCHEDULES) or (callable(given) and isinstance(given, Hashable)):
         return given
     raise ArgumentError(
-        f"schedule={given!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}; or give your own: a table "
+        f"schedule={given!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
         "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
     )
 
@@ -63,7 +63,11 @@ def own_schedule(given: Schedule | Function, n: int, m: int) -> Schedule:
 
 def _made(function: Function, n: int, m: int) -> Schedule:
     name = getattr(function, "__name__", type(function).__name__)
-    made = function(m, n)
+    try:
+        made = function(m, n)
+    except Exception as error:
+        error.add_note(f"fxpipe: raised by the schedule function {name!r}, called with micro_batches={m}, stages={n}")
+        raise
     if isinstance(made, str):
         made = read_schedule(made, name)
     if isinstance(made, Schedule):

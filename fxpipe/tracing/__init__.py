@@ -60,7 +60,8 @@ def trace(
         in_dims: which dimension of an input holds the batch (default 0): an int, a tuple with an entry for each input,
             or a dict by name; None for inputs without a batch.
         out_dims: how the outputs of micro-batches go together: a tree like the output, or one entry for all: a
-            dimension, None (the same for all), "mean", "sum" or "stack". Found by itself where it can be.
+            dimension, None (the same for all), "mean", "sum" or "stack"; "mean" or "sum" alone are for outputs without
+            a dimension that holds the batch. Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
         tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.ways`). "record", "export" and
             "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import fxpipe
 
 STAGES = 2
-SCHEDULES = ("gpipe", "1f1b")
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 RIVALS = ("torchgpipe", "distributed")
 REFERENCE = "plain, 1 thread, micro-batches"
 ONE_LOOP, TWO_LOOPS = "one loop", "two loops at once"  # of the capacity

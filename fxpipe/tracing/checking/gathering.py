@@ -59,7 +59,9 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
                 "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
                 f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
                 f"or is an input not batched (in_dims={_taken(traced)} was taken)? Say with in_dims what is batched, "
-                "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant"
+                "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant. "
+                "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
+                "that returns (out.loss * n, n), n tokens that count"
             )
 
 

@@ -228,6 +228,7 @@ def _out_dims(
     traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any
 ) -> tuple[int | str | None, ...]:
     given: Any = None
+    is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
     if out_dims is not None:
         try:
             given = broadcast(out_dims, traced.out_spec)
@@ -238,19 +239,24 @@ def _out_dims(
     dependent = batched_nodes(traced)
     found: list[int | str | None] = []
     for place, output in enumerate(traced.outputs):
-        if given is not None and not isinstance(output, fx.Node):
+        if not isinstance(output, fx.Node):
             found.append(None)
-        elif given is not None:
+            continue
+        value = made.get(output)
+        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
+        if given is not None and not (is_for_rest and (output not in dependent or _holding(sizes, batch) is not None)):
             found.append(_checked_out_dim(traced, output, given[place]))
-        elif not isinstance(output, fx.Node) or output not in dependent:
+        elif output not in dependent:
             found.append(None)
         else:
-            value = made[output]
-            sizes = [
-                env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())
-            ]
             found.append(_out_dim(traced, output, place, sizes, batch))
     return tuple(found)
+
+
+def _holding(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
+    """The one dimension that holds the batch, and nothing else of unknown size."""
+    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
+    return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch else None
 
 
 def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | None:
@@ -275,19 +281,18 @@ def _uneven(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
 
 
 def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]) -> int | str:
-    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
-    if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch:
-        return holding[0]
+    if (found := _holding(sizes, batch)) is not None:
+        return found
     shapes = output.meta["shapes"]
     number = output.meta.get("number")
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
         return "sum"  # as many times the samples: each micro-batch has its share
-    if not holding and len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
+    if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
     if any(s is not None and not s.free_symbols <= batch for s in sizes):
         why = "has a size that hangs on values"
-    elif holding:
+    elif any(s is not None and s.free_symbols & batch for s in sizes):
         why = "holds the batch in several dimensions"
     else:
         why = "hangs on the batch but has no dimension for it"
