@@ -119,6 +119,22 @@ def test_the_same_parameters_are_left_to_w():
             assert "with_b.weight" not in tapped.weighed
 
 
+def test_products_of_two_values_are_left_alone():
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+        def forward(self, x):
+            return torch.matmul(self.q(x), self.k(x).mT) @ x
+
+    for starts in ((0,), (0, 3)):  # the second operand made in the stage, and received
+        for make in (split_weights, tap_weights):
+            first, *rest = (make(s).weighed for s in stages_of(Scores(), torch.randn(6, 5, 6), starts=starts))
+            assert first == {"q.weight", "q.bias", "k.weight"}
+            assert rest == [frozenset()] * len(rest)
+
+
 def test_a_shape_that_is_not_known_keeps_its_node_whole():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     (stage,) = stages_of(model, torch.randn(6, 6))

@@ -278,9 +278,11 @@ def _transposed(node: Any, parameters: Parameters) -> fx.Node | None:
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:
-    """Of a parameter, or of what is made of one."""
+    """Of a parameter, or of what is made of one; None where it hangs on the batch."""
     shapes = node.meta.get("shapes") if isinstance(node, fx.Node) else None
-    return tuple(int(size) for size in shapes[0].shape) if shapes else None
+    if not shapes or any(size.free_symbols for size in shapes[0].shape):
+        return None
+    return tuple(int(size) for size in shapes[0].shape)
 
 
 def _rank(node: Any) -> int | None:
