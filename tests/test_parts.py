@@ -204,7 +204,8 @@ def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[Site]], is_free
         return
     stages = range(len(sites))
     is_free = is_free and not (chain.low or chain.required)
-    for parts in in_parts(chain, sites, found.starts, found.recompute, is_free):
+    below = found.bottleneck if is_free else None
+    for parts in in_parts(chain, sites, found.starts, found.recompute, below):
         starts = [part.start for part in parts]
         assert starts == sorted({*starts})
         assert starts[0] == 0
@@ -250,7 +251,7 @@ def test_no_two_parts_recompute_less(nodes: list[tuple[int, int]], in_flight: in
         <= most
     ]
     best = min(map(recomputed, fitting))
-    found = list(in_parts(chain, [site], (0,), (True,), is_free=False))
+    found = list(in_parts(chain, [site], (0,), (True,), None))
     assert [recomputed(parts) for parts in found] == ([best] if best < recomputed(ways[0]) else [])
 
 

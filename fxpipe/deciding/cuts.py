@@ -244,9 +244,10 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     for starts, recompute, shared in _solved(chain, sites, case.settings, case.nodes.names, remedies):
         found = _cut(case, starts, recompute, shared, balance, compared)
         yield found
-        if _may_be_in_parts(case) and any(recompute):
+        if _may_be_in_parts(case) and any(site.may_recompute for site in shared):
             is_free = balance == "optimal" and not (chain.required or chain.low)
-            for parts in in_parts(chain, shared, starts, recompute, is_free):
+            below = (1 - WORTH_A_STAGE) * max(load.seconds for load in found.loads)
+            for parts in in_parts(chain, shared, starts, recompute, below if is_free else None):
                 other = _in_parts(case, parts, shared, balance, compared)
                 if other.simulation.step_seconds <= (1 - WORTH_A_STAGE) * found.simulation.step_seconds:
                     yield other

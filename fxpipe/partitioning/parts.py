@@ -40,14 +40,14 @@ class Part:
 
 
 def in_parts(
-    chain: Chain, sites: Sequence[Site], starts: Sequence[int], recompute: Sequence[bool], is_free: bool
+    chain: Chain, sites: Sequence[Site], starts: Sequence[int], recompute: Sequence[bool], below: float | None
 ) -> Iterator[tuple[Part, ...]]:
-    """Cuts of which stages recompute less than those of a given cut.
+    """Cuts in which a part of some stage recomputes: the given one with less to recompute, and one that is more even.
 
     Args:
         sites: of the stages, each on a device of its own.
         starts, recompute: the given cut, which fits.
-        is_free: may the cuts between devices be moved.
+        below: seconds that no stage may take where the cuts between devices are moved; None: they stay.
     """
     search = _Search(chain, sites)
     ends = [*starts[1:], len(chain)]
@@ -58,7 +58,7 @@ def in_parts(
         for j, (start, end, again) in enumerate(zip(starts, ends, recompute, strict=True))
     ]
     found = [given]
-    if is_free and (moved := search.even()) is not None:
+    if below is not None and (moved := search.even(below)) is not None:
         found.append(moved)
     for stages in found:
         if any(stage.is_in_parts for stage in stages):
@@ -160,11 +160,9 @@ class _Search:
 
     # -- all stages ----------------------------------------------------------------------------------------------------
 
-    def even(self) -> list[_Stage] | None:
-        """The cut with the least bottleneck that is found; None if none fits."""
-        high = math.fsum(max(self._seconds.clock(j, True).seconds(0, self._n), 0) for j in range(len(self._sites)))
-        high, low = high / self._seconds.unit, 0.0
-        found = self._kept_within(high)
+    def even(self, high: float) -> list[_Stage] | None:
+        """The cut with the least bottleneck that is found, `high` at most; None if there is none."""
+        found, low = self._kept_within(high), 0.0
         if found is None:
             return None
         for _ in range(STEPS):
