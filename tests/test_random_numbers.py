@@ -396,7 +396,7 @@ def test_what_is_not_torchs_has_the_generator_to_itself():
 
 
 def test_each_device_has_a_lock_of_its_own():
-    assert random_nodes.lock_of(CPU) is random_nodes._lock_of(torch.device("cpu"))
+    assert random_nodes.lock_of(CPU) is random_nodes.lock_of(torch.device("cpu"))
     locks = [random_nodes.lock_of(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
     assert len(set(map(id, locks))) == 3
 
