@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, LossError
+from fxpipe.rewriting.random_nodes import lock_of
 from fxpipe.runtime.elements import reductions_under
 from fxpipe.runtime.known_losses import Kind
 
@@ -520,6 +522,73 @@ def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
         torch.testing.assert_close(have, want.loss.detach())
         torch.testing.assert_close(out.logits, want.logits.detach())
         assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+
+
+# -- random numbers in the loss --------------------------------------------------------------------------------------
+
+
+def noisy(y, t):
+    return F.mse_loss(F.dropout(y, 0.5) + torch.randn_like(y), t)
+
+
+def with_own_generator(y, t, generator=torch.Generator()):  # noqa: B008
+    return F.mse_loss(y + torch.randn(y.shape, generator=generator, dtype=y.dtype), t)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_loss_that_draws_draws_what_a_loop_over_micro_batches_draws(schedule):
+    """It was an error: the loss of the whole mini-batch draws other numbers, and so was another one."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    with pipe_of(model, schedule=schedule) as pipe:
+        torch.manual_seed(1)
+        ours = [pipe.forward_backward(x, target=target, loss_fn=noisy) for _ in range(2)]
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        theirs = []
+        for _ in range(2):
+            losses = [noisy(plain(part), t) / 4 for part, t in zip(x.chunk(4), target.chunk(4), strict=True)]
+            sum(losses).backward()
+            theirs.append(sum(losses).detach())
+        torch.testing.assert_close(ours, theirs)
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loss_that_draws_from_a_generator_of_its_own_and_writes_to_its_target():
+    def loss_fn(y, t):
+        return with_own_generator(y, t.mul_(0.5))
+
+    with pipe_of(small()) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=loss_fn)
+
+
+def test_a_loss_that_is_no_mean_is_refused_though_its_model_draws():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pipe_of(model) as pipe, pytest.raises(LossError, match="it is no mean over samples"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=lambda y, t: F.mse_loss(y, t).sqrt())
+
+
+def test_nobody_borrows_the_generator_while_the_loss_draws():
+    """What it drew in that time would be drawn again: a stage that borrows puts the generator back."""
+    free, lock = [], lock_of(torch.device("cpu"))
+
+    def borrow():
+        free.append(lock.acquire(blocking=False))
+        if free[-1]:
+            lock.release()
+
+    def loss_fn(y):
+        other = threading.Thread(target=borrow)
+        other.start()
+        other.join()
+        return y.square().mean()
+
+    with pipe_of(small(), 2) as pipe:
+        pipe.forward_backward(torch.randn(2, 4), loss_fn=loss_fn)
+    assert free[:2] == [False, False]
 
 
 # -- losses with parameters, outputs and targets of every kind -------------------------------------------------------

@@ -369,7 +369,7 @@ class _Own(torch.autograd.Function):
 def _ends_without_torchs_generator(patience: float, function: Callable[..., Any], *args: Any, **more: Any) -> bool:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (function(*args, **more), done.set()), daemon=True)
-    with random_nodes._lock_of(CPU):
+    with random_nodes.lock_of(CPU):
         thread.start()
         ended = done.wait(patience)
     thread.join(20)
@@ -396,8 +396,8 @@ def test_what_is_not_torchs_has_the_generator_to_itself():
 
 
 def test_each_device_has_a_lock_of_its_own():
-    assert random_nodes._lock_of(CPU) is random_nodes._lock_of(torch.device("cpu"))
-    locks = [random_nodes._lock_of(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
+    assert random_nodes.lock_of(CPU) is random_nodes.lock_of(torch.device("cpu"))
+    locks = [random_nodes.lock_of(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
     assert len(set(map(id, locks))) == 3
 
 

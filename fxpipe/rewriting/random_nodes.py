@@ -197,7 +197,7 @@ def _process_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
 
-def _lock_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def lock_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Held by whoever draws from the generator that the process has for a device."""
     return _locks.setdefault(device, threading.RLock())  # of two that are made at once, the first is for both
 
@@ -206,7 +206,7 @@ def _lend(generator: torch.Generator, call: Callable[[], Any]) -> Any:
     """Calls with the process's generator standing where this one does, and takes over where it has come to."""
     device = generator.device
     process = _process_generator(device)
-    with _lock_of(device):
+    with lock_of(device):
         before = process.get_state()
         process.set_state(generator.get_state())
         try:
@@ -312,7 +312,7 @@ class _Undrawn(TorchDispatchMode):
             return func(*args, **kwargs)
         device = _device_of(args, kwargs, _CPU)
         process = _process_generator(device)
-        with _lock_of(device):
+        with lock_of(device):
             before = process.get_state()
             result = func(*args, **kwargs)
             if torch.equal(before, process.get_state()):

@@ -17,6 +17,7 @@ from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange, requires_grad
+from fxpipe.runtime.loss_draws import generators_held, generators_put_back
 from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
@@ -44,7 +45,7 @@ class LossStage:
         leaves = [v.value.detach().requires_grad_() if v.requires_grad else v.value for v in values]
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        with applied(self.assembly.state):
+        with applied(self.assembly.state), generators_held(self.assembly.devices[-1]):
             loss = self.losses(output_tree(self.assembly, leaves), i)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
@@ -93,7 +94,7 @@ class LossStage:
         """
         rows = [self.gradients.pop(i) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
-        with applied(self.assembly.state):
+        with applied(self.assembly.state), generators_put_back(self.assembly.devices[-1]):
             return verify(
                 self.losses,
                 [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],

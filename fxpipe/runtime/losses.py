@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
+from fxpipe.trees import mapped
 
 REDUCTIONS = ("mean", "sum")
 REMEDIES = (
@@ -77,7 +78,8 @@ class Losses:
     def of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of all outputs at once, detached, and the same scaled for backward."""
         assert self.whole_target is not None
-        loss, weight = checked_loss(self.function(output, *self.whole_target), "the whole mini-batch")
+        target = mapped(torch.clone, self.whole_target)  # it may be written to
+        loss, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
         if weight is not None:
             loss = torch.as_tensor(loss / weight)
         return loss.detach(), self._for_backward(loss, 1)

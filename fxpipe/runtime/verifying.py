@@ -7,6 +7,7 @@ tokens looks like one over samples in its first step.
 What an output without the batch says of the mini-batch is only known where it is the same for all micro-batches, or
 where it is a mean or sum that the loss takes as such. A weighted mean of losses that the model itself takes is neither:
 then the gradients of the other outputs are compared, and nothing where there are none.
+A loss that draws random numbers draws others for the whole mini-batch: see `loss_draws`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import LossError
+from fxpipe.runtime.loss_draws import are_equal
 from fxpipe.runtime.losses import Losses
 
 EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -49,6 +51,28 @@ def verify(losses: Losses, outputs: Sequence[Output], tree: Callable[[list[Any]]
     trained = [any(g is not None for g in output.gradients) for output in outputs]
     if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):
         return False  # it has another shape than the loss has seen
+    whole, found = _taken(losses, outputs, trained, tree)
+    given = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
+    pairs = [*zip(given, found, strict=True)] if found else []
+    is_seen = not any(gradient is not None and output.how in ("mean", "sum") for output, gradient in pairs)
+    try:
+        if is_seen or not losses.weighted:
+            _compare_values(losses, whole)
+        for output, gradient in pairs:
+            if isinstance(output.how, int) and gradient is not None:
+                _compare_gradients(losses, gradient, _gathered(output.gradients, output.how, losses.divisor))
+    except LossError:
+        again, found_again = _taken(losses, outputs, trained, tree)
+        if are_equal([whole, *found], [again, *found_again]):
+            raise
+        return False  # it is random: nothing says what it would have been
+    return is_seen
+
+
+def _taken(
+    losses: Losses, outputs: Sequence[Output], trained: Sequence[bool], tree: Callable[[list[Any]], Any]
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+    """The loss of all outputs at once, and the gradients of those that are trained."""
     values = [o.value.detach().requires_grad_() if t else o.value for o, t in zip(outputs, trained, strict=True)]
     try:
         with torch.enable_grad():
@@ -60,15 +84,7 @@ def verify(losses: Losses, outputs: Sequence[Output], tree: Callable[[list[Any]]
         raise
     leaves = [value for value, is_trained in zip(values, trained, strict=True) if is_trained]
     found = torch.autograd.grad(scaled, leaves, allow_unused=True) if scaled.requires_grad and leaves else ()
-    given = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
-    pairs = [*zip(given, found, strict=True)] if found else []
-    is_seen = not any(gradient is not None and output.how in ("mean", "sum") for output, gradient in pairs)
-    if is_seen or not losses.weighted:
-        _compare_values(losses, whole)
-    for output, gradient in pairs:
-        if isinstance(output.how, int) and gradient is not None:
-            _compare_gradients(losses, gradient, _gathered(output.gradients, output.how, losses.divisor))
-    return is_seen
+    return whole, found
 
 
 def _compare_values(losses: Losses, whole: torch.Tensor) -> None:
