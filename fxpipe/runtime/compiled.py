@@ -63,10 +63,9 @@ class InTurn:
         return made
 
 
-def _kind_of(value: Any) -> Hashable:
+def _kind_of(value: Any) -> Any:
     """What the compiler tells apart."""
     if not isinstance(value, torch.Tensor):
-        kind: Hashable = type(value)
-        return kind
+        return type(value)
     strides = value.stride() if value.layout == torch.strided else None
     return value.dtype, value.shape, strides, value.requires_grad, strides is None or value.storage_offset() == 0
