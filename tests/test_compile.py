@@ -171,6 +171,20 @@ def test_random_numbers_are_those_of_stages_that_are_not_compiled():
 # torch warns of its own code while it loads the compiler.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++, which is not there")
+def test_deferred_batch_norm_in_modules_kept_whole():
+    """It was an AttributeError: torch.compile breaks off where statistics are caught, and had lost who catches them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x, found = torch.randn(8, 4), []
+    for options in ({}, {"compile": {"backend": "eager"}}):
+        mine = copy.deepcopy(model)
+        with fxpipe.pipeline(mine, ["cpu", "cpu"], 2, deferred_batch_norm=True, leaf_modules=["1"], **options) as pipe:
+            for _ in range(2):
+                pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+        found.append([*mine.state_dict().values(), *(p.grad for p in mine.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_the_compiler_of_torch_itself():
     plain, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 6)
     ours = copy.deepcopy(plain)

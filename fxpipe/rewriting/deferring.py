@@ -195,7 +195,8 @@ def deferring_whole(function: Callable[..., Any], node: fx.Node) -> Callable[...
     @functools.wraps(function)
     def call(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> tuple[Any, ...]:
         own = {storage_of(t): (name, t) for name, t in zip(names, (*tensors, *leaves), strict=True) if name is not None}
-        with _Catching(own) as catching:
+        catching = _Catching(own)
+        with catching:  # without `as`: torch.compile, which resumes inside, would forget the name
             made = function(tensors, leaves)
         return (*made, tuple(catching.found))
 
