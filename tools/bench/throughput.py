@@ -15,6 +15,8 @@ import importlib.util
 import json
 import os
 import platform
+import resource
+import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -223,7 +225,22 @@ def find_bound(capacity: float, chunks: int) -> float:
     return chunks / (1 + (chunks - 1) / capacity)
 
 
-def report(seconds: dict[str, list[float]], chunks: int) -> str:
+def count_faults(contestants: dict[str, Contestant], runs: int = 3) -> dict[str, float]:
+    """Page faults of a step, in this process: memory that the allocator has given back and now asks for anew."""
+    found = {}
+    for name, contestant in contestants.items():
+        counts = []
+        for _ in range(runs):
+            contestant.prepare()
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            with use_threads(contestant.threads):
+                contestant.run()
+            counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+        found[name] = statistics.median(counts)
+    return found
+
+
+def report(seconds: dict[str, list[float]], faults: dict[str, float], chunks: int) -> str:
     capacity = [2 * one / two for one, two in zip(seconds[ONE_LOOP], seconds[TWO_LOOPS], strict=True)]
     bounds = [find_bound(c, chunks) for c in capacity]
     rivals = {}
@@ -245,6 +262,7 @@ def report(seconds: dict[str, list[float]], chunks: int) -> str:
                 "quartiles": f"{1000 * summary.first_quartile:.0f}–{1000 * summary.third_quartile:.0f}",
                 "speed-up": summarise(speed_up),
                 "efficiency": format_if(is_pipeline(name), lambda s=speed_up: summarise(ratios(s, bounds))),
+                "page faults": "" if name.startswith("distributed") else f"{faults[name]:,.0f}",
             }
             | {f"times {rival}": str(summarise(ratios(seconds[best], values))) for rival, best in rivals.items()}
         )
@@ -294,8 +312,8 @@ def find_cpu_model() -> str:
 # ---- main ----
 
 
-def measure(workload: Workload, chunks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of every contestant, and of the loops that show the capacity, in each round."""
+def measure(workload: Workload, chunks: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each contestant, and of the loops that show the capacity, by round; and page faults of a step."""
     with ExitStack() as stack:
         contestants = plain_contestants(workload, chunks)
         if importlib.util.find_spec("torchgpipe"):
@@ -304,7 +322,7 @@ def measure(workload: Workload, chunks: int, rounds: int) -> dict[str, list[floa
         contestants |= fxpipe_contestants(workload, chunks, stack)
         check_losses(contestants)
         contestants |= capacity_contestants(workload, chunks, stack)
-        return run_rounds(contestants, rounds, name=workload.name)
+        return run_rounds(contestants, rounds, name=workload.name), count_faults(contestants)
 
 
 def main() -> None:
@@ -323,9 +341,9 @@ def main() -> None:
         torch.manual_seed(0)
         workload = WORKLOADS[name](options.batch)
         for chunks in map(int, options.chunks.split(",")):
-            seconds = measure(workload, chunks, options.rounds)
+            seconds, faults = measure(workload, chunks, options.rounds)
             print(f"\n{name}: forward and backward of {options.batch} samples in {chunks} micro-batches\n")
-            print(f"{report(seconds, chunks)}\n")
+            print(f"{report(seconds, faults, chunks)}\n")
             result["seconds"].setdefault(name, {})[chunks] = seconds
             if options.json:
                 options.json.write_text(json.dumps(result, indent=1))
