@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+# Processes that run tests.
+JOBS ?= 2
 
 .PHONY: help demo test lint format bench overhead balance planning coverage clean
 
@@ -24,7 +26,7 @@ demo: .venv/.installed
 	$(BIN)/python -m fxpipe.inspect examples/unet.py:make_model --input 8x3x64x64 --devices 2 --chunks 4
 
 test: .venv/.installed
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: .venv/.installed
 	$(BIN)/ruff check

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import fxpipe
 from fxpipe.errors import StateError
@@ -400,6 +401,7 @@ def test_two_pipes_in_two_threads():
         for have in found[k]:
             assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
         pipes[k].close()
+    assert not is_in_torch_dispatch_mode(), "a flag of the process by which torch.compile stands aside"
 
 
 def test_concurrent_calls_of_one_pipe():

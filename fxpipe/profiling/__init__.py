@@ -34,6 +34,7 @@ from fxpipe.tracing.recording.fake import faked, is_faked, without_values
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced, lookup
 from fxpipe.trees import flatten
+from fxpipe.turns import one_at_a_time
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
@@ -79,7 +80,7 @@ def profile(
     micro_batch = _micro_batch(traced, given, micro_batch)
     others = other_sizes(traced, micro_batch)
     # `undone`: hooks, and modules kept whole, run as they are.
-    with _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
+    with one_at_a_time, _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:

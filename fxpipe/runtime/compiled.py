@@ -1,17 +1,15 @@
 """The code of stages as it runs: as it is, or compiled by `torch.compile`.
 
 A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
-stage at a time, while others may run. (Two threads within the compiler at once would leave flags of the process as the
-other one had them, and no graph would be compiled any more.) Uneven micro-batches have two sizes, so a stage compiles
-twice for a graph: torch makes the second one for any size. Stages that take inputs may do so a third time, as torch
-tells apart whether a tensor starts where its storage does, as the first micro-batch's part of an input.
+stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch
+makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether a tensor
+starts where its storage does, as the first micro-batch's part of an input.
 
 Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps (`tapped`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch._functorch import config as functorch
 
 from fxpipe.rewriting.program import Stage
 from fxpipe.runtime.tapped import Tapped
+from fxpipe.turns import one_at_a_time
 
 Code = Callable[..., tuple[Any, ...]]
 
@@ -35,9 +34,6 @@ def code_of(stage: Stage, options: Mapping[str, Any] | None) -> Code:
     compiled: Code = torch.compile(for_compiler(run).forward, **options)
     in_turn = InTurn(compiled, len(stage.attributes))
     return in_turn if stage.taps is None else Tapped(stage, stage.taps, in_turn)
-
-
-_compiling = threading.RLock()
 
 
 class InTurn:
@@ -57,7 +53,7 @@ class InTurn:
         if kind in self._seen:
             return self._code(*args)
         # Backward, too: else it would be compiled when it first runs.
-        with _compiling, functorch.patch(force_non_lazy_backward_lowering=True):
+        with one_at_a_time, functorch.patch(force_non_lazy_backward_lowering=True):
             made = self._code(*args)
         self._seen.add(kind)
         return made

@@ -32,6 +32,7 @@ from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
+from fxpipe.turns import one_at_a_time
 
 __all__ = ["Traced", "trace"]
 
@@ -86,6 +87,7 @@ def trace(
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
     with (
+        one_at_a_time,
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         _compiled_functions_run_plainly(),
