@@ -168,9 +168,6 @@ def test_random_numbers_are_those_of_stages_that_are_not_compiled():
         assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
 
 
-# torch warns of its own code while it loads the compiler.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++, which is not there")
 def test_deferred_batch_norm_in_modules_kept_whole():
     """It was an AttributeError: torch.compile breaks off where statistics are caught, and had lost who catches them."""
     torch.manual_seed(0)
@@ -185,6 +182,9 @@ def test_deferred_batch_norm_in_modules_kept_whole():
     torch.testing.assert_close(found[1], found[0])
 
 
+# torch warns of its own code while it loads the compiler.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++, which is not there")
 def test_the_compiler_of_torch_itself():
     plain, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 6)
     ours = copy.deepcopy(plain)
