@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from kernels import Ops
 from oracle import assert_same_gradients, assert_same_state
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
 from fxpipe.rewriting import split
@@ -156,22 +156,6 @@ class Tower(nn.Module):
 
     def forward(self, ids):
         return self.conv2(self.conv1(self.second(F.gelu(self.first(self.tokens(ids)))).mT))
-
-
-class Ops(TorchDispatchMode):
-    """Counts the costly kernels, and what convolutions are asked for."""
-
-    def __init__(self, counts):
-        super().__init__()
-        self.counts = counts
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.convolution_backward.default:
-            self.counts["conv x"] += args[10][0]
-            self.counts["conv w"] += args[10][1]
-        elif func in (torch.ops.aten.mm.default, torch.ops.aten.embedding_dense_backward.default):
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_w_carries_the_weights(monkeypatch):

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from every_cut import EveryCut, loss_of
+from kernels import Ops
 from models import BY_NAME
 from oracle import closing, draw_seed, train_step
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.rewriting.splitting import split_weights
@@ -555,22 +555,6 @@ def test_frozen_after_planning():
 
 
 # -- who does what -----------------------------------------------------------------------------------------------------
-
-
-class Ops(TorchDispatchMode):
-    """Counts the costly kernels, and what convolutions are asked for."""
-
-    def __init__(self, counts):
-        super().__init__()
-        self.counts = counts
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.convolution_backward.default:
-            self.counts["conv x"] += args[10][0]
-            self.counts["conv w"] += args[10][1]
-        elif func in (torch.ops.aten.mm.default, torch.ops.aten.embedding_dense_backward.default):
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _counted(every, starts, monkeypatch):
