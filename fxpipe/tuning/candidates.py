@@ -12,10 +12,13 @@ waits for a larger one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpipe.scheduling import SCHEDULES, ScheduleLike
+from fxpipe.errors import ArgumentError
+from fxpipe.plans import Plan
+from fxpipe.scheduling import SCHEDULES, ScheduleLike, check_placement
 
 NEAR = 2**0.5  # times a power of two, up or down, is nearer to it than to the next
 PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left to fill
@@ -46,6 +49,15 @@ def candidates(
 def _goes_with(schedule: str, each: int) -> bool:
     recipe = SCHEDULES[schedule]
     return not recipe.is_bound or recipe.per_device <= each <= (recipe.most or each)
+
+
+def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:
+    """All that the stages of a plan can have where they are."""
+    each = max(map(plan.placement.count, plan.placement))
+    for schedule in schedules:
+        with contextlib.suppress(ArgumentError):
+            check_placement(schedule, plan.placement)
+            yield from (Candidate(schedule, count, each) for count in chunks)
 
 
 def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ lead to the same cut share its plan: of a plan all figures follow for any size (
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,15 +27,15 @@ from fxpipe.tuning.candidates import Candidate
 class Plans(Protocol):
     """Where the plans of candidates come from."""
 
-    def plan(self, candidate: Candidate, recomputes: bool) -> Plan:
-        """Cut for stages that all recompute, or none, as if memory had no limit.
+    def plan(self, candidate: Candidate, mode: str) -> Plan:
+        """Cut for stages that recompute so, as if memory had no limit.
 
         Raises:
             FxpipeError: there is no such plan.
         """
 
-    def within_limits(self, candidate: Candidate) -> Plan | None:
-        """Cut so that it fits, with what is recomputed left to planning; None where cuts cannot be moved.
+    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
+        """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
 
         Raises:
             FxpipeError: there is no such plan.
@@ -54,12 +55,22 @@ class OfModel:
     _same: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by what the cut is
     _seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # by samples
 
-    def plan(self, candidate: Candidate, recomputes: bool) -> Plan:
-        return self._plan(self._unlimited(candidate, recomputes), candidate)
+    def plan(self, candidate: Candidate, mode: str) -> Plan:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            # All but the last micro-batch are recomputed: stages are balanced for these.
+            settings = replace(settings, checkpoint="never" if mode == "never" else "always")
+        found = self._prepared(replace(settings, memory_limits=(None,) * len(settings.workers)))
+        modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
+        return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
 
-    def within_limits(self, candidate: Candidate) -> Plan | None:
-        found = self._prepared(replace(self._settings(candidate), checkpoint="auto"))
-        return self._plan(found, candidate)
+    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            settings = replace(settings, checkpoint=mode)
+        found = self._prepared(settings)
+        modes = found.plan.checkpoint if mode == "auto" else mode
+        return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
         """All work, shared out evenly; and one micro-batch on its way through all stages, there and back."""
@@ -70,21 +81,15 @@ class OfModel:
 
     def prepared(self, plan: Plan) -> Prepared:
         """What runs a plan that came from here."""
-        for found in self._same.values():
-            if [stage.nodes for stage in found.plan.stages] == [stage.nodes for stage in plan.stages]:
-                settings = replace(found.settings, chunks=plan.chunks, checkpoint=plan.checkpoint)
-                return replace(found, plan=plan, settings=settings)
-        raise AssertionError("the plan was not made here")
-
-    def _unlimited(self, candidate: Candidate, recomputes: bool) -> Prepared:
-        settings = self._settings(candidate)
-        return self._prepared(
-            replace(
-                settings,
-                checkpoint="always" if recomputes else "never",
-                memory_limits=(None,) * len(settings.workers),
-            )
+        nodes = [stage.nodes for stage in plan.stages]
+        found = next(
+            one
+            for one in self._same.values()
+            if one.plan.placement == plan.placement and [stage.nodes for stage in one.plan.stages] == nodes
         )
+        schedule = next((c for c in (self.settings.schedule,) if not isinstance(c, str)), plan.schedule)
+        settings = replace(found.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
+        return replace(found, plan=plan, settings=settings)
 
     def _settings(self, candidate: Candidate) -> Settings:
         settings = self.settings
@@ -115,11 +120,8 @@ class OfModel:
             self._same[key] = prepared(cut, self.studied.fingerprint, self.studied.batch, settings)
         return self._same[key]
 
-    def _plan(self, found: Prepared, candidate: Candidate) -> Plan:
-        return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch)
-
     def _least_seconds(self, samples: int) -> tuple[float, float]:
-        """Of all nodes, each on the device that is fastest for it: with all of backward, and without that of weights."""
+        """Of all nodes, each on the fastest device for it: with all of backward, and without the part of weights."""
         if samples not in self._seconds:
             rows = list(zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True))
             total = math.fsum(min((c.forward + c.backward).at(samples) for c in row) for row in rows)
@@ -135,11 +137,10 @@ class OfPlan:
     given: Plan
     batch: int
 
-    def plan(self, candidate: Candidate, recomputes: bool) -> Plan:
-        mode = "always" if recomputes else "never"
+    def plan(self, candidate: Candidate, mode: str) -> Plan:
         return variant(self.given, candidate.schedule, candidate.chunks, self.batch, mode)
 
-    def within_limits(self, candidate: Candidate) -> Plan | None:
+    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
         return None
 
     def bound(self, candidate: Candidate) -> float:
@@ -153,3 +154,25 @@ def variant(
     samples = -(-batch // min(chunks, batch))
     made = resized(plan, samples, checkpoint)
     return replace(made, schedule=schedule_text(schedule, chunks, plan.placement), chunks=chunks, batch=batch)
+
+
+def with_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
+    """The plan with what each stage may take of the memory of its device; several share it by what they need."""
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) for stage in plan.stages]
+    stages = []
+    for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
+        whole = limits[k]
+        together = math.fsum(other for other, place in zip(needs, plan.placement, strict=True) if place == k)
+        share = 1.0 if plan.placement.count(k) == 1 or not together else need / together
+        stages.append(replace(stage, memory_limit=None if whole is None else int(whole * share)))
+    return replace(plan, stages=tuple(stages))
+
+
+def limits_of(plan: Plan) -> list[float | None]:
+    """For each worker what its stages may take."""
+    found: list[float | None] = []
+    for k in range(len(plan.workers)):
+        limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]
+        known = [limit for limit in limits if limit is not None]
+        found.append(math.fsum(known) if len(known) == len(limits) else None)
+    return found

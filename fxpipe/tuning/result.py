@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from tabulate import tabulate
@@ -122,23 +122,24 @@ def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def chosen(rows: tuple[Row, ...]) -> Row:
-    """Of the rows that fit the one with the shortest step; of equally long ones that with least memory, then chunks."""
+def preferred(rows: Iterable[Row]) -> list[Row]:
+    """Those that fit, the best first: the shortest step; of about equally long ones that with least memory.
+
+    Where some were run, these are all there is, by what was measured.
+    """
     fitting = [row for row in rows if row.fits]
     measured = [row for row in fitting if row.measured_seconds is not None]
     if measured:
-        return min(measured, key=lambda row: row.measured_seconds or 0.0)
-    least = min(row.step_seconds for row in fitting)
-    return min(
-        (row for row in fitting if row.step_seconds <= (1 + SAME) * least),
-        key=lambda row: (row.peak, row.chunks, row.stages_per_device, row.step_seconds),
-    )
+        return sorted(measured, key=lambda row: row.measured_seconds or 0.0)
+    least = min((row.step_seconds for row in fitting), default=0.0)
+
+    def order(row: Row) -> tuple[float, ...]:
+        is_least = row.step_seconds <= (1 + SAME) * least
+        return (0.0 if is_least else row.step_seconds, row.peak, row.chunks, row.stages_per_device, row.step_seconds)
+
+    return sorted(fitting, key=order)
 
 
-def in_order(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
     """As a table has them."""
     return tuple(sorted(rows, key=lambda row: (row.plan is None, row.lacks, row.step_seconds, row.peak, row.chunks)))
-
-
-def with_measured(row: Row, seconds: float) -> Row:
-    return replace(row, measured_seconds=seconds)

@@ -2,20 +2,22 @@
 
 A candidate is simulated on the cut for its placement and its size of micro-batches, with nothing recomputed. If that
 does not fit into memory it is tried with everything recomputed, with all but the last micro-batch, and with what
-planning makes of the limit: cuts that move, stages of which some recompute. Before any of it a bound is known (`Plans`);
-a candidate whose bound is above the best step so far is left out, and so is one that cannot be cut.
+planning makes of the limit: cuts that move, stages of which some recompute. Before any of it a bound is known
+(`Plans`); a candidate whose bound is above the best step so far is left out, and so is one that cannot be cut.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fxpipe.errors import ArgumentError, FxpipeError, PartitionError
+from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.plans import Plan
+from fxpipe.progress import nothing
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.plans import Plans, variant
+from fxpipe.tuning.plans import Plans
 from fxpipe.tuning.result import SAME, Row
 from fxpipe.tuning.simulating import simulated
 
@@ -31,7 +33,7 @@ def search(
     *,
     modes: Sequence[str] | None = None,
     others: Mapping[str, Any] | None = None,
-    step: Callable[[], object] = lambda: None,
+    step: Callable[[], object] = nothing,
 ) -> tuple[Row, ...]:
     """A row for each candidate and mode that was looked at.
 
@@ -62,30 +64,30 @@ def _rows_of(
     best: float,
 ) -> Iterator[Row]:
     try:
-        asked = MODES if modes is None else modes
-        unhurried = _row(candidate, plans.plan(candidate, False), limits, others)
-        if modes is None or "never" in modes:
-            yield unhurried
-        if modes is None and (unhurried.lacks <= 0 or unhurried.step_seconds > (1 + SAME) * best):
-            return  # recomputing takes time, and so does what a limit asks for
-        for mode in asked:
-            if mode != "never":
-                yield _row(candidate, _with_mode(plans.plan(candidate, True), mode), limits, others)
+        if modes is None:
+            row = _row(candidate, plans.plan(candidate, "never"), limits, others)
+            yield row
+            if row.fits or row.step_seconds > (1 + SAME) * best:
+                return  # recomputing takes time, and so does what a limit asks for
+        for mode in MODES[1:] if modes is None else modes:
+            row = _row(candidate, plans.plan(candidate, mode), limits, others)
+            yield row
+            if modes is not None and not row.fits:
+                yield from _within_limits(candidate, plans, limits, mode, others)
     except (ArgumentError, PartitionError) as error:
         yield _not_cut(candidate, str(error).partition("\n")[0])
         return
     if modes is None:
-        try:
-            within = plans.within_limits(candidate)
-            if within is not None:
-                yield _row(candidate, within, limits, others)
-        except (ArgumentError, PartitionError):
-            return  # what it lacks, the rows before say
+        yield from _within_limits(candidate, plans, limits, "auto", others)
 
 
-def _with_mode(plan: Plan, mode: str) -> Plan:
-    assert plan.batch is not None
-    return variant(plan, plan.schedule, plan.chunks, plan.batch, mode)
+def _within_limits(
+    candidate: Candidate, plans: Plans, limits: Limits, mode: str, others: Mapping[str, Any]
+) -> Iterator[Row]:
+    with contextlib.suppress(ArgumentError, PartitionError):  # what it lacks, the rows before say
+        plan = plans.within_limits(candidate, mode)
+        if plan is not None:
+            yield _row(candidate, plan, limits, others)
 
 
 def _row(candidate: Candidate, plan: Plan, limits: Limits, others: Mapping[str, Any]) -> Row:
@@ -113,7 +115,3 @@ def _not_cut(candidate: Candidate, why: str, seconds: float = 0.0) -> Row:
 
 def _name(schedule: ScheduleLike) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule)
-
-
-def failure_of(error: FxpipeError) -> str:
-    return str(error).partition("\n")[0]
