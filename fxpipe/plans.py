@@ -101,7 +101,7 @@ class Plan:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
+        return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """What the simulator is told: of each stage, and of all that goes between stages."""
@@ -125,7 +125,8 @@ class Plan:
             update=stage.update_seconds,
         )
 
-    def _schedule(self) -> Schedule:
+    def as_schedule(self) -> Schedule:
+        """Its schedule as a table: which device does what, in what order."""
         from fxpipe.scheduling import make_schedule
 
         return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
@@ -153,7 +154,7 @@ class Plan:
 
         fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
         received = stage.bytes.kept(self.recomputes(stage.index)).times(self.in_flight(stage.index))
-        held = stage.bytes.held.times(activations_in_flight(self._schedule())[stage.index])
+        held = stage.bytes.held.times(activations_in_flight(self.as_schedule())[stage.index])
         return fixed + received + held + stage.bytes.working
 
     def _stage(self, stage: int) -> StagePlan:

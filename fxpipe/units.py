@@ -21,3 +21,8 @@ def human_seconds(seconds: float) -> str:
     milliseconds = seconds * 1e3
     digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
     return f"{milliseconds:.{digits}f} ms"
+
+
+def percent(share: float) -> str:
+    """`0.3333` -> `33.3 %`."""
+    return f"{share:.1%}".replace("%", " %")
