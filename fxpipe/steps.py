@@ -107,7 +107,7 @@ def _simulated(found: Simulation) -> Step:
     return Step(
         schedule=found.schedule.name.partition(":")[0],  # in front of a table of the user's own
         is_simulated=True,
-        devices=("",) * len(found.schedule.rows),
+        devices=found.devices,
         spans=spans,
         waited=_gaps(spans),
         seconds=found.step_seconds,
