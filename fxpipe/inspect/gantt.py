@@ -33,7 +33,7 @@ MARGIN = 16.0
 NARROWEST, WIDEST = 720.0, 1500.0  # of the part where time runs
 ROWS = 900.0  # points: as high as rows become together, where they may be
 HIGHEST, LOWEST = 34.0, 4.0  # from a row to the next
-SMALLEST = 7.0  # letters
+SMALLEST = 6.5  # letters
 LONGEST = 170.0  # of a device's name
 MOST_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
@@ -209,7 +209,7 @@ def _names(step: Step, frame: Frame, middle: float, pitch: float, letters: float
         rooms = [_places(span, frame)[1:] for span, _ in row]
         y = middle + device * pitch
         for names, size in ((names, size) for names in sorts for size in (letters, small)):
-            fitting = [k for k, (a, b) in enumerate(rooms) if text_width(names[k], size) + 2.5 <= b - a]
+            fitting = [k for k, (a, b) in enumerate(rooms) if text_width(names[k], size) + 1.6 <= b - a]
             if len(fitting) >= NEARLY_ALL * len(row):
                 fill = letters_on(KINDS[kind])
                 for k in fitting:
