@@ -57,6 +57,8 @@ class StagePlan:
     bytes: StageBytes = field(default_factory=StageBytes)
     flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
     fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
+    modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
+    shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ class Plan:
         wrong = {
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
             "devices": len(self.devices) != n,
+            "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
             "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
             "schedule": not self._has_a_schedule(),

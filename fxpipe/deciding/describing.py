@@ -9,6 +9,7 @@ from torch import fx
 
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes
+from fxpipe.deciding.shares import shares
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.plans import Plan, Portal, Sending, StagePlan, StageSeconds
 from fxpipe.rewriting import Program
@@ -89,6 +90,8 @@ def describe(
                     math.fsum(cost.backward.fixed for cost in own),
                     math.fsum(cost.weight.fixed for cost in own),
                 ),
+                modules=tuple(node.meta["module"] for node in traced.nodes[start:end]),
+                shares=shares(own, samples),
             )
         )
     return Plan(
