@@ -15,12 +15,17 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect.letters import text_width
+
 if TYPE_CHECKING:
     from fxpipe.plans import StagePlan
 
 
+TO = " – "  # from the first to the last
+
+
 @dataclass(frozen=True, slots=True)
-class Group:
+class NodeGroup:
     """Some nodes of a stage that run one after the other."""
 
     name: str  # of their module or, of several, the first and the last
@@ -29,7 +34,7 @@ class Group:
     is_elided: bool = False  # put together only because they are small
 
 
-def groups_of(stage: StagePlan, most: int, least: float) -> tuple[Group, ...]:
+def groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...]:
     """The stage in at most `most` groups. None but what is left over between larger ones has a share below `least`."""
     nodes = _nodes(stage)
     if not nodes:
@@ -48,6 +53,21 @@ def groups_of(stage: StagePlan, most: int, least: float) -> tuple[Group, ...]:
         at = next(k for k, run in enumerate(runs) if run is largest)
         runs[at : at + 1] = parts
         closed += [run for run in parts if run.is_elided]
+
+
+def short_name(name: str, width: float, size: float) -> str:
+    """As many of its last parts as fit: `transformer.h.0.attn` -> `…0.attn`; nothing where that would say nothing."""
+    first, to, last = name.partition(TO)
+    for depth in range(max(first.count("."), last.count(".")), -1, -1):
+        found = _end(first, depth) + (to + _end(last, depth) if to else "")
+        if text_width(found, size) <= width:
+            return found if any(letter.isalpha() for letter in found) else ""  # numbers of layers alone
+    return ""
+
+
+def _end(name: str, depth: int) -> str:
+    parts = name.split(".")
+    return name if depth + 1 >= len(parts) else "…" + ".".join(parts[-depth - 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +94,8 @@ class _Run:
         length = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
         return first if length is None else first[:length]
 
-    def group(self) -> Group:
-        return Group(self._name(), tuple(node.name for node in self.nodes), self.share, self.is_elided)
+    def group(self) -> NodeGroup:
+        return NodeGroup(self._name(), tuple(node.name for node in self.nodes), self.share, self.is_elided)
 
     def _name(self) -> str:
         first, last = self.nodes[0], self.nodes[-1]
@@ -85,7 +105,7 @@ class _Run:
         if prefix and not self.is_elided:
             return ".".join(prefix)
         ends = [".".join(node.path) or node.name for node in (first, last)]
-        return ends[0] if ends[0] == ends[1] else f"{ends[0]} – {ends[1]}"
+        return ends[0] if ends[0] == ends[1] else TO.join(ends)
 
 
 def _nodes(stage: StagePlan) -> list[_Node]:

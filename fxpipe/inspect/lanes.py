@@ -21,10 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.grouping import Group, groups_of
-from fxpipe.inspect.lettering import clipped, fitted, text_width
+from fxpipe.inspect.colours import FAINT, INK
+from fxpipe.inspect.grouping import NodeGroup, groups_of, short_name
+from fxpipe.inspect.letters import fitted, text_width
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan, Portal, StagePlan
@@ -44,7 +45,7 @@ GAP = 1.5  # between boxes
 ROW = 13.0  # a line of text in a lane
 SMALL, USUAL, LARGE = 10.0, 11.0, 15.0  # letters
 
-INK, QUIET, BAND, LINE = "#1f2328", "#59636e", "#f3f5f7", "#8b949e"
+BAND, LINE = "#f3f5f7", "#8b949e"
 # For each worker: of its boxes, those of small modules together, and the mark at the head of a lane.
 WORKERS = (
     ("#b9d6f2", "#dcebf8", "#0072b2"),
@@ -95,7 +96,7 @@ def lanes(plan: Plan, title: str = "") -> Scene:
     items += _arcs(frame)
     y = frame.bottom + 24
     for line in _notes(plan, frame):
-        items.append(Text(MARGIN, y, line, SMALL, QUIET))
+        items.append(Text(MARGIN, y, line, SMALL, FAINT))
         y += 15
     return Scene(frame.width, y + MARGIN - 10, tuple(items), title or _summary(plan))
 
@@ -199,16 +200,16 @@ def _seconds(stage: StagePlan) -> float:
 def _heading(plan: Plan, title: str) -> Iterator[Item]:
     yield Text(MARGIN, 28, title or _summary(plan), LARGE, INK, is_bold=True)
     if title:
-        yield Text(MARGIN, 46, _summary(plan), USUAL, QUIET)
+        yield Text(MARGIN, 46, _summary(plan), USUAL, FAINT)
 
 
 def _summary(plan: Plan) -> str:
     stages, workers = len(plan.stages), len(plan.workers)
-    on = f" on {workers} workers" if workers != stages else ""
+    on = f" on {counted(workers, 'worker')}" if workers != stages else ""
     most = "" if plan.micro_batches == 1 else "at most "
     return (
-        f"{stages} stages{on}, {plan.micro_batches} micro-batches of {most}{plan.micro_batch} samples, "
-        f"{plan.schedule.partition(':')[0]}"
+        f"{counted(stages, 'stage')}{on}, {counted(plan.micro_batches, 'micro-batch', 'es')} of {most}"
+        f"{counted(plan.micro_batch, 'sample')}, {plan.schedule.partition(':')[0]}"
     )
 
 
@@ -227,8 +228,9 @@ def _notes(plan: Plan, frame: _Frame) -> Iterator[str]:
 
 def _lane(plan: Plan, stage: StagePlan, frame: _Frame) -> Iterator[Item]:
     top, boxes, small, mark = frame.top(stage.index), *_colours(plan, stage)
-    yield Rect(MARGIN, top, frame.right - MARGIN, frame.lane, BAND, radius=4)
-    yield Rect(MARGIN, top, 5, frame.lane, mark, radius=2, title=f"worker {plan.placement[stage.index]}")
+    title = _stage_title(plan, stage)
+    yield Rect(MARGIN, top, frame.right - MARGIN, frame.lane, BAND, radius=4, title=title)
+    yield Rect(MARGIN, top, 5, frame.lane, mark, radius=2, title=title)
     yield from _head(plan, stage, frame)
     x, length = MARGIN + HEAD, frame.length(stage)
     groups = groups_of(stage, MOST_GROUPS, LEAST_BOX / length)
@@ -258,19 +260,29 @@ def _head(plan: Plan, stage: StagePlan, frame: _Frame) -> Iterator[Item]:
     base = 3.5  # from the middle of a line to its base line
     yield Text(x, frame.row(stage.index, 0) + base, name, USUAL, INK, is_bold=True)
     if frame.is_low:
-        beside = text_width(name, USUAL) + 10
-        yield Text(x + beside, frame.row(stage.index, 0) + base, clipped(where, room - beside, SMALL), SMALL, QUIET)
-        yield Text(x, frame.row(stage.index, 1) + base, time, SMALL, QUIET)
+        beside = text_width(name, USUAL, is_bold=True) + 6
+        yield Text(x + beside, frame.row(stage.index, 0) + base, fitted(where, room - beside, SMALL), SMALL, FAINT)
+        yield Text(x, frame.row(stage.index, 1) + base, time, SMALL, FAINT)
         return
-    lines = (clipped(where, room, SMALL), time, f"{human_bytes(stage.parameter_bytes)} parameters")
+    lines = (fitted(where, room, SMALL), time, f"{human_bytes(stage.parameter_bytes)} parameters")
     for k, line in enumerate(lines):
-        yield Text(x, frame.row(stage.index, k + 1) + base, line, SMALL, QUIET)
+        yield Text(x, frame.row(stage.index, k + 1) + base, line, SMALL, FAINT)
 
 
-def _box_text(group: Group, stage: StagePlan, x: float, width: float, frame: _Frame) -> Iterator[Item]:
+def _stage_title(plan: Plan, stage: StagePlan) -> str:
+    lines = [
+        f"forward {human_seconds(stage.forward_seconds)}, backward {human_seconds(stage.backward_seconds)}",
+        f"{human_bytes(stage.parameter_bytes)} of parameters",
+        *([f"{counted(len(stage.copies), 'node')} of other stages computed here, too"] if stage.copies else ()),
+    ]
+    worker = plan.placement[stage.index]
+    return _lines(f"stage {stage.index}, worker {worker}, {stage.device}: {counted(len(stage.nodes), 'node')}", lines)
+
+
+def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: _Frame) -> Iterator[Item]:
     """Its name and its time, each where there is room."""
     room = width - 8
-    name = f"{len(group.nodes)} nodes" if group.is_elided else fitted(group.name, room, SMALL)
+    name = counted(len(group.nodes), "node") if group.is_elided else short_name(group.name, room, SMALL)
     time = human_seconds(group.share * _seconds(stage))
     middle = frame.top(stage.index) + frame.lane / 2
     if not name or text_width(name, SMALL) > room:
@@ -278,12 +290,11 @@ def _box_text(group: Group, stage: StagePlan, x: float, width: float, frame: _Fr
     has_time = text_width(time, SMALL) <= room
     yield Text(x + 4, middle + (-2.5 if has_time else 3.5), name, SMALL, INK)
     if has_time:
-        yield Text(x + 4, middle + 9.5, time, SMALL, QUIET)
+        yield Text(x + 4, middle + 9.5, time, SMALL, FAINT)
 
 
-def _group_title(group: Group, stage: StagePlan) -> str:
-    nodes = f"{len(group.nodes)} node{'' if len(group.nodes) == 1 else 's'}"
-    head = f"{group.name}: {nodes}, {human_seconds(group.share * _seconds(stage))}, {100 * group.share:.1f} % of stage"
+def _group_title(group: NodeGroup, stage: StagePlan) -> str:
+    head = f"{group.name}: {counted(len(group.nodes), 'node')}, {human_seconds(group.share * _seconds(stage))}, {100 * group.share:.1f} % of stage"
     return _lines(f"{head} {stage.index}", [name for name in group.nodes if name != group.name])
 
 
@@ -302,8 +313,8 @@ def _arrow(plan: Plan, stage: StagePlan, frame: _Frame) -> Iterator[Item]:
     text = f"{size}, stays on the device" if is_same else size
     title = f"stage {stage.index} to stage {stage.index + 1}: {size} for each micro-batch"
     middle = (y + end) / 2
-    yield Curve((x, y + 1), ((x, middle), (x, middle)), (x, end - 1), LINE if is_same else QUIET, 1.5, True, title)
-    yield Text(x + 9, middle + 3.5, text, SMALL, QUIET)
+    yield Curve((x, y + 1), ((x, middle), (x, middle)), (x, end - 1), LINE if is_same else FAINT, 1.5, True, title)
+    yield Text(x + 9, middle + 3.5, text, SMALL, FAINT)
 
 
 def _ports(stage: StagePlan, frame: _Frame) -> Iterator[Item]:
@@ -311,22 +322,21 @@ def _ports(stage: StagePlan, frame: _Frame) -> Iterator[Item]:
     x, room = frame.right - PORTS, PORTS - 22
     j, base = stage.index, 3.5
     if arriving := frame.arriving.get(j, ()):
-        yield Text(x, frame.row(j, 0) + base, _sum_of("in", arriving, room), SMALL, QUIET)
+        yield Text(x, frame.row(j, 0) + base, _sum_of("in", arriving, room), SMALL, FAINT)
     leaving = frame.leaving.get(j, ())
     rows = frame.rows - frame.first_row(j)
     named = leaving if len(leaving) <= rows else leaving[: rows - 1]
     for bundle in named:
-        size = f"  {human_bytes(bundle.bytes)} to {bundle.target}"
-        name = clipped(bundle.label, room - text_width(size, SMALL), SMALL)
+        size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
+        name = fitted(bundle.label, room - text_width(size, SMALL), SMALL)
         yield Text(x, frame.row(j, frame.row_of(bundle)) + base, name + size, SMALL, INK)
     if rest := leaving[len(named) :]:
-        yield Text(x, frame.row(j, frame.rows - 1) + base, _sum_of("and" if named else "out", rest, room), SMALL, QUIET)
+        yield Text(x, frame.row(j, frame.rows - 1) + base, _sum_of("and" if named else "out", rest, room), SMALL, FAINT)
 
 
 def _sum_of(word: str, bundles: Sequence[Bundle], room: float) -> str:
-    number = sum(len(bundle.portals) for bundle in bundles)
-    size = human_bytes(sum(bundle.bytes for bundle in bundles))
-    return clipped(f"{word}: {number} portal{'' if number == 1 else 's'}, {size}", room, SMALL)
+    portals = counted(sum(len(bundle.portals) for bundle in bundles), "portal")
+    return fitted(f"{word}: {portals}, {human_bytes(sum(bundle.bytes for bundle in bundles))}", room, SMALL)
 
 
 def _arcs(frame: _Frame) -> Iterator[Item]:
@@ -340,7 +350,7 @@ def _arcs(frame: _Frame) -> Iterator[Item]:
         end = frame.top(bundle.target) + 4 + (ROW + 2) * place
         part = (bundle.target - bundle.source) / farthest
         control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # a Bézier curve goes three quarters as far
-        thickness = 1.0 + 3.5 * (bundle.bytes / largest) ** 0.5
+        thickness = 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
         colour = ARCS[bundle.source % len(ARCS)]
         yield Curve(
             (frame.right, start),
