@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fxpipe.inspect.colours import FAINT, INK
-from fxpipe.inspect.frames import PORTS, ROW, SMALL, Bundle, Frame, title_of
+from fxpipe.inspect.lane_frame import PORTS, ROW, SMALL, Bundle, Frame, title_of
 from fxpipe.inspect.letters import fitted, text_width
 from fxpipe.inspect.scene import Curve, Item, Text
 from fxpipe.units import counted, human_bytes

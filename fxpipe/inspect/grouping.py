@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.letters import text_width
+from fxpipe.inspect.letters import fitted, text_width
 
 if TYPE_CHECKING:
     from fxpipe.plans import StagePlan
 
 
 TO = " – "  # from the first to the last
+LEAST_LETTERS = 4.5  # of a name that is cut in its middle; times the size of the letters
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def short_name(name: str, width: float, size: float) -> str:
         found = _end(first, depth) + (to + _end(last, depth) if to else "")
         if text_width(found, size) <= width:
             return found if any(letter.isalpha() for letter in found) else ""  # numbers of layers alone
-    return ""
+    return fitted(name, width, size) if "." not in name and width >= LEAST_LETTERS * size else ""
 
 
 def _end(name: str, depth: int) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.inspect.arcs import arcs, ports
 from fxpipe.inspect.colours import FAINT, INK
-from fxpipe.inspect.frames import (
+from fxpipe.inspect.lane_frame import (
     GAP,
     HEAD,
     LARGE,
