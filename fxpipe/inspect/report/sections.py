@@ -152,7 +152,10 @@ def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
             number(len(plan.workers)),
             number(len(plan.stages)),
             *_step(simulation, is_best=simulation.step_seconds == best),
-            Cell(f"{first / simulation.step_seconds if simulation.step_seconds else 1.0:.2f}", first / (simulation.step_seconds or 1.0)),
+            Cell(
+                f"{first / simulation.step_seconds if simulation.step_seconds else 1.0:.2f}",
+                first / (simulation.step_seconds or 1.0),
+            ),
         )
         for plan, simulation in plans
     )
@@ -169,7 +172,8 @@ def tied(plan: Plan) -> str:
     if not plan.tied:
         return ""
     rows = tuple(
-        (code(", ".join(found.names)), text(", ".join(map(str, found.stages))), size(found.bytes)) for found in plan.tied
+        (code(", ".join(found.names)), text(", ".join(map(str, found.stages))), size(found.bytes))
+        for found in plan.tied
     )
     return sortable(Table(("parameter", "stages", "bytes"), rows), "tied parameters")
 
