@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -40,20 +41,16 @@ def groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...
     nodes = _nodes(stage)
     if not nodes:
         return ()
-    runs = [_Run(nodes)]
-    closed: list[_Run] = []  # by identity: what cannot be opened, or would be too many
-    while True:
-        open_ones = [run for run in runs if not any(run is other for other in closed)]
-        if not open_ones:
-            return tuple(run.group() for run in runs)
-        largest = max(open_ones, key=lambda run: run.share)
-        parts = _gathered(list(_opened(largest)), least)
+    runs, closed = [_Run(nodes)], [False]
+    while not all(closed):
+        at = max((k for k in range(len(runs)) if not closed[k]), key=lambda k: runs[k].share)
+        parts = _gathered(list(_opened(runs[at])), least)
         if len(parts) == 1 or len(runs) + len(parts) - 1 > most:
-            closed.append(largest)
+            closed[at] = True
             continue
-        at = next(k for k, run in enumerate(runs) if run is largest)
         runs[at : at + 1] = parts
-        closed += [run for run in parts if run.is_elided]
+        closed[at : at + 1] = [len(part.nodes) == 1 or part.share < least for part in parts]
+    return tuple(run.group() for run in _gathered(runs, least))  # now also those of different modules
 
 
 def short_name(name: str, width: float, size: float) -> str:
@@ -78,13 +75,13 @@ class _Node:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: it remembers its share
 class _Run:
     nodes: Sequence[_Node]
     is_elided: bool = False
     is_opened: bool = False  # out of its module, whose name it would bear otherwise
 
-    @property
+    @cached_property
     def share(self) -> float:
         return sum(node.share for node in self.nodes)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.inspect.arcs import arcs, ports
 from fxpipe.inspect.colours import FAINT, INK
+from fxpipe.inspect.grouping import NodeGroup, groups_of, short_name
 from fxpipe.inspect.lane_frame import (
     GAP,
     HEAD,
@@ -34,7 +35,6 @@ from fxpipe.inspect.lane_frame import (
     seconds_of,
     title_of,
 )
-from fxpipe.inspect.grouping import NodeGroup, groups_of, short_name
 from fxpipe.inspect.letters import fitted, text_width
 from fxpipe.inspect.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.units import counted, human_bytes, human_seconds
@@ -114,7 +114,13 @@ def _lane(plan: Plan, stage: StagePlan, frame: Frame) -> Iterator[Item]:
         width = length * group.share / (sum(g.share for g in groups) or 1.0)
         fill = small if group.is_elided else boxes
         yield Rect(
-            x, top + 5, max(0.75, width - GAP), frame.lane - 10, fill, radius=2, title=_group_title(group, stage)
+            x,
+            top + 5,
+            max(min(0.75, width), width - GAP),
+            frame.lane - 10,
+            fill,
+            radius=2,
+            title=_group_title(group, stage),
         )
         yield from _box_text(group, stage, x, width - GAP, frame)
         x += width

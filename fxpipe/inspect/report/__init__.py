@@ -1,6 +1,6 @@
 """A report: all that is known of a plan as one HTML file, which needs nothing else, and asks nobody else for anything.
 
-It is read by everyone whom the decision concerns, also by those who have no Python: it can be mailed, opened from a disk,
+It is read by all whom the decision concerns, also by those who have no Python: it can be mailed, opened from a disk,
 and printed. Without scripts it has all tables and pictures; scripts sort the tables, and show the step for other
 numbers of micro-batches, which were simulated when it was written. A content security policy forbids the rest.
 """
@@ -91,7 +91,7 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
 <main>
 {body}
 </main>
-<footer>Written by fxpipe {escaped(fxpipe.__version__)}. Seconds are {escaped(_source(plan))}; steps are simulated.</footer>
+<footer>{escaped(_foot(plan))}</footer>
 <script>
 {_resource("page.js")}</script>
 </body>
@@ -109,8 +109,11 @@ def _lead(plan: Plan) -> str:
     )
 
 
-def _source(plan: Plan) -> str:
-    return f"estimates for {plan.estimated_for}" if plan.estimated_for else "measured"
+def _foot(plan: Plan) -> str:
+    from fxpipe import __version__
+
+    source = f"estimates for {plan.estimated_for}" if plan.estimated_for else "measured"
+    return f"Written by fxpipe {__version__}. Seconds of nodes are {source}; steps are simulated."
 
 
 def _resource(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a report says of a plan, part by part: each a function from plan to markup, empty where there is nothing to say."""
+"""What a report says of a plan, part by part: functions from plan to markup, empty where there is nothing to say."""
 
 from __future__ import annotations
 
@@ -160,6 +160,11 @@ def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
         for plan, simulation in plans
     )
     return sortable(Table(("devices", "stages", "step", "bubble", "memory", "times the first"), rows), "devices")
+
+
+def _times(first: float, step: float) -> Cell:
+    times = first / step if step else 1.0
+    return Cell(f"{times:.2f}", times)
 
 
 def _step(simulation: Simulation, is_best: bool) -> tuple[Cell, Cell, Cell]:
