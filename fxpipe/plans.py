@@ -213,6 +213,11 @@ class Plan:
 
         return plan_table(self)
 
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import plan_html
+
+        return plan_html(self)
+
 
 def _at(polynomial: Polynomial, b: int | None) -> sympy.Expr:
     import sympy

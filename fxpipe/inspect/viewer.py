@@ -86,7 +86,7 @@ view.addEventListener("keydown", (event) => {
   const step = 60 * points(), page = 0.9 * box.height;
   const keys = {
     ArrowLeft: () => move(-step, 0), ArrowRight: () => move(step, 0), ArrowUp: () => move(0, -step),
-    ArrowDown: () => move(0, step), PageUp: () => move(0, -page), PageDown: () => move(0, page), " ": () => move(0, page),
+    ArrowDown: () => move(0, step), PageUp: () => move(0, -page), PageDown: () => move(0, page),
     "+": () => zoom(0.8, ...middle()), "=": () => zoom(0.8, ...middle()), "-": () => zoom(1.25, ...middle()),
     "0": home, Home: home,
   };
@@ -122,7 +122,7 @@ def page_of(svg: str, title: str) -> str:
 <body>
 <div id="view" tabindex="0">
 {svg}</div>
-<div id="help" hidden>drag to move, Ctrl + wheel or + and − to zoom, 0 for all of it</div>
+<div id="help" hidden>drag to move, Ctrl + wheel or + and − to zoom, 0 to begin again</div>
 <script>
 {SCRIPT}</script>
 </body>
