@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 from fxpipe.scheduling import Kind, Schedule
 from fxpipe.simulation.critical import Leg
 from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
-from fxpipe.timelines import Memory, Span, memory_of, timeline
+from fxpipe.text_timelines import timeline
+from fxpipe.timelines import Memory, Span, memory_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,22 @@ class Simulation:
                 sent[link] += transfer.bytes * self.schedule.micro_batches
         return dict(sorted(sent.items()))
 
+    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
+        """Draws the step: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+        """
+        from fxpipe.inspect.pictures import save_timeline
+
+        save_timeline(self, path, title=title)
+
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
-        drawn = timeline(self.schedule, self.spans, self.step_seconds)
+        count = len(self.schedule.rows)
+        drawn = timeline(self.spans, count, self.step_seconds)
         lines = [
-            f"device {d} |{line}|  busy {busy:.4g} s, bubble {bubble:.1%}".replace("%", " %")
+            f"device {d:>{len(str(count - 1))}} |{line}|  busy {busy:.4g} s, bubble {bubble:.1%}".replace("%", " %")
             for d, (line, busy, bubble) in enumerate(zip(drawn, self.busy, self.bubble, strict=True))
         ]
         total = f"step {self.step_seconds:.4g} s, mean bubble {self.mean_bubble:.1%}".replace("%", " %")
