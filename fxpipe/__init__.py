@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
+    from fxpipe.tuning import Tuning, tune
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "Tuning": "fxpipe.tuning",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "is_recomputing": "fxpipe.recomputing",
@@ -40,6 +42,7 @@ _HOMES = {
     "profile": "fxpipe.profiling",
     "simulate": "fxpipe.simulation.of_plans",
     "trace": "fxpipe.tracing",
+    "tune": "fxpipe.tuning",
 }
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
+    "Tuning",
     "cut",
     "is_recomputing",
     "leaf",
@@ -56,6 +60,7 @@ __all__ = [
     "profile",
     "simulate",
     "trace",
+    "tune",
 ]
 
 

@@ -73,6 +73,8 @@ class StagePlan:
     sent: Polynomial = ZERO  # `sent_bytes` for any size
     work: StageWork = field(default_factory=StageWork)
     update_seconds: float = 0.0  # of the optimizer, once for a step, on known hardware: to read and write what it needs
+    modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
+    shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
 
 
 @dataclass(frozen=True, slots=True)

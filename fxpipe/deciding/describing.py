@@ -11,6 +11,7 @@ from torch import fx
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
 from fxpipe.deciding.remarks import heaviest, tied, whole
+from fxpipe.deciding.shares import shares
 from fxpipe.deciding.sites import link_of
 from fxpipe.hardware import shared_between
 from fxpipe.partitioning.chain import Link
@@ -106,6 +107,8 @@ def describe(
                 sent=sent,
                 work=_work(own, copied, operations) if knows_work else StageWork(),
                 update_seconds=update,
+                modules=tuple(node.meta["module"] for node in traced.nodes[start:end]),
+                shares=shares(own, samples),
             )
         )
     lines = {node.name: node.meta.get("source", "") for node in traced.graph.nodes}
