@@ -1,0 +1,103 @@
+"""From a request to the plan: the model, its example inputs, the plan that they have."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.inspect.devices import planned_devices, resolve_devices
+from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
+from fxpipe.inspect.inputs import Arguments, Input, make_arguments
+from fxpipe.inspect.request import PlanFile, Request
+from fxpipe.inspect.target import load_model
+from fxpipe.inspect.words import describe
+from fxpipe.scheduling import SCHEDULES
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxpipe.plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and a mini-batch for it."""
+
+    model: nn.Module
+    arguments: Arguments
+    drawn: tuple[Input, ...]  # inputs that nobody asked for
+
+
+def check_code(request: Request, stages: int) -> None:
+    """Raises `ArgumentError` if the code of a stage is asked for that there is not."""
+    if request.code is not None and not 0 <= request.code < stages:
+        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
+
+
+def devices_of(request: Request) -> tuple[str, ...]:
+    """For each worker its device."""
+    hardware = request.options.get("hardware")
+    return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
+
+
+def stages_of(request: Request, workers: int) -> int:
+    """How many stages there will be, unless pins or memory ask for more."""
+    usual = SCHEDULES[request.options.get("schedule", "1f1b")].per_device
+    return workers * (request.stages_per_device or usual)
+
+
+def load(request: Request) -> Loaded:
+    """The model in the mode that was asked for, and its inputs."""
+    import torch
+
+    assert not isinstance(request.subject, PlanFile)
+    is_shipped = isinstance(request.subject, ModelType)
+    with torch.device("meta") if request.on_meta else contextlib.nullcontext():
+        if isinstance(request.subject, ModelType):
+            model = load_shipped(request.subject, request.kwargs)
+        else:
+            model = load_model(request.subject, request.kwargs)
+    if request.evaluating:
+        model.eval()
+    drawn = ()
+    if is_shipped and not request.inputs:
+        drawn = example_inputs(model, request.options.get("chunks", 1))
+    below = vocabulary(model) if is_shipped else 2
+    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.on_meta)
+    return Loaded(model, arguments, drawn)
+
+
+def make_plan(loaded: Loaded, devices: tuple[str, ...], request: Request) -> Plan:
+    """Plan what was loaded."""
+    from fxpipe import planning
+
+    options: dict[str, Any] = request.options | {"devices": devices}
+    if request.stages_per_device:
+        options["stages_per_device"] = request.stages_per_device
+    arguments = loaded.arguments
+    try:
+        return planning.plan(
+            loaded.model,
+            stages_of(request, len(devices)),
+            example_args=arguments.args,
+            example_kwargs=arguments.kwargs,
+            **options,
+        )
+    except FxpipeError:
+        raise
+    except Exception:
+        _raise_if_model_fails(loaded.model, arguments)
+        raise
+
+
+def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:
+    """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    try:
+        model(*arguments.args, **arguments.kwargs)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
+        raise ArgumentError(f"the model raises {describe(error)} ({place.filename}:{place.lineno}) {given}") from error
