@@ -162,7 +162,7 @@ def prepare(
 
 def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
-    from fxpipe.deciding import for_micro_batches
+    from fxpipe.resizing import resized
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
     from fxpipe.scheduling import schedule_text
@@ -181,11 +181,10 @@ def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> 
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
     )
     plan = replace(
-        for_micro_batches(replace(given, stages=stages), settings.largest_micro_batch(batch), reordered, program),
+        resized(replace(given, stages=stages), settings.largest_micro_batch(batch), settings.checkpoint),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
-        checkpoint=settings.checkpoint,
         placement=settings.placement,
         batch=batch,
     )

@@ -35,10 +35,18 @@ class StageCost:
     backward: float  # of the whole backward: of B or, where the schedule splits it, of B and W
     recompute: float | None = None  # of R; None: as long as F
     weight: float | None = None  # the part of `backward` that W takes and B then does not; None: half of it
-    static_bytes: float = 0  # always there: parameters, buffers, gradients, state of the optimizer
+    parameter_bytes: float = 0  # always there: parameters and buffers
+    gradient_bytes: float = 0  # always there: of parameters
+    optimizer_bytes: float = 0  # always there: its state
     saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
-    input_bytes: float = 0  # what F was given: from F to the last piece of backward
+    input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
+    portal_bytes: float = 0  # what F was given by other stages, through portals: as long
     working_bytes: float = 0  # beside all that, while an action runs
+
+    @property
+    def static_bytes(self) -> float:
+        """What is always there."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)

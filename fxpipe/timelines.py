@@ -27,15 +27,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """The bytes that a device holds at one time, by what they are for."""
+
+    parameters: float = 0  # and buffers
+    gradients: float = 0  # of parameters
+    optimizer: float = 0  # its state
+    activations: float = 0  # kept for backward, what came from the stage before among them
+    portals: float = 0  # kept for backward of what came through portals
+    working: float = 0  # held for a moment, while an action runs
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.portals + self.working
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The bytes in use over time."""
 
-    steps: tuple[tuple[float, float], ...]  # (seconds since the step began, bytes from then on), in order
+    steps: tuple[tuple[float, Parts], ...]  # (seconds since the step began, what is there from then on), in order
 
     @property
     def peak(self) -> float:
         """The most bytes in use at one time."""
-        return max(size for _, size in self.steps)
+        return self.at_peak.total
+
+    @property
+    def at_peak(self) -> Parts:
+        """What is there when most is; where that happens several times, the first time."""
+        return max((parts for _, parts in self.steps), key=lambda parts: parts.total)
 
 
 def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
@@ -51,21 +72,28 @@ def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
     order = (Kind.WEIGHT, Kind.BACKWARD, Kind.FORWARD)
     last = {j: next(kind for kind in order if (j, kind) in kinds) for j in held}
 
-    total = sum(stages[j].static_bytes for j in held)
-    steps = [(0.0, total)]
+    always = (
+        sum(stages[j].parameter_bytes for j in held),
+        sum(stages[j].gradient_bytes for j in held),
+        sum(stages[j].optimizer_bytes for j in held),
+    )
+    activations, portals = 0.0, 0.0
+    steps = [(0.0, Parts(*always))]
     for span in spans:
         kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
         saved = 0 if last[j] is Kind.FORWARD else cost.saved_bytes
         if kind is Kind.FORWARD:
-            total += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            activations += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            portals += cost.portal_bytes
         elif kind is Kind.RECOMPUTE:
-            total += saved
+            activations += saved
         elif kind is Kind.UPDATE:
             continue
-        steps.append((span.start, total + cost.working_bytes))
+        steps.append((span.start, Parts(*always, activations, portals, cost.working_bytes)))
         if kind is last[j]:
-            total -= cost.input_bytes + saved
-        steps.append((span.end, total))
+            activations -= cost.input_bytes + saved
+            portals -= cost.portal_bytes
+        steps.append((span.end, Parts(*always, activations, portals)))
     return Memory(tuple(steps))
 
 

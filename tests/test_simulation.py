@@ -207,7 +207,11 @@ def test_bytes_of_each_link():
 
 # Memory: closed forms
 
-HEAVY = StageCost(1, 2, static_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
+HEAVY = StageCost(1, 2, parameter_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
+
+
+def totals(memory: Memory) -> tuple[tuple[float, float], ...]:
+    return tuple((time, parts.total) for time, parts in memory.steps)
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -231,21 +235,21 @@ def test_memory_of_a_device_is_that_of_all_its_stages():
 def test_memory_over_time_of_one_micro_batch():
     cost = replace(HEAVY, recompute=4)
     (never,), (always,) = (simulate("gpipe", 1, 1, c, stages=[cost]).memory for c in ("never", "always"))
-    assert never.steps == ((0, 1000), (0, 1111), (1, 1110), (1, 1111), (3, 1000))
-    assert always.steps == ((0, 1000), (0, 1011), (1, 1010), (1, 1111), (5, 1110), (5, 1111), (7, 1000))
+    assert totals(never) == ((0, 1000), (0, 1111), (1, 1110), (1, 1111), (3, 1000))
+    assert totals(always) == ((0, 1000), (0, 1011), (1, 1010), (1, 1111), (5, 1110), (5, 1111), (7, 1000))
 
 
 def test_a_split_backward_holds_until_its_weights_are_done():
     schedule = parse_schedule("0F0 0B0 0F1 0B1 0W0 0W1")
     (memory,) = simulate_schedule(schedule, [replace(HEAVY, working_bytes=0)]).memory
     assert memory.peak == 1000 + 2 * 110
-    assert memory.steps[-1] == (6, 1000)
+    assert totals(memory)[-1] == (6, 1000)
 
 
 def test_where_nothing_goes_back_nothing_is_saved():
     for memory in simulate("inference", 3, 4, "always", stages=[HEAVY] * 3).memory:
         assert memory.peak == 1000 + 10 + 1
-        assert memory.steps[-1][1] == 1000
+        assert totals(memory)[-1][1] == 1000
 
 
 def test_micro_batches_in_flight():
@@ -368,13 +372,13 @@ class World:
                 saves = found[0] if kind is Kind.RECOMPUTE else saves
         trains = Action(Kind.BACKWARD, j, i) in self.spans
         cost = self.stages[j]
-        return (cost.input_bytes if begin < time < end else 0) + (
+        return (cost.input_bytes + cost.portal_bytes if begin < time < end else 0) + (
             cost.saved_bytes if trains and saves < time < end else 0
         )
 
 
 def at(memory: Memory, time: float) -> float:
-    return [size for start, size in memory.steps if start <= time][-1]
+    return [parts.total for start, parts in memory.steps if start <= time][-1]
 
 
 NUMBER = st.integers(0, 6)
@@ -403,7 +407,7 @@ def any_case(draw) -> tuple[Schedule, list[StageCost], list[Transfer], bool]:
     stages = []
     for _ in range(n):
         forward, recompute, weight, more = draw(st.tuples(NUMBER, st.none() | NUMBER, NUMBER, NUMBER))
-        sizes = draw(st.tuples(*[st.integers(0, 50)] * 4))
+        sizes = draw(st.tuples(*[st.integers(0, 50)] * 7))
         stages.append(StageCost(forward, weight + more, recompute, weight, *sizes))
     ends = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda pair: pair[0] != pair[1])
     pairs = draw(st.lists(ends, max_size=6)) if n > 1 else []
@@ -457,7 +461,7 @@ def test_peaks_of_stages_are_those_of_counting_live_micro_batches(case):
         peak, flight = 0.0, 0
         for a in actions:
             if a.kind is Kind.FORWARD:
-                held[a.micro_batch] = cost.input_bytes
+                held[a.micro_batch] = cost.input_bytes + cost.portal_bytes
             if a.kind is Kind.RECOMPUTE or (
                 a.kind is Kind.FORWARD and a.micro_batch not in recomputed and last is not None
             ):

@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torch import fx
 
 from fxpipe.deciding.cuts import Cut
-from fxpipe.deciding.formulas import flops, stage_bytes
+from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
+from fxpipe.deciding.remarks import heaviest, tied, whole
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.plans import Plan, Portal, Sending, StagePlan, StageSeconds
+from fxpipe.polynomials import Polynomial, total
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
 from fxpipe.rewriting.program import INPUT
@@ -56,7 +58,7 @@ def describe(
         settings: with all that was left to planning.
     """
     traced, samples = cut.traced, settings.largest_micro_batch(batch)
-    sizes = sizes_of(traced, samples)
+    formulas = _formulas(traced, program, samples)
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
     names = [node.name for node in traced.nodes]
     bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
@@ -65,6 +67,7 @@ def describe(
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
         load, memory, costs = cut.loads[j], cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own = [costs[name] for name in names[start:end]]
+        sent = _sent(program, j, formulas)
         copied = [costs[name].forward for name in copies[j]]
         stages.append(
             StagePlan(
@@ -76,11 +79,12 @@ def describe(
                 backward_seconds=load.backward_seconds,
                 parameter_bytes=int(load.parameter_bytes),
                 activation_bytes=int(load.received_bytes + load.held_bytes),
-                sent_bytes=sent_bytes(program, j, sizes),
+                sent_bytes=sent(samples),
                 # Both are sums, rounded.
                 weight_seconds=min(load.backward_seconds, math.fsum(cost.weight.at(samples) for cost in own)),
                 copies=tuple(copies[j]),
                 state_bytes=int(load.state_bytes),
+                gradient_bytes=int(load.state_bytes / cut.sites[j].state),
                 memory_limit=None if memory is None else int(memory),
                 bytes=bytes_of_stages[j],
                 flops=flops(cut.profiles[0], {*names[start:end]}),
@@ -89,11 +93,16 @@ def describe(
                     math.fsum(cost.backward.fixed for cost in own),
                     math.fsum(cost.weight.fixed for cost in own),
                 ),
+                sent=sent,
             )
         )
+    lines = {node.name: node.meta["source"] for node in traced.nodes}
     return Plan(
         stages=tuple(stages),
-        portals=tuple(Portal(s.name, s.source, s.target, sizes[s.name]) for s in program.skips),
+        portals=tuple(
+            Portal(s.name, s.source, s.target, formulas[s.name](samples), formulas[s.name], lines[s.name])
+            for s in program.skips
+        ),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
@@ -107,9 +116,12 @@ def describe(
         estimated_for=cut.profiles[0].estimated_for,
         placement=settings.placement,
         bottlenecks=cut.bottlenecks,
-        sendings=sendings(traced, program, sizes, cut.sites),
+        sendings=_sendings(traced, program, formulas, cut.sites, samples),
         batch=batch,
         evaluating=evaluating(traced.model),
+        tied=tied(traced, program),
+        whole=whole(traced),
+        heaviest=heaviest(cut, samples),
     )
 
 
@@ -119,19 +131,22 @@ def sizes_of(traced: Traced, samples: int) -> dict[str, int]:
     return {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
 
 
-def sent_bytes(program: Program, stage: int, sizes: Mapping[str, int]) -> int:
+def _sent(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
     """What goes to the next stage; portals not counted."""
     following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
-    return sum(sizes[value.name] for value in following if value.source == stage)
+    return total(formulas[value.name] for value in following if value.source == stage)
 
 
-def sendings(
-    traced: Traced, program: Program, sizes: Mapping[str, int], sites: Sequence[Site] = ()
+def _formulas(traced: Traced, program: Program, samples: int) -> dict[str, Polynomial]:
+    """By name: bytes of all values that are sent."""
+    names = {value.name for stage in program.stages for value in stage.receives}
+    return {n.name: value_bytes(n, traced.batch, samples) for n in traced.graph.nodes if n.name in names}
+
+
+def _sendings(
+    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], sites: Sequence[Site], samples: int
 ) -> tuple[Sending, ...]:
-    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it.
-
-    Without `sites` links are not known, and no seconds.
-    """
+    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it."""
     effects = traced.effects
     assert effects is not None
     returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
@@ -142,20 +157,22 @@ def sendings(
                 users.setdefault((value.source, value.name), []).append(j)
 
     def seconds(source: int, target: int, size: float) -> float:
-        link = sites[max(source, target)].link if sites else None
+        link = sites[max(source, target)].link
         return 0.0 if link is None else _arrival(link)(size)
 
-    found: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    found: dict[tuple[int, int], list[tuple[Polynomial, float]]] = {}
     for (source, name), stages in users.items():
-        for way in transfers_of(source, stages, sizes[name], returns=name in returns, seconds=seconds):
-            found.setdefault((way.source, way.target), []).append((sizes[name], way.seconds))
+        size = formulas[name]
+        for way in transfers_of(source, stages, size(samples), returns=name in returns, seconds=seconds):
+            found.setdefault((way.source, way.target), []).append((size, way.seconds))
     return tuple(
         Sending(
             source,
             target,
-            sum(size for size, _ in parts),
+            sum(size(samples) for size, _ in parts),
             sum(time for _, time in parts),
             len(parts) * seconds(source, target, 0),
+            total(size for size, _ in parts),
         )
         for (source, target), parts in sorted(found.items())
     )
