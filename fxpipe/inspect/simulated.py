@@ -1,0 +1,91 @@
+"""The text of a simulated step: what each device does and holds, and how the same stages fare in other schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fxpipe.inspect.comparing import Run, device_limits, run_of
+from fxpipe.inspect.tables import NOTHING, of_limit, table
+from fxpipe.inspect.words import count
+from fxpipe.units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from fxpipe.plans import Plan
+    from fxpipe.simulation import Simulation
+
+MOST_DEVICES = 16  # rows; of more, those that come closest to their limits
+
+DEVICE_HEADERS = (
+    "worker", "device", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
+    "working",
+)  # fmt: skip
+RUN_HEADERS = ("schedule", "step", "to the first", "bubble", "peak memory", "on", "over by")
+
+
+def simulation_text(simulation: Simulation, plan: Plan) -> str:
+    """The step, and the memory of each device at its peak, by what it is for."""
+    run = run_of(simulation, plan)
+    head = (
+        f"a step, as simulated: {human_seconds(run.step_seconds)}, bubble {percent(run.bubble)}; "
+        f"most memory on worker {run.device}: {_memory(run)}"
+    )
+    return f"{head}\n\n{_device_table(simulation, plan)}"
+
+
+def runs_text(runs: Sequence[Run]) -> str:
+    """The same stages in other schedules; the first is the plan's."""
+    rows = [
+        (
+            run.schedule,
+            human_seconds(run.step_seconds),
+            NOTHING if run is runs[0] else _against(run.step_seconds, runs[0].step_seconds),
+            percent(run.bubble),
+            human_bytes(run.peak_bytes),
+            str(run.device),
+            over_cell(run.limit_bytes, run.over_bytes),
+        )
+        for run in runs
+    ]
+    head = f"these stages in other schedules, {count(runs[0].micro_batches, 'micro-batch', 'es')}"
+    return f"{head}\n\n{table(rows, RUN_HEADERS, left=('schedule',))}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def over_cell(limit: int | None, over: float) -> str:
+    """By how much it does not fit; `fits` where it does, nothing where no limit is known."""
+    if over:
+        return human_bytes(over)
+    return NOTHING if limit is None else "fits"
+
+
+def _against(seconds: float, first: float) -> str:
+    return f"{100 * (seconds / first - 1):+.1f} %" if first else NOTHING
+
+
+def _memory(run: Run) -> str:
+    if run.limit_bytes is None:
+        return f"{human_bytes(run.peak_bytes)} (no limit known)"
+    over = f", over by {human_bytes(run.over_bytes)}" if run.over_bytes else ""
+    return of_limit(run.peak_bytes, run.limit_bytes) + over
+
+
+def _device_table(simulation: Simulation, plan: Plan) -> str:
+    limits, memory, bubbles = device_limits(plan), simulation.memory, simulation.bubble
+    names = plan.workers
+    shown = range(len(names))
+    rest = ""
+    if len(names) > MOST_DEVICES:
+        by_peak = sorted(shown, key=lambda d: -memory[d].peak / (limits[d] or 1))
+        shown, rest = sorted(by_peak[:MOST_DEVICES]), f"\nand {len(names) - MOST_DEVICES} workers that hold less"
+    rows = []
+    for d in shown:
+        parts, limit = memory[d].at_peak, limits[d]
+        sizes = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.portals, parts.working)
+        peak = human_bytes(parts.total) if limit is None else of_limit(parts.total, limit)
+        cells = (human_bytes(size) if size else NOTHING for size in sizes)
+        rows.append((str(d), names[d], percent(bubbles[d]), peak, *cells))
+    return table(rows, DEVICE_HEADERS, left=("device",)) + rest
