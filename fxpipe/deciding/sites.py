@@ -30,7 +30,7 @@ def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
     """One device of each kind among these, in order of appearance: what has to be profiled."""
     found: dict[str, torch.device] = {}
     for device in devices:
-        found.setdefault(_kind(device), device)
+        found.setdefault(kind_of(device), device)
     return list(found.values())
 
 
@@ -38,18 +38,18 @@ def kinds_left(before: Settings, now: Settings) -> tuple[int, ...]:
     """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
     if before.hardware is not None:
         return (0,)
-    names = [_kind(device) for device in kinds_of(before.workers)]
-    return tuple(names.index(_kind(device)) for device in kinds_of(now.workers))
+    names = [kind_of(device) for device in kinds_of(before.workers)]
+    return tuple(names.index(kind_of(device)) for device in kinds_of(now.workers))
 
 
 def workers_of(settings: Settings) -> tuple[Worker, ...]:
     """The settings' workers."""
-    names = [_kind(device) for device in kinds_of(settings.workers)]
+    names = [kind_of(device) for device in kinds_of(settings.workers)]
     limits = settings.memory_limits
     if limits is None:
         limits = tuple(_memory(settings, device) for device in settings.workers)
     return tuple(
-        Worker(0 if settings.hardware else names.index(_kind(device)), limit)
+        Worker(0 if settings.hardware else names.index(kind_of(device)), limit)
         for device, limit in zip(settings.workers, limits, strict=True)
     )
 
@@ -87,8 +87,8 @@ def pools_of(settings: Settings) -> tuple[int, ...]:
     return tuple(workers.index(workers[k]) for k in settings.placement)
 
 
-def _kind(device: torch.device) -> str:
-    """Two GPUs of one make are of one kind."""
+def kind_of(device: torch.device) -> str:
+    """Its name. Two GPUs of one make are of one kind."""
     if device.type != "cuda":
         return device.type
     import torch
