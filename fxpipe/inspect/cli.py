@@ -7,18 +7,13 @@ the user can mend ends in one line there and exit status 2. A traceback is a bug
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
-from fxpipe.inspect.files import check_outputs
-from fxpipe.inspect.request import PlanFile, Request, parse_request
+from fxpipe.inspect.request import parse_request
 
 # Neither torch nor anything that imports it is imported above: --help answers at once.
-if TYPE_CHECKING:
-    from fxpipe.plans import Plan
 
 INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
@@ -28,11 +23,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         with contextlib.redirect_stdout(sys.stderr):
-            text = run(request)
+            from fxpipe.inspect.finding import find
+            from fxpipe.inspect.showing import shown, write_files
+
+            found = find(request)
+            text = shown(found, request)
+            write_files(found, request.outputs)
         print(text)
     except FxpipeError as error:
-        text = str(error) if isinstance(error, MemoryLimitError) else " ".join(str(error).split())  # that has a table
-        print(f"fxpipe.inspect: {text}", file=sys.stderr)
+        words = error.brief if isinstance(error, MemoryLimitError) else str(error)
+        print(f"fxpipe.inspect: {' '.join(words.split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxpipe.inspect: interrupted", file=sys.stderr)

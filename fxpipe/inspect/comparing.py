@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, ScheduleError
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.simulation import Simulation
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,11 @@ def mode_text(plan: Plan) -> str:
     return modes.pop() if len(modes) == 1 else "some"
 
 
-def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[Run, ...]:
-    """The plan's own, first, and all others that can have its stages where they are, the fastest first."""
+def compare_schedules(plan: Plan, simulation: Simulation, step: Mapping[str, Any] = NOTHING) -> tuple[Run, ...]:
+    """The step that was simulated, first, and other schedules that can have the stages where they are, by time.
+
+    `step`: of what it differs from the plan.
+    """
     import fxpipe
     from fxpipe.placing import TRAINING_SCHEDULES
 
@@ -78,7 +85,7 @@ def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[Run, ...]:
         if name == own.schedule:
             continue
         try:
-            others.append(run_of(fxpipe.simulate(plan, schedule=name), plan))
+            others.append(run_of(fxpipe.simulate(plan, **{**step, "schedule": name}), plan))
         except (ArgumentError, ScheduleError):  # it wants its stages elsewhere
             continue
     return (own, *sorted(others, key=lambda run: run.step_seconds))

@@ -49,3 +49,16 @@ def planned_devices(devices: Devices | None, hardware: str) -> tuple[str, ...]:
         return devices
     count = 2 if devices is None else devices
     return ("cpu",) * count if hardware == "cpu" else tuple(f"cuda:{index}" for index in range(count))
+
+
+def more_like(devices: tuple[str, ...], count: int, hardware: str | None) -> tuple[str, ...]:
+    """So many devices, the first of those given; beyond them, more of their kind, which need not be here."""
+    if count <= len(devices):
+        return devices[:count]
+    return ("cpu",) * count if hardware is None else planned_devices(count, hardware)
+
+
+def most_like(devices: tuple[str, ...], usual: int, hardware: str | None) -> int:
+    """Up to how many there can be: as many as one likes where they are CPU workers, or elsewhere."""
+    are_here = hardware is None and any(name != "cpu" for name in devices)
+    return len(devices) if are_here else max(len(devices), usual)

@@ -27,15 +27,13 @@ def difference_text(found: Difference, before: str, after: str) -> str:
     head = f"from {before} to {after}"
     if found.is_nothing:
         return f"{head}: the same plan"
-    graph = "" if found.is_one_graph else "\nthe graphs differ: another model, mode or inputs; nodes are compared by name"
+    graph = "" if found.is_one_graph else "\nthe graphs differ (model, mode or inputs): nodes are compared by name"
     blocks = [head + graph, _choices(found.choices), _moves(found), _totals(found.totals), _stages(found.stages)]
     return "\n\n".join(block for block in blocks if block)
 
 
 def _choices(changes: Sequence[Change]) -> str:
-    return "\n".join(
-        wrapped(f"{NAMES.get(c.name, c.name)}: {_word(c.before)} -> {_word(c.after)}") for c in changes
-    )
+    return "\n".join(wrapped(f"{NAMES.get(c.name, c.name)}: {_word(c.before)} -> {_word(c.after)}") for c in changes)
 
 
 def _word(value: object) -> str:

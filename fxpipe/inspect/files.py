@@ -48,9 +48,7 @@ def _check_suffix(output: Output) -> None:
         raise ArgumentError(f"{output}: unknown kind of file {output.path.suffix!r}; accepted are {accepted}")
     if suffix in DRAWN_BY_MATPLOTLIB and importlib.util.find_spec("matplotlib") is None:
         others = ", ".join(name for name in known if name not in DRAWN_BY_MATPLOTLIB)
-        raise ArgumentError(
-            f"{output}: {suffix} needs matplotlib: pip install fxpipe[plot]; {others} need nothing"
-        )
+        raise ArgumentError(f"{output}: {suffix} needs matplotlib: pip install fxpipe[plot]; {others} need nothing")
 
 
 def _check_place(output: Output) -> None:

@@ -14,12 +14,13 @@ from fxpipe.inspect.inputs import Arguments, Input, make_arguments
 from fxpipe.inspect.request import PlanFile, Request
 from fxpipe.inspect.target import load_model
 from fxpipe.inspect.words import describe
-from fxpipe.scheduling import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from fxpipe.planning import Studied
     from fxpipe.plans import Plan
+    from fxpipe.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,6 @@ def devices_of(request: Request) -> tuple[str, ...]:
     return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
 
 
-def stages_of(request: Request, workers: int) -> int:
-    """How many stages there will be, unless pins or memory ask for more."""
-    usual = SCHEDULES[request.options.get("schedule", "1f1b")].per_device
-    return workers * (request.stages_per_device or usual)
-
-
 def load(request: Request) -> Loaded:
     """The model in the mode that was asked for, and its inputs."""
     import torch
@@ -70,27 +65,38 @@ def load(request: Request) -> Loaded:
     return Loaded(model, arguments, drawn)
 
 
-def make_plan(loaded: Loaded, devices: tuple[str, ...], request: Request) -> Plan:
-    """Plan what was loaded."""
+def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
+    """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
+    from fxpipe.planning import plan
+    from fxpipe.settings import make_settings
+
+    assert plan.__kwdefaults__ is not None
+    usual = {name: value for name, value in plan.__kwdefaults__.items() if not name.startswith("example_")}
+    given = {"stages_per_device": request.stages_per_device, **request.options}
+    is_elsewhere = "hardware" in request.options
+    return make_settings(**usual | given | {"devices": devices, "anywhere": is_elsewhere} | others)
+
+
+def look_at(loaded: Loaded, settings: Settings) -> Studied:
+    """Trace and profile what was loaded."""
     from fxpipe import planning
 
-    options: dict[str, Any] = request.options | {"devices": devices}
-    if request.stages_per_device:
-        options["stages_per_device"] = request.stages_per_device
     arguments = loaded.arguments
     try:
-        return planning.plan(
-            loaded.model,
-            stages_of(request, len(devices)),
-            example_args=arguments.args,
-            example_kwargs=arguments.kwargs,
-            **options,
-        )
+        return planning.study(loaded.model, arguments.args, arguments.kwargs, settings)
     except FxpipeError:
         raise
     except Exception:
         _raise_if_model_fails(loaded.model, arguments)
         raise
+
+
+def plan_again(loaded: Loaded, studied: Studied, settings: Settings) -> Plan:
+    """A plan for other settings, of what is known; measures again where workers are others."""
+    from fxpipe import planning
+
+    again = planning.studied_again(studied, loaded.arguments.args, loaded.arguments.kwargs, settings)
+    return planning.planned(again, settings).plan
 
 
 def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:

@@ -49,9 +49,9 @@ class Request:
     progress: bool = True
 
     @property
-    def workers(self) -> int:
-        """How many devices were asked for; 2 where that is left open."""
-        return 2 if self.devices is None else self.devices if isinstance(self.devices, int) else len(self.devices)
+    def needs_plan(self) -> bool:
+        """Is anything asked for that takes a plan that fits?"""
+        return bool(self.json or self.code is not None or self.diff or self.tune or self.outputs)
 
 
 OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
@@ -130,5 +130,5 @@ def _check_together(request: Request) -> None:
     for name, is_given in of_the_model.items():
         if is_given:
             raise ArgumentError(
-                f"{name} needs the model, and {request.subject} is a plan, which is made already; give the model's factory"
+                f"{name} needs the model, and {request.subject} is a plan that is made already; give the factory"
             )

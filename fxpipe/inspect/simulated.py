@@ -20,7 +20,7 @@ DEVICE_HEADERS = (
     "worker", "device", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
     "working",
 )  # fmt: skip
-RUN_HEADERS = ("schedule", "step", "to the first", "bubble", "peak memory", "on", "over by")
+RUN_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on worker", "fits")
 
 
 def simulation_text(simulation: Simulation, plan: Plan) -> str:
@@ -43,7 +43,7 @@ def runs_text(runs: Sequence[Run]) -> str:
             percent(run.bubble),
             human_bytes(run.peak_bytes),
             str(run.device),
-            over_cell(run.limit_bytes, run.over_bytes),
+            fits_cell(run.limit_bytes, run.over_bytes),
         )
         for run in runs
     ]
@@ -55,11 +55,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def over_cell(limit: int | None, over: float) -> str:
-    """By how much it does not fit; `fits` where it does, nothing where no limit is known."""
+def fits_cell(limit: int | None, over: float) -> str:
+    """`yes`, or by how much it does not; nothing where no limit is known."""
     if over:
-        return human_bytes(over)
-    return NOTHING if limit is None else "fits"
+        return f"over by {human_bytes(over)}"
+    return NOTHING if limit is None else "yes"
 
 
 def _against(seconds: float, first: float) -> str:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.inspect.simulated import over_cell, percent
+from fxpipe.inspect.simulated import fits_cell, percent
 from fxpipe.inspect.sweep import Row
 from fxpipe.inspect.tables import NOTHING, table, wrapped
 from fxpipe.units import human_bytes, human_seconds
 
-HEADERS = ("devices", "schedule", "micro-\nbatches", "checkpoint", "step", "speed-up", "bubble", "peak memory", "over by")
+HEADERS = (
+    "devices",
+    "schedule",
+    "micro-\nbatches",
+    "checkpoint",
+    "step",
+    "speed-up",
+    "bubble",
+    "peak memory",
+    "fits",
+)
 
 
 def sweep_table(rows: Sequence[Row]) -> str:
     """A `*` marks the fastest that fits of each number of devices."""
     best = {row.devices: row for row in sorted(rows, key=_slowness, reverse=True) if row.fits}
-    cells = [_cells(row, best.get(row.devices) is row, k == 0 or rows[k - 1].devices != row.devices) for k, row in enumerate(rows)]
+    firsts = [k == 0 or rows[k - 1].devices != row.devices for k, row in enumerate(rows)]
+    cells = [_cells(row, best.get(row.devices) is row, first) for row, first in zip(rows, firsts, strict=True)]
     problems = {f"{row.devices}: {row.problem}": None for row in rows if row.run is None and not row.over_bytes}
     notes = [wrapped(f"- {problem}") for problem in problems]
     legend = "* the fastest that fits" if best else "nothing fits"
@@ -33,8 +44,8 @@ def _cells(row: Row, is_best: bool, is_first: bool) -> tuple[str, ...]:
     name = f"{row.schedule} *" if is_best else row.schedule
     run = row.run
     if run is None:
-        over = human_bytes(row.over_bytes) if row.over_bytes else NOTHING
-        return (number, name, *[NOTHING] * 6, over)
+        fits = fits_cell(None, row.over_bytes)
+        return (number, name, *[NOTHING] * 6, fits)
     return (
         number,
         name,
@@ -44,5 +55,5 @@ def _cells(row: Row, is_best: bool, is_first: bool) -> tuple[str, ...]:
         NOTHING if row.speedup is None else f"{row.speedup:.2f}",
         percent(run.bubble),
         human_bytes(run.peak_bytes),
-        over_cell(run.limit_bytes, row.over_bytes),
+        fits_cell(run.limit_bytes, row.over_bytes),
     )

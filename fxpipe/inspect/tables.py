@@ -92,9 +92,9 @@ def _heaviest(plan: Plan) -> str:
     stage = plan.stages[node.stage]
     share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
     place = f" ({shortened_line(node.line)})" if node.line else ""
-    return (
-        f"heaviest node {shortened(node.name)}{place}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of "
-        f"stage {node.stage}: no cut makes the slowest stage faster than that"
+    return wrapped(
+        f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
+        f"{node.stage}{place}: no cut makes the slowest stage faster than that"
     )
 
 

@@ -1,0 +1,88 @@
+"""What was found out, as text, as JSON and in files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.files import Output
+from fxpipe.inspect.finding import Findings
+from fxpipe.inspect.request import Request
+from fxpipe.inspect.words import describe
+
+
+def shown(found: Findings, request: Request) -> str:
+    """What goes to standard output: the answer to what was asked; if nothing in particular, the plan and its step."""
+    if request.code is not None:
+        assert found.plan is not None
+        return found.plan.stages[request.code].code
+    if request.json:
+        from fxpipe.inspect.document import document
+
+        return json.dumps(document(found), indent=2)
+    return "\n\n".join([*_drawn(found), *(_answers(found, request) or _everything(found))])
+
+
+def write_files(found: Findings, outputs: Sequence[Output]) -> None:
+    """The files that were asked for."""
+    for output in outputs:
+        try:
+            _write(found, output.option, output.path)
+        except OSError as error:
+            raise ArgumentError(f"{output}: cannot be written: {error.strerror or describe(error)}") from error
+
+
+def _write(found: Findings, option: str, path: Path) -> None:
+    assert found.plan is not None
+    assert found.simulation is not None
+    if option == "save":
+        found.plan.save(path)
+    elif option == "timeline":
+        from fxpipe.inspect.pictures import save_timeline
+
+        save_timeline(found.simulation, path)
+    elif option == "graph":
+        from fxpipe.inspect.graph import save_graph
+
+        save_graph(found.plan, path)
+    else:
+        from fxpipe.inspect.report import save_report
+
+        save_report(found.plan, path)
+
+
+def _answers(found: Findings, request: Request) -> list[str]:
+    """To questions that were asked."""
+    texts = []
+    if found.sweep:
+        from fxpipe.inspect.sweep_table import sweep_table
+
+        texts.append(sweep_table(found.sweep))
+    if found.tuning is not None:
+        texts.append(str(found.tuning))
+    if found.difference is not None:
+        from fxpipe.inspect.diff_text import difference_text
+
+        texts.append(difference_text(found.difference, str(request.diff), str(request.subject)))
+    return texts
+
+
+def _everything(found: Findings) -> list[str]:
+    from fxpipe.inspect.simulated import runs_text, simulation_text
+    from fxpipe.inspect.tables import plan_table
+
+    assert found.plan is not None
+    assert found.simulation is not None
+    texts = [plan_table(found.plan), simulation_text(found.simulation, found.plan)]
+    if len(found.schedules) > 1:
+        texts.append(runs_text(found.schedules))
+    return texts
+
+
+def _drawn(found: Findings) -> list[str]:
+    """Inputs that nobody gave: whoever reads the figures must know them."""
+    if not found.drawn:
+        return []
+    return [f"inputs {', '.join(map(str, found.drawn))}, drawn; give others with --input"]
