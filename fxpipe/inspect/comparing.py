@@ -35,34 +35,25 @@ class Run:
         return 0 if self.limit_bytes is None else max(0, self.peak_bytes - self.limit_bytes)
 
 
-def device_limits(plan: Plan) -> tuple[int | None, ...]:
-    """For each worker what its stages together may take; None where no limit is known."""
-    limits: list[int | None] = []
-    for worker in range(len(plan.workers)):
-        own = [s.memory_limit for s, k in zip(plan.stages, plan.placement, strict=True) if k == worker]
-        known = [limit for limit in own if limit is not None]
-        limits.append(sum(known) if len(known) == len(own) else None)
-    return tuple(limits)
-
-
-def run_of(simulation: Simulation, plan: Plan, checkpoint: str | None = None) -> Run:
+def run_of(simulation: Simulation, plan: Plan) -> Run:
     """What a simulated step of the plan comes to."""
-    limits, peaks = device_limits(plan), [memory.peak for memory in simulation.memory]
+    limits, peaks = simulation.limits, [memory.peak for memory in simulation.memory]
 
     def closeness(device: int) -> tuple[float, float]:
         limit = limits[device]
         return (0.0 if not limit else peaks[device] / limit, peaks[device])
 
     device = max(range(len(peaks)), key=closeness)
+    limit = limits[device]
     return Run(
         schedule=simulation.schedule.name,
         micro_batches=simulation.schedule.micro_batches,
-        checkpoint=checkpoint or mode_text(plan),
+        checkpoint=mode_text(plan),
         step_seconds=simulation.step_seconds,
         bubble=simulation.mean_bubble,
         device=device,
         peak_bytes=round(peaks[device]),
-        limit_bytes=limits[device],
+        limit_bytes=None if limit is None else round(limit),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.inspect.comparing import Run, device_limits
+from fxpipe.inspect.comparing import Run
 from fxpipe.inspect.figures import StageFigures, plan_figures
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def document(found: Findings) -> dict[str, Any]:
     made: dict[str, Any] = {} if found.plan is None else plan_document(found.plan)
     made["inputs"] = list(map(str, found.drawn))
     if found.plan is not None and found.simulation is not None:
-        made["simulation"] = simulation_document(found.simulation, found.plan)
+        made["simulation"] = simulation_document(found.simulation)
         made["schedules"] = list(map(_run, found.schedules))
     if found.sweep:
         made["sweep"] = list(map(_row, found.sweep))
@@ -128,10 +128,12 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     }
 
 
-def simulation_document(simulation: Simulation, plan: Plan) -> dict[str, Any]:
+def simulation_document(simulation: Simulation) -> dict[str, Any]:
     """A simulated step.
 
     schedule, micro_batches, step_seconds
+    samples              of the mini-batch; null if not known
+    update_seconds       of the optimizer, after the step; 0 if not known
     bubble               share of the device time of the step that is idle
     devices              list, one for each worker, of
         device           its name
@@ -140,14 +142,17 @@ def simulation_document(simulation: Simulation, plan: Plan) -> dict[str, Any]:
         peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
         limit_bytes      null where none is known
     sent                 list of {source, target, bytes}: from worker to worker, in the whole step
-    critical_path_seconds                                     of the actions that the step waits for, one by one
+    critical_shares      what the step hangs on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
+                         the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
     """
-    limits, memory = device_limits(plan), simulation.memory
+    memory = simulation.memory
     return {
         "schedule": simulation.schedule.name,
         "micro_batches": simulation.schedule.micro_batches,
         "step_seconds": simulation.step_seconds,
+        "samples": simulation.samples,
+        "update_seconds": simulation.update_seconds,
         "bubble": simulation.mean_bubble,
         "devices": [
             {
@@ -156,15 +161,15 @@ def simulation_document(simulation: Simulation, plan: Plan) -> dict[str, Any]:
                 "bubble": simulation.bubble[d],
                 "peak_bytes": round(memory[d].peak),
                 "peak": {part: round(size) for part, size in asdict(memory[d].at_peak).items()},
-                "limit_bytes": limits[d],
+                "limit_bytes": simulation.limits[d],
             }
-            for d, name in enumerate(plan.workers)
+            for d, name in enumerate(simulation.devices)
         ],
         "sent": [
             {"source": source, "target": target, "bytes": round(size)}
             for (source, target), size in simulation.sent.items()
         ],
-        "critical_path_seconds": sum(span.seconds for span in simulation.critical_path),
+        "critical_shares": simulation.critical_shares,
         "critical_path": [str(span.action) for span in simulation.critical_path],
     }
 

@@ -79,7 +79,7 @@ def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[Input, ...]:
 
 def vocabulary(model: nn.Module) -> int:
     """Integers below this are tokens; 2 where the configuration names no vocabulary."""
-    config = _text_config(model.config)  # type: ignore[arg-type]
+    config = _text_config(model.config)
     return max(2, getattr(config, "vocab_size", None) or 2)
 
 
@@ -88,7 +88,7 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
         import transformers
     except ImportError:
         raise ArgumentError(f"{model_type} needs transformers: pip install transformers") from None
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of defaults that nobody chose
+    transformers.logging.set_verbosity_error()  # it warns of defaults
     known = list(transformers.CONFIG_MAPPING)
     if model_type.name not in known:
         close = close_to(model_type.name, known) or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"

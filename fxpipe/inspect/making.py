@@ -57,7 +57,7 @@ def load(request: Request) -> Loaded:
             model = load_model(request.subject, request.kwargs)
     if request.evaluating:
         model.eval()
-    drawn = ()
+    drawn: tuple[Input, ...] = ()
     if is_shipped and not request.inputs:
         drawn = example_inputs(model, request.options.get("chunks", 1))
     below = vocabulary(model) if is_shipped else 2

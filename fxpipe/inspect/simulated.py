@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.comparing import Run, device_limits, run_of
+from fxpipe.inspect.comparing import Run, run_of
 from fxpipe.inspect.tables import NOTHING, of_limit, table
 from fxpipe.inspect.words import count
 from fxpipe.units import human_bytes, human_seconds
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MOST_DEVICES = 16  # rows; of more, those that come closest to their limits
 
+WORDS = {"F": "forward", "R": "recomputing", "B": "backward", "W": "backward of weights", "U": "updates"}
 DEVICE_HEADERS = (
     "worker", "device", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
     "working",
@@ -24,13 +25,20 @@ RUN_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on worker
 
 
 def simulation_text(simulation: Simulation, plan: Plan) -> str:
-    """The step, and the memory of each device at its peak, by what it is for."""
+    """The step, what it hangs on, and the memory of each device at its peak, by what it is for."""
     run = run_of(simulation, plan)
-    head = (
-        f"a step, as simulated: {human_seconds(run.step_seconds)}, bubble {percent(run.bubble)}; "
-        f"most memory on worker {run.device}: {_memory(run)}"
-    )
-    return f"{head}\n\n{_device_table(simulation, plan)}"
+    samples = simulation.samples
+    rate = f", {samples / run.step_seconds:.4g} samples a second" if samples and run.step_seconds else ""
+    shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
+    path = ", ".join(f"{WORDS.get(kind, kind)} {percent(share)}" for kind, share in shares)
+    lines = [
+        f"a step as simulated, {run.schedule}, {count(run.micro_batches, 'micro-batch', 'es')}",
+        f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
+        f"- hangs on {path}" if path else "",
+        f"- takes most memory on worker {run.device}: {_memory(run)}",
+        f"- and the optimizer {human_seconds(simulation.update_seconds)}" if simulation.update_seconds else "",
+    ]
+    return "\n".join([*filter(None, lines), "", _device_table(simulation)])
 
 
 def runs_text(runs: Sequence[Run]) -> str:
@@ -73,11 +81,9 @@ def _memory(run: Run) -> str:
     return of_limit(run.peak_bytes, run.limit_bytes) + over
 
 
-def _device_table(simulation: Simulation, plan: Plan) -> str:
-    limits, memory, bubbles = device_limits(plan), simulation.memory, simulation.bubble
-    names = plan.workers
-    shown = range(len(names))
-    rest = ""
+def _device_table(simulation: Simulation) -> str:
+    limits, memory, bubbles, names = simulation.limits, simulation.memory, simulation.bubble, simulation.devices
+    shown, rest = list(range(len(names))), ""
     if len(names) > MOST_DEVICES:
         by_peak = sorted(shown, key=lambda d: -memory[d].peak / (limits[d] or 1))
         shown, rest = sorted(by_peak[:MOST_DEVICES]), f"\nand {len(names) - MOST_DEVICES} workers that hold less"
