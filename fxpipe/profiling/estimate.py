@@ -33,7 +33,7 @@ from fxpipe.autograd import NoDerivative
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import flops
 from fxpipe.profiling.rounds import Measured
-from fxpipe.progress import progress
+from fxpipe.progress import Step, progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import storage_of, tensors_in
@@ -103,7 +103,7 @@ class _Walk:
     effects: Effects
     leaves: Sequence[Any]
     hardware: Hardware
-    step: Callable[[], object]
+    step: Step
     alike: Alike | None  # None: each node is a kind of its own
     values: dict[fx.Node, Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.rounds import Measured, Rounds
-from fxpipe.progress import progress
+from fxpipe.progress import Step, progress
 from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.traced import Traced
@@ -45,10 +45,10 @@ def measure(
     Returns:
         What was found, by size.
     """
-    most = 2 * len(effects.nodes) * (repeats + 1)
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.inference_mode(False), on_gpu, progress("profiling", most) as step:
+    with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend:
         clock, deadline = Clock.on(device), time.perf_counter() + budget
+        step = _spending(budget, spend)
 
         def rounds_of(size: int) -> Rounds:
             sample = take(traced, leaves, 0, size)
@@ -68,3 +68,17 @@ def measure(
         while any([r.round() for r in rounds.values()]):
             pass
     return {size: {node: r.measured(node) for node in effects.nodes} for size, r in rounds.items()}
+
+
+def _spending(budget: float, spend: Step) -> Callable[[], object]:
+    """What to call after each node: tells how much of the budget has gone. What is due in any case may take more."""
+    start, spent, nodes = time.perf_counter(), 0.0, 0
+
+    def step() -> None:
+        nonlocal spent, nodes
+        nodes += 1
+        now = min(time.perf_counter() - start, budget)
+        spend(now - spent, f"{nodes} nodes run")
+        spent = now
+
+    return step

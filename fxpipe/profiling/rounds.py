@@ -83,7 +83,7 @@ class Rounds:
     clock: Clock
     repeats: int
     deadline: float
-    step: Callable[[], object]
+    step: Callable[[], object]  # called after each node
     warms_up: bool = True  # is the first sample of a kind unlike the others
     device: torch.device | None = None  # to run on; None: where model and inputs are
     samples: dict[Hashable, Samples] = field(default_factory=dict)

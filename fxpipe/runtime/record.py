@@ -72,6 +72,11 @@ class StepRecord:
     away: float  # seconds between forward and backward of a drop-in
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """When each device ran what, as a `Simulation` has it. Copies run beside the actions, and have no spans."""
+        return tuple(Span(one.action, one.device, one.start, one.end) for one in self.actions)
+
+    @property
     def seconds(self) -> float:
         """From the beginning to the last action's end."""
         return max((a.end for a in self.actions), default=0.0)
