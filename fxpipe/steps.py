@@ -105,7 +105,7 @@ def step_of(source: Source) -> Step:
 def _simulated(found: Simulation) -> Step:
     spans = tuple(sorted(found.spans, key=lambda span: (span.start, span.device)))
     return Step(
-        schedule=found.schedule.name.partition(":")[0],  # in front of a table of the user's own
+        schedule=found.schedule.name,
         is_simulated=True,
         devices=("",) * len(found.schedule.rows),
         spans=spans,
@@ -118,7 +118,7 @@ def _simulated(found: Simulation) -> Step:
 
 def _measured(record: StepRecord) -> Step:
     return Step(
-        schedule=record.schedule.partition(":")[0],
+        schedule=record.schedule,
         is_simulated=False,
         devices=tuple(device.name for device in record.devices),
         spans=record.spans,

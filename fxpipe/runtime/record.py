@@ -99,6 +99,16 @@ class StepRecord:
 
         write_trace(self, path)
 
+    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
+        """Draws what each device did when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+        """
+        from fxpipe.inspect.pictures import save_timeline
+
+        save_timeline(self, path, title=title)
+
     def __str__(self) -> str:
         count = f"{len(self.actions)} action{'' if len(self.actions) == 1 else 's'}"
         away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
