@@ -62,6 +62,8 @@ class StagePlan:
     flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
     fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
     sent: Polynomial = ZERO  # `sent_bytes` for any size
+    modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
+    shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
 
 
 @dataclass(frozen=True, slots=True)

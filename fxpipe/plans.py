@@ -184,6 +184,7 @@ class Plan:
         wrong = {
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
             "devices": len(self.devices) != n,
+            "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
             "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
             "schedule": not self._has_a_schedule(),
@@ -211,6 +212,11 @@ class Plan:
         from fxpipe.inspect.tables import plan_table
 
         return plan_table(self)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import plan_html
+
+        return plan_html(self)
 
 
 def _at(polynomial: Polynomial, b: int | None) -> sympy.Expr:

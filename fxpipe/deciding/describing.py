@@ -10,6 +10,7 @@ from torch import fx
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
 from fxpipe.deciding.remarks import heaviest, tied, whole
+from fxpipe.deciding.shares import shares
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.plans import Plan, Portal, Sending, StagePlan, StageSeconds
 from fxpipe.polynomials import Polynomial, total
@@ -94,6 +95,8 @@ def describe(
                     math.fsum(cost.weight.fixed for cost in own),
                 ),
                 sent=sent,
+                modules=tuple(node.meta["module"] for node in traced.nodes[start:end]),
+                shares=shares(own, samples),
             )
         )
     lines = {node.name: node.meta["source"] for node in traced.nodes}
