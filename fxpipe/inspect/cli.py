@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr):
             from fxpipe.inspect.finding import find
             from fxpipe.inspect.showing import shown, write_files
+            from fxpipe.progress import showing
 
-            found = find(request)
+            with showing(request.progress):
+                found = find(request)
             text = shown(found, request)
             write_files(found, request.outputs)
         print(text)

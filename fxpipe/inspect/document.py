@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.inspect.sweep import Row
     from fxpipe.plans import Plan, Portal, StagePlan
     from fxpipe.simulation import Simulation
+    from fxpipe.tuning import Row as Tried
 
 
 def document(found: Findings) -> dict[str, Any]:
@@ -32,6 +33,13 @@ def document(found: Findings) -> dict[str, Any]:
             speedup          over one device; null where one device cannot do it
             fits, over_bytes into memory, and by how much not
             problem          text: why there is no plan, where memory is not the reason; else empty
+        tuning               with --tune, list of what was tried; the plan is then the best of them: each
+            schedule, chunks, stages_per_device, checkpoint
+            step_seconds     simulated; of one that was not cut, what it takes at least
+            measured_seconds null if it was not run
+            peak_bytes       on the device that holds most
+            fits, over_bytes
+            problem          text: why it was not cut; else empty
         difference           with --diff: see `difference_document`
     """
     made: dict[str, Any] = {} if found.plan is None else plan_document(found.plan)
@@ -41,6 +49,8 @@ def document(found: Findings) -> dict[str, Any]:
         made["schedules"] = list(map(_run, found.schedules))
     if found.sweep:
         made["sweep"] = list(map(_row, found.sweep))
+    if found.tuning is not None:
+        made["tuning"] = list(map(_tried, found.tuning.rows))
     if found.difference is not None:
         made["difference"] = difference_document(found.difference)
     return made
@@ -246,6 +256,21 @@ def _row(row: Row) -> dict[str, Any]:
         "fits": row.fits,
         "over_bytes": round(row.over_bytes),
         "problem": row.problem,
+    }
+
+
+def _tried(row: Tried) -> dict[str, Any]:
+    return {
+        "schedule": row.schedule,
+        "chunks": row.chunks,
+        "stages_per_device": row.stages_per_device,
+        "checkpoint": row.checkpoint if isinstance(row.checkpoint, str) else list(row.checkpoint),
+        "step_seconds": row.step_seconds,
+        "measured_seconds": row.measured_seconds,
+        "peak_bytes": round(row.peak),
+        "fits": row.fits,
+        "over_bytes": round(max(0.0, row.lacks)),
+        "problem": row.why,
     }
 
 

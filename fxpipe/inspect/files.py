@@ -1,13 +1,13 @@
-"""Files that the command is to write, looked at before the long work: the kind, the place, what it takes to draw it."""
+"""Files that the command is to write, looked at before the long work."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect.writing import check_path
 
 SUFFIXES = {
     "timeline": ("png", "pdf", "svg", "html", "json"),
@@ -15,7 +15,7 @@ SUFFIXES = {
     "report": ("html",),
     "save": ("json",),
 }
-DRAWN_BY_MATPLOTLIB = ("png", "pdf")
+WHAT = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,34 +29,19 @@ class Output:
         return f"--{self.option} {self.path}"
 
 
-def check_outputs(outputs: tuple[Output, ...]) -> None:
-    """Raises `ArgumentError` for the first that could not be written. Nothing is written."""
+def check_outputs(outputs: Sequence[Output]) -> None:
+    """Nothing is written.
+
+    Raises:
+        ArgumentError: for the first that could not be: its suffix, its place, what it takes to draw it.
+    """
     taken: dict[Path, Output] = {}
     for output in outputs:
         other = taken.setdefault(output.path.absolute(), output)
         if other is not output:
-            raise ArgumentError(f"{output}: --{other.option} is to be written there")
-        _check_suffix(output)
-        _check_place(output)
+            raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
+        form = check_path(output.path, SUFFIXES[output.option], f"--{output.option}: {WHAT[output.option]}")
+        if form in ("png", "pdf"):
+            from fxpipe.inspect.raster import require_matplotlib
 
-
-def _check_suffix(output: Output) -> None:
-    known = SUFFIXES[output.option]
-    suffix = output.path.suffix.lower().removeprefix(".")
-    if suffix not in known:
-        accepted = ", ".join(f".{name}" for name in known)
-        raise ArgumentError(f"{output}: unknown kind of file {output.path.suffix!r}; accepted are {accepted}")
-    if suffix in DRAWN_BY_MATPLOTLIB and importlib.util.find_spec("matplotlib") is None:
-        others = ", ".join(name for name in known if name not in DRAWN_BY_MATPLOTLIB)
-        raise ArgumentError(f"{output}: {suffix} needs matplotlib: pip install fxpipe[plot]; {others} need nothing")
-
-
-def _check_place(output: Output) -> None:
-    path, folder = output.path, output.path.absolute().parent
-    if path.is_dir():
-        raise ArgumentError(f"{output}: is a directory")
-    if not folder.is_dir():
-        what = "is no directory" if folder.exists() else "does not exist"
-        raise ArgumentError(f"{output}: cannot be written: {folder} {what}")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ArgumentError(f"{output}: cannot be written: permission denied")
+            require_matplotlib(form)

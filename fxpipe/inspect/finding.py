@@ -22,18 +22,20 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.settings import Settings
     from fxpipe.simulation import Simulation
+    from fxpipe.tuning import Tuning
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
     """What the command has found out. What was not asked for is None or empty."""
 
+    name: str  # of what is inspected
     plan: Plan | None = None  # None: it does not fit, but other numbers of devices were asked for
     simulation: Simulation | None = None  # of a step of the plan
     schedules: tuple[Run, ...] = ()  # the plan's own, first, and others
     drawn: tuple[Input, ...] = ()  # inputs that nobody gave
     sweep: tuple[Row, ...] = ()
-    tuning: Any = None
+    tuning: Tuning | None = None  # then the plan is the best that it found
     difference: Difference | None = None
 
 
@@ -41,7 +43,9 @@ def find(request: Request) -> Findings:
     """Do the work. Files are looked at first: a mistake should not show after a minute."""
     check_outputs(request.outputs)
     before = None if request.diff is None else load_plan(request.diff, "--diff")
-    if isinstance(request.subject, PlanFile):
+    if isinstance(request.subject, PlanFile) and request.tune:
+        found = _of_tuning(_tune_again(load_plan(request.subject.path), request), request)
+    elif isinstance(request.subject, PlanFile):
         found = _of_plan(load_plan(request.subject.path), request, request.options)
     else:
         found = _of_model(request)
@@ -70,13 +74,15 @@ def _of_model(request: Request) -> Findings:
     settings = settings_of(request, devices)
     _check_code(request, len(settings.placement))
     loaded = load(request)
+    if request.tune:
+        return replace(_of_tuning(_tune(request, loaded, devices), request), drawn=loaded.drawn)
     studied = look_at(loaded, settings)
     try:
         plan = plan_again(loaded, studied, settings)
     except MemoryLimitError as error:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
-        found = Findings()
+        found = Findings(str(request.subject))
     else:
         found = _of_plan(plan, request, {})
     rows = _sweep(request, loaded, studied, devices) if request.sweep else ()
@@ -89,7 +95,51 @@ def _of_plan(plan: Plan, request: Request, step: dict[str, Any]) -> Findings:
 
     _check_code(request, len(plan.stages))
     simulation = fxpipe.simulate(plan, **step)
-    return Findings(plan, simulation, compare_schedules(plan, simulation, step))
+    return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation, step))
+
+
+def _of_tuning(tuning: Tuning, request: Request) -> Findings:
+    """The best that was found, for it is what would be run."""
+    assert tuning.best.plan is not None
+    return replace(_of_plan(tuning.best.plan, request, {}), tuning=tuning)
+
+
+def _tune(request: Request, loaded: Loaded, devices: tuple[str, ...]) -> Tuning:
+    """The search; what the user has chosen stays."""
+    import fxpipe
+
+    balance = request.options.get("balance", "auto")
+    if "pin" in request.options or not isinstance(balance, str):
+        name = "pin" if "pin" in request.options else f"balance {','.join(map(str, balance))}"
+        raise ArgumentError(f"--tune and --{name}: it cuts by itself; leave one of them out")
+    arguments = loaded.arguments
+    return fxpipe.tune(
+        loaded.model,
+        devices,
+        example_args=arguments.args,
+        example_kwargs=arguments.kwargs,
+        stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
+        **_chosen(request.options),
+    )
+
+
+def _tune_again(plan: Plan, request: Request) -> Tuning:
+    """Of a plan, whose stages stay."""
+    import fxpipe
+
+    return fxpipe.tune(plan, **_chosen(request.options))
+
+
+def _chosen(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as `fxpipe.tune` has them: what it would try is given as the one thing to try."""
+    found = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
+    if "schedule" in options:
+        found["schedules"] = [options["schedule"]]
+    if "chunks" in options:
+        found["chunks"] = [options["chunks"]]
+    if options.get("checkpoint", "auto") != "auto":
+        found["checkpoint"] = [options["checkpoint"]]
+    return found
 
 
 def _check_code(request: Request, stages: int) -> None:

@@ -51,7 +51,7 @@ class Request:
     @property
     def needs_plan(self) -> bool:
         """Is anything asked for that takes a plan that fits?"""
-        return bool(self.json or self.code is not None or self.diff or self.tune or self.outputs)
+        return bool(self.json or self.code is not None or self.diff or self.outputs)
 
 
 OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
@@ -113,6 +113,8 @@ def _check_together(request: Request) -> None:
     if request.code is not None and (request.json or request.diff or request.sweep or request.tune):
         other = "json" if request.json else "diff" if request.diff else "sweep" if request.sweep else "tune"
         raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
+    if request.sweep and request.tune:
+        raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
     if not isinstance(request.subject, PlanFile):
         return
     of_the_model = {

@@ -37,20 +37,22 @@ def write_files(found: Findings, outputs: Sequence[Output]) -> None:
 def _write(found: Findings, option: str, path: Path) -> None:
     assert found.plan is not None
     assert found.simulation is not None
+    title = found.name
     if option == "save":
         found.plan.save(path)
     elif option == "timeline":
         from fxpipe.inspect.pictures import save_timeline
 
-        save_timeline(found.simulation, path)
+        save_timeline(found.simulation, path, title=title)
     elif option == "graph":
         from fxpipe.inspect.graph import save_graph
 
-        save_graph(found.plan, path)
+        save_graph(found.plan, path, title=title)
     else:
         from fxpipe.inspect.report import save_report
 
-        save_report(found.plan, path)
+        plans = [row.plan for row in found.sweep if row.plan is not None and row.schedule == row.plan.schedule]
+        save_report(found.plan, path, title=title, sweep=plans)
 
 
 def _answers(found: Findings, request: Request) -> list[str]:

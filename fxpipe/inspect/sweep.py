@@ -30,6 +30,7 @@ class Row:
     devices: int
     schedule: str
     run: Run | None = None  # None: there is no such plan
+    plan: Plan | None = None  # that was run so
     speedup: float | None = None  # over one device; None: one device cannot do it
     over_bytes: float = 0.0  # on the device, or in the stage, that is furthest over its limit
     problem: str = ""  # why there is no such plan, where memory is not the reason
@@ -89,4 +90,4 @@ def _row(count: int, schedule: str, plan: Plan) -> Row:
         run = run_of(fxpipe.simulate(plan, schedule=schedule), plan)
     except FxpipeError as error:  # it cannot have its stages where the plan has them
         return Row(count, schedule, problem=" ".join(str(error).split()))
-    return Row(count, schedule, run, over_bytes=run.over_bytes)
+    return Row(count, schedule, run, plan, over_bytes=run.over_bytes)
