@@ -87,7 +87,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             memory_limit     bytes that it may take; null where none is known
             memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch
         portals              list of {name, source, target, bytes, formula, line}: two stages, bytes of one micro-batch,
-                             the same as text in `b`, and the user's line
+                             the same as text in `b`, and the user's line; empty where not known
         sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
                              micro-batch; to a later one values, to an earlier one gradients
         tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
@@ -237,7 +237,7 @@ def _portal(portal: Portal) -> dict[str, Any]:
         "source": portal.source,
         "target": portal.target,
         "bytes": portal.bytes,
-        "formula": str(portal.size),
+        "formula": str(portal.size) if portal.size.coefficients else "",
         "line": portal.line,
     }
 
