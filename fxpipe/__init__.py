@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
+    from fxpipe.tuning import Tuning, tune
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "Tuning": "fxpipe.tuning",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "is_recomputing": "fxpipe.recomputing",
@@ -38,6 +40,7 @@ _HOMES = {
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
     "trace": "fxpipe.tracing",
+    "tune": "fxpipe.tuning",
 }
 
 __all__ = [
@@ -45,6 +48,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
+    "Tuning",
     "cut",
     "is_recomputing",
     "leaf",
@@ -53,6 +57,7 @@ __all__ = [
     "plan",
     "profile",
     "trace",
+    "tune",
 ]
 
 
