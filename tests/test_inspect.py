@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from inspected import MIB, make_plan, refusal
 
 import fxpipe.planning
 from fxpipe.errors import ArgumentError, PartitionError
@@ -24,10 +25,8 @@ from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
 from fxpipe.inspect.options import parse_balance
 from fxpipe.inspect.tables import plan_table, ranges, shortened
 from fxpipe.inspect.target import Target, parse_target
-from fxpipe.plans import HeavyNode, Plan, Portal, StageBytes, StagePlan, Tied, Whole
-from fxpipe.polynomials import ZERO, Polynomial
-
-MIB = 2**20
+from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
+from fxpipe.polynomials import Polynomial
 
 MODEL_FILE = """
 import torch
@@ -95,43 +94,6 @@ def list_inputs():
 """
 
 
-def make_plan(
-    stages: int = 2,
-    chunks: int = 4,
-    schedule: str = "1f1b",
-    checkpoint: str = "never",
-    portals: tuple[Portal, ...] = (),
-) -> Plan:
-    """Stage j takes j + 1 ms forward and twice that back."""
-    return Plan(
-        stages=tuple(
-            StagePlan(
-                index=j,
-                device="cpu",
-                nodes=(f"layer{j}_linear", f"layer{j}_relu"),
-                code=f"def stage_{j}(x): ...",
-                forward_seconds=1e-3 * (j + 1),
-                backward_seconds=2e-3 * (j + 1),
-                parameter_bytes=10 * MIB,
-                activation_bytes=4 * MIB,
-                sent_bytes=MIB if j < stages - 1 else 0,
-                state_bytes=10 * MIB,
-                bytes=StageBytes(Polynomial((MIB,)) if j else ZERO, Polynomial((0, 2 * MIB))),
-            )
-            for j in range(stages)
-        ),
-        portals=portals,
-        devices=("cpu",) * stages,
-        schedule=schedule,
-        chunks=chunks,
-        micro_batch=2,
-        checkpoint=checkpoint,
-        balance="block",
-        tracer="recording",
-        fingerprint="0123456789abcdef",
-    )
-
-
 @pytest.fixture
 def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A file with factories, in the current directory, which is not on the path yet."""
@@ -176,17 +138,6 @@ def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     for name in ("study", "studied_again", "planned"):
         monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
     return fake
-
-
-def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the command leaves on standard error."""
-    assert main(argv) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("fxpipe.inspect: ")
-    return lines[0]
 
 
 # Figures
@@ -282,7 +233,9 @@ def test_costs_of_zero_print() -> None:
 
 
 def test_table_of_two_stages() -> None:
-    text = plan_table(make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial((0, 1536)), "net.py:7"),)))
+    text = plan_table(
+        make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial((0, 1536)), "net.py:7"),))
+    )
     assert text == (
         """\
 2 stages, 4 micro-batches of at most 2 samples

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.inspect.comparing import Run, compare_schedules
 from fxpipe.inspect.devices import more_like, most_like
 from fxpipe.inspect.diff import Difference, difference
@@ -83,6 +83,10 @@ def _of_model(request: Request) -> Findings:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
         found = Findings(str(request.subject))
+    except PartitionError as error:
+        if not str(error).startswith("stages="):
+            raise
+        raise PartitionError(f"--devices {len(devices)}: {error}") from None  # the command has no other word for it
     else:
         found = _of_plan(plan, request, {})
     rows = _sweep(request, loaded, studied, devices) if request.sweep else ()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fxpipe.inspect.simulated import fits_cell, percent
 from fxpipe.inspect.sweep import Row
 from fxpipe.inspect.tables import NOTHING, table, wrapped
+from fxpipe.inspect.words import count
 from fxpipe.units import human_bytes, human_seconds
 
 HEADERS = (
@@ -27,12 +28,20 @@ def sweep_table(rows: Sequence[Row]) -> str:
     best = {row.devices: row for row in sorted(rows, key=_slowness, reverse=True) if row.fits}
     firsts = [k == 0 or rows[k - 1].devices != row.devices for k, row in enumerate(rows)]
     cells = [_cells(row, best.get(row.devices) is row, first) for row, first in zip(rows, firsts, strict=True)]
-    problems = {f"{row.devices}: {row.problem}": None for row in rows if row.run is None and not row.over_bytes}
-    notes = [wrapped(f"- {problem}") for problem in problems]
+    notes = [wrapped(f"- {line}") for line in _problems(rows)]
     legend = "* the fastest that fits" if best else "nothing fits"
     head = "numbers of devices and schedules, as simulated; each number is cut anew"
     lines = [head, "", table(cells, HEADERS, left=("schedule", "checkpoint")), "", legend]
     return "\n".join(lines + (["", "no plan for", *notes] if notes else []))
+
+
+def _problems(rows: Sequence[Row]) -> list[str]:
+    """Why there is no plan, once for each number of devices and reason."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        if row.problem:
+            found.setdefault((row.devices, row.problem), []).append(row.schedule)
+    return [f"{count(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in found.items()]
 
 
 def _slowness(row: Row) -> float:
