@@ -23,6 +23,11 @@ def human_seconds(seconds: float) -> str:
     return f"{milliseconds:.{digits}f} ms"
 
 
+def percent(share: float) -> str:
+    """`0.3333` -> `33.3 %`."""
+    return f"{share:.1%}".replace("%", " %")
+
+
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """`1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
     return f"{number} {noun}{'' if number == 1 else plural}"

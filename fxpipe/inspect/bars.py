@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.colours import CATEGORIES, FAINT, GRID, INK, LIMIT
-from fxpipe.inspect.letters import fitted, text_width
+from fxpipe.inspect.colours import GRID, INK, LIMIT, MEMORY
+from fxpipe.inspect.legends import Entry, legend
+from fxpipe.inspect.letters import fitted
 from fxpipe.inspect.scene import Item, Line, Rect, Scene, Text
 from fxpipe.units import human_bytes
 
@@ -18,26 +18,27 @@ MARGIN, NAMES, WIDTH, AMOUNTS, LEGEND = 8.0, 116.0, 640.0, 170.0, 30.0  # points
 SIZE = 11.0  # of the letters
 
 
-def memory_bars(names: Sequence[str], parts: Sequence[Parts], limits: Sequence[int | None]) -> Scene:
+def memory_bars(names: Sequence[str], parts: Sequence[Parts], limits: Sequence[float | None]) -> Scene:
     """For each device its name, what it holds at its peak, and what it may hold, where that is known."""
     height = 16.0 if len(names) > 20 else 24.0
-    kinds = [field.name for field in fields(parts[0])]
-    held = [k for k, kind in enumerate(kinds) if any(getattr(found, kind) for found in parts)]
+    held = [kind for kind in MEMORY if any(getattr(found, kind) for found in parts)]
     longest = max([*(found.total for found in parts), *(limit for limit in limits if limit is not None)]) or 1
-    items: list[Item] = [*_legend([(kinds[k], CATEGORIES[k]) for k in held])]
-    bottom = LEGEND + height * len(names)
-    start = MARGIN + NAMES
+    start, bottom = MARGIN + NAMES, LEGEND + height * len(names)
+    entries = [Entry(kind, MEMORY[kind]) for kind in held]
+    if any(limit is not None for limit in limits):
+        entries.append(Entry("limit", LIMIT, is_line=True))
+    items: list[Item] = legend(entries, start, 16, WIDTH)
     items.append(Line(((start, LEGEND), (start, bottom)), GRID))
     for row, (name, found, limit) in enumerate(zip(names, parts, limits, strict=True)):
         top, x = LEGEND + row * height, start
         base = top + height / 2 + 4
         items.append(Text(MARGIN, base, fitted(name, NAMES - 8, SIZE), SIZE))
-        for k in held:
-            amount = getattr(found, kinds[k])
+        for kind in held:
+            amount = getattr(found, kind)
             width = WIDTH * amount / longest
-            title = f"{name}: {human_bytes(amount)} of {kinds[k]}"
-            if width > 0.05:
-                items.append(Rect(x, top + 3, width, height - 6, CATEGORIES[k], title=title))
+            if width > 0.05:  # points
+                title = f"{name}: {human_bytes(amount)} of {kind}"
+                items.append(Rect(x, top + 3, width, height - 6, MEMORY[kind], title=title))
             x += width
         is_over = limit is not None and found.total > limit
         if limit is not None:
@@ -47,11 +48,3 @@ def memory_bars(names: Sequence[str], parts: Sequence[Parts], limits: Sequence[i
         of = f" of {human_bytes(limit)}" if limit is not None else ""
         items.append(Text(x + 8, base, human_bytes(found.total) + of, SIZE, LIMIT if is_over else INK))
     return Scene(start + WIDTH + AMOUNTS, bottom + MARGIN, tuple(items), "Memory of the devices at their peaks")
-
-
-def _legend(kinds: Sequence[tuple[str, str]]) -> Iterator[Item]:
-    x = MARGIN + NAMES
-    for kind, colour in kinds:
-        yield Rect(x, 7, 10, 10, colour, radius=2)
-        yield Text(x + 15, 16, kind, SIZE, FAINT)
-        x += 15 + text_width(kind, SIZE) + 18

@@ -19,7 +19,8 @@ def pipe_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
     workers, stages = settings.workers, len(settings.placement)
     shared = f"in {stages} stages " if stages > len(workers) else ""
     devices = ", ".join(map(str, workers))
-    head = f"{model} {shared}on [{devices}], {counted(settings.chunks, 'micro-batch', 'es')}, schedule {schedule_name(settings)}"
+    chunks = counted(settings.chunks, "micro-batch", "es")
+    head = f"{model} {shared}on [{devices}], {chunks}, schedule {schedule_name(settings)}"
     if plan is None:
         return [head, "no plan yet: it plans at the first call"]
     stage_lines = [

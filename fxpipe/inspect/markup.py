@@ -82,9 +82,11 @@ def list_of(lines: Sequence[str]) -> str:
 
 def _cell(cell: Cell, is_number: bool) -> str:
     shown = f"<code>{escaped(cell.text)}</code>" if cell.is_code else escaped(cell.text)
+    if cell.is_prose:
+        shown = f'<div class="prose">{shown}</div>'
     note = f" <small>{escaped(cell.note)}</small>" if cell.note else ""
     by = f' data-value="{cell.value!r}"' if cell.value is not None else ""
-    return f"<td{_classes(number=is_number, marked=cell.is_marked, prose=cell.is_prose)}{by}>{shown}{note}</td>"
+    return f"<td{_classes(number=is_number, marked=cell.is_marked)}{by}>{shown}{note}</td>"
 
 
 def _classes(**which: bool) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect.figures import plan_figures
-from fxpipe.inspect.markup import Cell, code, escaped, missing, number, percent, seconds, size, text
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.markup import Cell, code, missing, number, percent, seconds, size, text
+from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:

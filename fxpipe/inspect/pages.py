@@ -20,7 +20,7 @@ figure.timeline > svg { display: block; max-width: 100%; height: auto; touch-act
 figure.timeline g.time { cursor: grab; }
 figure.timeline text { pointer-events: none; user-select: none; -webkit-user-select: none; }
 figure.timeline .tip { position: absolute; z-index: 1; padding: 2px 8px; border-radius: 4px; background: #222;
-  color: #fff; pointer-events: none; max-width: 32em; }
+  color: #fff; font-size: 12px; white-space: nowrap; pointer-events: none; }
 figure.timeline .help { color: #5c6470; margin: 0 16px; }
 figure.timeline [hidden] { display: none; }
 figure.timeline:focus-visible { outline: 2px solid #0a5c99; outline-offset: 2px; }

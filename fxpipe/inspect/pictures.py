@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fxpipe.inspect.gantt import gantt
@@ -32,9 +31,9 @@ def save_timeline(source: Source, path: str | Path, *, title: str = "", limit: f
     form = check_picture_path(path)
     step = step_of(source)
     if form == "json":
-        from fxpipe.runtime.traces import trace_of
+        from fxpipe.runtime.traces import trace_text
 
-        write_whole(path, (json.dumps(trace_of(source)) + "\n").encode(), WHAT)
+        write_whole(path, trace_text(source).encode(), WHAT)
         return
     drawn = gantt(step, title=title, limit=limit)
     if form == "svg":
@@ -53,7 +52,7 @@ def save_timeline(source: Source, path: str | Path, *, title: str = "", limit: f
 
 
 def check_picture_path(path: str | Path) -> str:
-    """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would, and writes nothing."""
+    """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would; writes nothing."""
     form = check_path(path, FORMATS, WHAT)
     if form in ("png", "pdf"):
         from fxpipe.inspect.raster import require_matplotlib

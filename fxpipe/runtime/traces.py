@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from typing import Any
 from fxpipe.runtime.ranges import range_name
 from fxpipe.scheduling.actions import Action, Kind
 from fxpipe.steps import Arrow, Source, Step, step_of
-from fxpipe.timelines import Memory, Span
+from fxpipe.timelines import Memory, Parts, Span
 
 PROCESS = 1
+PARTS = tuple(field.name for field in fields(Parts))
 CATEGORIES = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
@@ -33,12 +34,17 @@ CATEGORIES = {
 
 def write_trace(source: Source, path: str | Path) -> None:
     """Raises `OSError` where the file cannot be written."""
-    text = json.dumps(trace_of(source))
+    text = trace_text(source)
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         error.add_note(f"fxpipe: the trace of a step cannot be written to {str(path)!r}; give the path of a file")
         raise
+
+
+def trace_text(source: Source) -> str:
+    """The file's content."""
+    return json.dumps(trace_of(source), separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def trace_of(source: Source) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def _actions(step: Step) -> Iterator[dict[str, Any]]:
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
             "args": {
-                "range": range_name(action),
+                **({} if step.is_simulated else {"range": range_name(action)}),
                 "stage": action.stage,
                 "micro-batch": action.micro_batch,
                 "waited before (us)": round(waited * 1e6, 3),
@@ -110,10 +116,11 @@ def _arrow(arrow: Arrow, at: dict[Action, Span], number: int) -> Iterator[dict[s
 
 
 def _counter(device: int, memory: Memory) -> Iterator[dict[str, Any]]:
-    """Bytes; a viewer stacks the parts."""
+    """Bytes of all parts that there are at some time; a viewer stacks them."""
+    held = [name for name in PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
     common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PROCESS, "tid": device}
     for time, parts in memory.steps:
-        yield {**common, "ts": round(time * 1e9) / 1e3, "args": asdict(parts)}
+        yield {**common, "ts": round(time * 1e9) / 1e3, "args": {name: getattr(parts, name) for name in held}}
 
 
 def _nanoseconds(span: Span) -> tuple[int, int]:

@@ -12,10 +12,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.markup import escaped
 from fxpipe.inspect.report import sections
-from fxpipe.inspect.report.steps import figures, steps
+from fxpipe.inspect.report.steps import steps
 from fxpipe.inspect.report.variants import by_chunks, by_schedule
+from fxpipe.inspect.svg import escaped
 from fxpipe.units import counted
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
 <header>
 <h1>{escaped(heading)}</h1>
 <p class="lead">{escaped(_lead(plan))}</p>
-{figures(plan, chunked[own].simulation)}
 <nav aria-label="sections">
 {links}
 </nav>
@@ -104,7 +103,7 @@ def _lead(plan: Plan) -> str:
     return (
         f"{counted(len(plan.stages), 'stage')} on {counted(len(plan.workers), 'device')}, "
         f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {'' if plan.micro_batches == 1 else 'at most '}"
-        f"{counted(plan.micro_batch, 'sample')}, schedule {plan.schedule.partition(':')[0]}, recomputing: {modes}, "
+        f"{counted(plan.micro_batch, 'sample')}, schedule {plan.schedule.partition(':')[0]}, checkpoint {modes}, "
         f"balance {plan.balance}"
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect.lane_frame import seconds_of
 from fxpipe.inspect.lanes import lanes
 from fxpipe.inspect.markup import (
     Cell,
     Table,
     code,
-    escaped,
     list_of,
     missing,
     number,
@@ -21,10 +21,12 @@ from fxpipe.inspect.markup import (
     text,
 )
 from fxpipe.inspect.report.variants import Scheduled
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
+    import sympy
+
     from fxpipe.plans import Plan, Portal, StagePlan
     from fxpipe.simulation import Simulation
 
@@ -48,24 +50,30 @@ def aside(line: str) -> str:
 
 
 def stages(plan: Plan) -> str:
-    slowest = max(s.forward_seconds + s.backward_seconds for s in plan.stages)
+    slowest = max(seconds_of(stage) for stage in plan.stages)
     headers = (
-        "stage", "worker", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "recompute",
-        "in flight", "memory", "limit", "sends", "portals in", "portals out", "memory in bytes, for b samples",
+        "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
+        "memory", "sends", "portals in", "portals out",
     )  # fmt: skip
-    rows = tuple(_stage(plan, stage, slowest) for stage in plan.stages)
-    formulas = "Seconds and bytes are those of one micro-batch; memory is what the stage holds at most in a step."
-    return sortable(Table(headers, rows), "stages") + aside(formulas)
+    memory = [plan.memory(stage.index) for stage in plan.stages]
+    rows = tuple(_stage(plan, stage, memory[stage.index], slowest) for stage in plan.stages)
+    table = table_of(Table(("stage", "bytes"), tuple((number(j), code(str(memory[j]))) for j in range(len(memory)))))
+    return (
+        sortable(Table(headers, rows), "stages")
+        + aside("Seconds and bytes are those of one micro-batch; memory is what a stage holds at most in a step.")
+        + "\n<details>\n<summary>Memory as formulas, with micro-batches of b samples</summary>\n"
+        + f'<div class="wide" tabindex="0">\n{table}\n</div>\n</details>'
+    )
 
 
-def _stage(plan: Plan, stage: StagePlan, slowest: float) -> tuple[Cell, ...]:
-    j, both = stage.index, stage.forward_seconds + stage.backward_seconds
-    flops = float(plan.flops(j, plan.micro_batch)) / 1e9
+def _stage(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> tuple[Cell, ...]:
+    j, both = stage.index, seconds_of(stage)
+    worker, flops = plan.placement[j], float(plan.flops(j, plan.micro_batch)) / 1e9
+    limit = "" if stage.memory_limit is None else f"of {human_bytes(stage.memory_limit)}"
     return (
         number(j),
-        number(plan.placement[j]),
-        text(stage.device),
-        number(len(stage.nodes), f"{len(stage.copies)} again" if stage.copies else ""),
+        Cell(f"{worker}: {stage.device}", worker),
+        number(len(stage.nodes), f"+ {len(stage.copies)} again" if stage.copies else ""),
         size(stage.parameter_bytes),
         seconds(stage.forward_seconds),
         seconds(stage.backward_seconds),
@@ -73,17 +81,15 @@ def _stage(plan: Plan, stage: StagePlan, slowest: float) -> tuple[Cell, ...]:
         Cell(f"{flops:.3g}", flops),
         text(plan.modes[j]),
         number(plan.in_flight(j)),
-        size(int(plan.memory(j, plan.micro_batch))),
-        missing() if stage.memory_limit is None else size(stage.memory_limit),
+        size(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),
         size(stage.sent_bytes) if stage.sent_bytes else missing(),
         _portals([portal for portal in plan.portals if portal.target == j]),
         _portals([portal for portal in plan.portals if portal.source == j]),
-        code(str(plan.memory(j))),
     )
 
 
 def _portals(found: Sequence[Portal]) -> Cell:
-    return size(sum(portal.bytes for portal in found), f"{len(found)}") if found else missing()
+    return size(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing()
 
 
 def graph(plan: Plan) -> str:
@@ -106,7 +112,7 @@ def portals(plan: Plan) -> str:
 
 
 def balance(plan: Plan) -> str:
-    both = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    both = [seconds_of(stage) for stage in plan.stages]
     slowest = max(range(len(both)), key=both.__getitem__)
     mean = sum(both) / len(both)
     said = [
@@ -139,7 +145,7 @@ def schedules(plan: Plan, compared: Sequence[Scheduled]) -> str:
             continue
         step = found.simulation.step_seconds
         rows.append((name, *_step(found.simulation, is_best=step == best), text("")))
-    return sortable(Table(("schedule", "step", "bubble", "memory", ""), tuple(rows)), "schedules")
+    return sortable(Table(("schedule", "step", "bubble", "most memory", "why not"), tuple(rows)), "schedules")
 
 
 def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
@@ -159,7 +165,9 @@ def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
         )
         for plan, simulation in plans
     )
-    return sortable(Table(("devices", "stages", "step", "bubble", "memory", "times the first"), rows), "devices")
+    return sortable(
+        Table(("devices", "stages", "step", "bubble", "most memory", "times as fast as the first"), rows), "devices"
+    )
 
 
 def _times(first: float, step: float) -> Cell:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect.bars import memory_bars
 from fxpipe.inspect.gantt import gantt
-from fxpipe.inspect.markup import Cell, Table, escaped, missing, number, percent, seconds, size, text
+from fxpipe.inspect.markup import Cell, Table, missing, number, percent, seconds, size, text
 from fxpipe.inspect.report.sections import aside, sortable
 from fxpipe.inspect.report.variants import Chunked
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.svg import escaped, svg_of
+from fxpipe.steps import step_of
 from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.simulation import Simulation
+    from fxpipe.timelines import Parts
 
-MOST_STAGES = 6  # of which one says how much of the critical path they are
+MOST_SHARES = 6  # of the critical path
 
 
-def figures(plan: Plan, simulation: Simulation) -> str:
-    """What one asks first."""
-    peaks = [memory.peak for memory in simulation.memory]
+def figures(plan: Plan, simulation: Simulation, memory: Sequence[Parts]) -> str:
+    """What one asks first. `memory`: of each device at its peak."""
+    peaks = [parts.total for parts in memory]
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
-    limit = limits(plan)[fullest]
+    limit = simulation.limits[fullest]
     over = limit is not None and peaks[fullest] > limit
     of = f"of {human_bytes(limit)}, " if limit is not None else ""
     step, samples = simulation.step_seconds, simulation.samples
@@ -44,16 +46,6 @@ def figures(plan: Plan, simulation: Simulation) -> str:
 def _figure(name: str, value: str, note: str, is_over: bool) -> str:
     warned = ' class="warn"' if is_over else ""
     return f"<div><dt>{escaped(name)}</dt><dd{warned}>{escaped(value)}<small>{escaped(note)}</small></dd></div>"
-
-
-def limits(plan: Plan) -> list[int | None]:
-    """For each device what its stages may take together; None where that is not known of all of them."""
-    found: list[int | None] = []
-    for worker in range(len(plan.workers)):
-        own = [stage.memory_limit for stage in plan.stages if plan.placement[stage.index] == worker]
-        known = [limit for limit in own if limit is not None]
-        found.append(sum(known) if len(known) == len(own) else None)
-    return found
 
 
 def steps(plan: Plan, chunked: Sequence[Chunked], own: int) -> str:
@@ -75,27 +67,22 @@ def _label(found: Chunked) -> str:
 def _part(plan: Plan, found: Chunked, is_own: bool) -> str:
     simulation = found.simulation
     names = device_names(simulation)
-    bars = memory_bars(names, [memory.at_peak for memory in simulation.memory], limits(plan))
-    timeline = gantt_of(simulation)
+    memory = [found.at_peak for found in simulation.memory]
+    bars = memory_bars(names, memory, simulation.limits)
+    timeline = svg_of(gantt(step_of(simulation)).scene)
     parts = (
-        figures(plan, simulation),
+        figures(plan, simulation, memory),
         f'<figure class="wide" tabindex="0" aria-label="timeline">\n{timeline}</figure>',
         aside(_critical(simulation)),
         "<h3>Memory at its peak</h3>",
         f'<figure class="wide" tabindex="0" aria-label="memory">\n{svg_of(bars)}</figure>',
         "<h3>Devices</h3>",
-        _devices(plan, simulation, names),
+        _devices(plan, simulation, memory, names),
         _links(simulation, names),
     )
     hidden = "" if is_own else " hidden"
     label = escaped(_label(found))
     return f'<div data-chunks="{found.chunks}" data-label="{label}"{hidden}>\n' + "\n".join(parts) + "\n</div>"
-
-
-def gantt_of(simulation: Simulation) -> str:
-    from fxpipe.steps import step_of
-
-    return svg_of(gantt(step_of(simulation)).scene)
 
 
 def device_names(simulation: Simulation) -> list[str]:
@@ -104,33 +91,35 @@ def device_names(simulation: Simulation) -> list[str]:
 
 def _critical(simulation: Simulation) -> str:
     """What would have to be faster for the step to be."""
-    path = simulation.critical_path
-    spent: Counter[int] = Counter()
-    for span in path:
-        spent[span.action.stage] += span.seconds  # type: ignore[assignment]
+    spent: defaultdict[str, float] = defaultdict(float)
+    for leg in simulation.legs:
+        what = leg.kind if leg.kind in ("sending", "waiting") else f"stage {leg.span.action.stage}"
+        spent[what] += leg.seconds
     total = simulation.step_seconds or 1.0
-    shares = [f"{100 * time / total:.0f} % in stage {stage}" for stage, time in spent.most_common(MOST_STAGES)]
-    others = f", and {len(spent) - MOST_STAGES} more stages" if len(spent) > MOST_STAGES else ""
-    return f"The critical path, which decides how long the step is: {', '.join(shares)}{others}."
+    largest = sorted(spent, key=lambda what: -spent[what])
+    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in largest[:MOST_SHARES]]
+    others = sum(spent[what] for what in largest[MOST_SHARES:]) / total
+    rest = f", {100 * others:.0f} % others" if len(largest) > MOST_SHARES else ""
+    return f"Of the critical path, which decides how long the step is: {', '.join(shares)}{rest}."
 
 
-def _devices(plan: Plan, simulation: Simulation, names: Sequence[str]) -> str:
+def _devices(plan: Plan, simulation: Simulation, memory: Sequence[Parts], names: Sequence[str]) -> str:
     headers = (
         "device", "stages", "busy", "bubble", "memory", "limit", "parameters", "gradients", "optimizer", "activations",
         "portals", "working",
     )  # fmt: skip
     rows = []
-    for d, (memory, limit) in enumerate(zip(simulation.memory, limits(plan), strict=True)):
-        parts = memory.at_peak
+    busy, bubble = simulation.busy, simulation.bubble
+    for d, (parts, limit) in enumerate(zip(memory, simulation.limits, strict=True)):
         stages = ", ".join(str(stage.index) for stage in plan.stages if plan.placement[stage.index] == d)
         held = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.portals, parts.working)
         rows.append(
             (
                 Cell(names[d], d),
                 text(stages),
-                seconds(simulation.busy[d]),
-                percent(simulation.bubble[d]),
-                size(memory.peak),
+                seconds(busy[d]),
+                percent(bubble[d]),
+                size(parts.total),
                 missing() if limit is None else size(limit),
                 *map(size, held),
             )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
 
 MOST_CHUNKS = 512
-MOST_ACTIONS = 50_000  # of a schedule: more takes seconds to simulate, and a picture of it is grey
+MOST_CELLS = 10_000  # stages times micro-batches: more takes seconds to simulate, and a picture of it is grey
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def by_chunks(plan: Plan) -> tuple[Chunked, ...]:
 
 
 def _numbers(plan: Plan) -> Iterator[int]:
-    most = min(plan.batch or 4 * plan.chunks, MOST_CHUNKS, max(plan.micro_batches, MOST_ACTIONS // len(plan.stages)))
+    most = min(plan.batch or 4 * plan.chunks, MOST_CHUNKS, max(plan.micro_batches, MOST_CELLS // len(plan.stages)))
     powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
     yield from sorted(powers | {plan.micro_batches})
 
@@ -67,5 +67,15 @@ def by_schedule(plan: Plan) -> tuple[Scheduled, ...]:
         try:
             found.append(Scheduled(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
         except FxpipeError as error:
-            found.append(Scheduled(name.partition(":")[0], None, str(error)))
+            found.append(Scheduled(name.partition(":")[0], None, _why(name, str(error))))
     return tuple(found)
+
+
+def _why(schedule: str, error: str) -> str:
+    """In short, where it is the number of stages."""
+    from fxpipe.scheduling import SCHEDULES
+
+    recipe = SCHEDULES.get(schedule)
+    if recipe is None or not recipe.is_bound:
+        return error
+    return f"needs a plan with stages_per_device={recipe.per_device}"
