@@ -247,8 +247,8 @@ schedule 1f1b, checkpoint never, balance block, tracer recording, graph 01234567
       0  cpu             2      10.0 MiB    1.00 ms     2.00 ms         2  28.0 MiB  1.0 MiB        -/1
       1  cpu             2      10.0 MiB    2.00 ms     4.00 ms         1  25.0 MiB        -        1/-
 
-portal          from    to    bytes    of b samples    line
-------------  ------  ----  -------  --------------  -------------
+portal          from    to    bytes    of b samples  line
+------------  ------  ----  -------  --------------  --------
 encoder_relu       0     1  3.0 KiB          1536*b  net.py:7
 
 memory in bytes, with micro-batches of b samples

@@ -90,7 +90,8 @@ def plan_for(devices: int, schedule: str) -> Plan:
     recipe = SCHEDULES[schedule]
     stages = devices * recipe.per_device
     plan = make_plan(stages, 16, schedule)
-    even = tuple(replace(s, forward_seconds=4e-3 / stages, backward_seconds=8e-3 / stages) for s in plan.stages)
+    seconds = {"forward_seconds": 4e-3 / stages, "backward_seconds": 8e-3 / stages, "weight_seconds": 4e-3 / stages}
+    even = tuple(replace(stage, **seconds) for stage in plan.stages)
     return replace(plan, stages=even, placement=recipe.placement(devices, recipe.per_device))
 
 

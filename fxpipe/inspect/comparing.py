@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError, ScheduleError
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.simulation import Simulation
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +59,8 @@ def mode_text(plan: Plan) -> str:
     return modes.pop() if len(modes) == 1 else "some"
 
 
-def compare_schedules(plan: Plan, simulation: Simulation, step: Mapping[str, Any] = NOTHING) -> tuple[Run, ...]:
-    """The step that was simulated, first, and other schedules that can have the stages where they are, by time.
-
-    `step`: of what it differs from the plan.
-    """
+def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[Run, ...]:
+    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
     import fxpipe
     from fxpipe.placing import TRAINING_SCHEDULES
 
@@ -76,7 +69,7 @@ def compare_schedules(plan: Plan, simulation: Simulation, step: Mapping[str, Any
         if name == own.schedule:
             continue
         try:
-            others.append(run_of(fxpipe.simulate(plan, **{**step, "schedule": name}), plan))
+            others.append(run_of(fxpipe.simulate(plan, schedule=name), plan))
         except (ArgumentError, ScheduleError):  # it wants its stages elsewhere
             continue
     return (own, *sorted(others, key=lambda run: run.step_seconds))

@@ -46,7 +46,9 @@ def find(request: Request) -> Findings:
     if isinstance(request.subject, PlanFile) and request.tune:
         found = _of_tuning(_tune_again(load_plan(request.subject.path), request), request)
     elif isinstance(request.subject, PlanFile):
-        found = _of_plan(load_plan(request.subject.path), request, request.options)
+        from fxpipe.simulation.of_plans import varied
+
+        found = _of_plan(varied(load_plan(request.subject.path), **request.options), request)
     else:
         found = _of_model(request)
     if before is None or found.plan is None:
@@ -88,24 +90,23 @@ def _of_model(request: Request) -> Findings:
             raise
         raise PartitionError(f"--devices {len(devices)}: {error}") from None  # the command has no other word for it
     else:
-        found = _of_plan(plan, request, {})
+        found = _of_plan(plan, request)
     rows = _sweep(request, loaded, studied, devices) if request.sweep else ()
     return replace(found, drawn=loaded.drawn, sweep=rows)
 
 
-def _of_plan(plan: Plan, request: Request, step: dict[str, Any]) -> Findings:
-    """`step`: of what the simulated step differs from the plan."""
+def _of_plan(plan: Plan, request: Request) -> Findings:
     import fxpipe
 
     _check_code(request, len(plan.stages))
-    simulation = fxpipe.simulate(plan, **step)
-    return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation, step))
+    simulation = fxpipe.simulate(plan)
+    return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation))
 
 
 def _of_tuning(tuning: Tuning, request: Request) -> Findings:
     """The best that was found, for it is what would be run."""
     assert tuning.best.plan is not None
-    return replace(_of_plan(tuning.best.plan, request, {}), tuning=tuning)
+    return replace(_of_plan(tuning.best.plan, request), tuning=tuning)
 
 
 def _tune(request: Request, loaded: Loaded, devices: tuple[str, ...]) -> Tuning:
