@@ -27,6 +27,7 @@ from fxpipe.inspect.memory_charts import HEAD, memory_chart
 from fxpipe.inspect.scene import Bars, Group, Item, Line, Rect, Scene, Text
 from fxpipe.scheduling.actions import Kind
 from fxpipe.steps import Step
+from fxpipe.text_timelines import has_loops, names_of
 from fxpipe.timelines import Span
 
 MARGIN = 16.0
@@ -55,12 +56,11 @@ class Gantt:
     grid: tuple[tuple[float, float], ...]  # from where to where, downwards, lines at round times go
 
 
-def gantt(step: Step, *, title: str = "", limit: float | None = None) -> Gantt:
+def gantt(step: Step, *, title: str = "") -> Gantt:
     """The picture of a step.
 
     Args:
         title: stands above it; what the step is, if not given.
-        limit: the bytes that a device may take.
     """
     n = len(step.devices)
     pitch = min(HIGHEST, max(LOWEST, ROWS / max(1, n)))
@@ -98,7 +98,7 @@ def gantt(step: Step, *, title: str = "", limit: float | None = None) -> Gantt:
     grid = [(top - 2, bottom + 4)]
     end = bottom
     if step.memory:
-        chart = memory_chart(step.memory, [f"device {d}" for d in range(n)], limit, frame, memory_top)
+        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, memory_top)
         end = memory_top + chart.height
         grid.append((memory_top + HEAD, end))
     axis = bottom + 15
@@ -170,7 +170,7 @@ def _width(step: Step, letters: float) -> float:
     taking = [span.seconds for span in step.spans if span.seconds > 0]
     if not taking:
         return NARROWEST
-    longest = max(text_width(name, letters) for name in step.names()) + 4
+    longest = max(text_width(name, letters) for name in names_of(step.spans)) + 4
     return min(WIDEST, max(NARROWEST, longest * step.seconds / median(taking)))
 
 
@@ -207,12 +207,12 @@ def _names(step: Step, frame: Frame, middle: float, pitch: float, letters: float
     if letters < SMALLEST:
         return
     found: defaultdict[tuple[int, Kind], list[tuple[Span, str]]] = defaultdict(list)
-    for span, name in zip(step.spans, step.names(), strict=True):
+    for span, name in zip(step.spans, names_of(step.spans), strict=True):
         found[span.device, span.action.kind].append((span, name))
-    has_loops, small = step.has_loops, max(SMALLEST, letters * 0.75)
+    loops, small = has_loops(step.spans), max(SMALLEST, letters * 0.75)
     for (device, kind), row in found.items():
         whole = [name for _, name in row]
-        sorts = [whole] if has_loops else [whole, [str(span.action.micro_batch) for span, _ in row]]
+        sorts = [whole] if loops else [whole, [str(span.action.micro_batch) for span, _ in row]]
         rooms = [_places(span, frame)[1:] for span, _ in row]
         y = middle + device * pitch
         for names, size in ((names, size) for names in sorts for size in (letters, small)):

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect.lanes import lanes
-from fxpipe.inspect.pictures import check_picture_path
 from fxpipe.inspect.svg import svg_of
 from fxpipe.inspect.viewer import page_of
+from fxpipe.inspect.writing import check_path, write_whole
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
+FORMATS = ("svg", "html")
+WHAT = "a graph"
 
 
 def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
@@ -26,6 +28,12 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
     Raises:
         ArgumentError: the path has another suffix, or cannot be written.
     """
-    suffix = check_picture_path(path, ("svg", "html"))
+    form = check_graph_path(path)
     picture = svg_of(lanes(plan, title))
-    Path(path).write_text(page_of(picture, title or "Graph of a pipeline") if suffix == "html" else picture, "utf-8")
+    content = page_of(picture, title or "Graph of a pipeline") if form == "html" else picture
+    write_whole(path, content.encode(), WHAT)
+
+
+def check_graph_path(path: str | Path) -> str:
+    """The format of a graph's file, before there is a plan: raises as `save_graph` would; writes nothing."""
+    return check_path(path, FORMATS, WHAT)

@@ -143,7 +143,8 @@ def _head(plan: Plan, stage: StagePlan, frame: Frame) -> Iterator[Item]:
     yield Text(x, frame.row(stage.index, 0) + base, name, USUAL, INK, is_bold=True)
     if frame.is_low:
         beside = text_width(name, USUAL, is_bold=True) + 6
-        yield Text(x + beside, frame.row(stage.index, 0) + base, fitted(where, room - beside, SMALL), SMALL, FAINT)
+        short = f"worker {worker}" if len(plan.workers) < len(plan.stages) else stage.device
+        yield Text(x + beside, frame.row(stage.index, 0) + base, fitted(short, room - beside, SMALL), SMALL, FAINT)
         yield Text(x, frame.row(stage.index, 1) + base, time, SMALL, FAINT)
         return
     lines = (fitted(where, room, SMALL), time, f"{human_bytes(stage.parameter_bytes)} parameters")

@@ -11,6 +11,7 @@ from fxpipe.inspect.gantt import MOST_BOXES, Gantt
 from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.scheduling.actions import Kind
 from fxpipe.steps import Step
+from fxpipe.text_timelines import has_loops
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 DIGITS = 9  # of a second: a nanosecond
@@ -98,7 +99,7 @@ def _data(step: Step, drawn: Gantt, wheel: bool) -> dict[str, Any]:
         "axis": drawn.axis,
         "grid": drawn.grid,
         "most": MOST_BOXES,
-        "loops": step.has_loops,
+        "loops": has_loops(step.spans),
         "wheel": wheel,
         "receiving": RECEIVING,
         "kinds": [

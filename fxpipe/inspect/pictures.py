@@ -12,7 +12,7 @@ FORMATS = ("png", "pdf", "svg", "html", "json")
 WHAT = "a timeline"
 
 
-def save_timeline(source: Source, path: str | Path, *, title: str = "", limit: float | None = None) -> None:
+def save_timeline(source: Source, path: str | Path, *, title: str = "") -> None:
     """Draws what each device does when and, of a simulation, what memory it takes.
 
     >>> save_timeline(pipe.last_step, "step.svg")  # doctest: +SKIP
@@ -22,7 +22,6 @@ def save_timeline(source: Source, path: str | Path, *, title: str = "", limit: f
         path: its suffix is the format: `.png` and `.pdf` (these need matplotlib), `.svg`, `.html` (one page to zoom in,
             which loads nothing from elsewhere), `.json` (for https://ui.perfetto.dev and chrome://tracing).
         title: stands above the picture; the schedule and its size, if not given.
-        limit: bytes that a device may take: a line over its memory.
 
     Raises:
         ArgumentError: another suffix; a place that cannot be written to; no matplotlib where it is needed.
@@ -35,7 +34,7 @@ def save_timeline(source: Source, path: str | Path, *, title: str = "", limit: f
 
         write_whole(path, trace_text(source).encode(), WHAT)
         return
-    drawn = gantt(step, title=title, limit=limit)
+    drawn = gantt(step, title=title)
     if form == "svg":
         from fxpipe.inspect.svg import svg_of
 

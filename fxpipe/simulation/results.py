@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.scheduling import Kind, Schedule
 from fxpipe.simulation.critical import Leg
 from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
-from fxpipe.timelines import Memory, Span, memory_of, timeline
+from fxpipe.text_timelines import timeline
+from fxpipe.timelines import Memory, Span, memory_of
 from fxpipe.units import human_bytes, percent
 
 if TYPE_CHECKING:
@@ -126,12 +128,27 @@ class Simulation:
 
         return compared(self, record)
 
+    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
+        """Draws the step: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+        """
+        from fxpipe.inspect.pictures import save_timeline
+
+        save_timeline(self, path, title=title)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import step_html
+
+        return step_html(self)
+
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
         samples = f", {self.samples} samples" if self.samples else ""
         names = [f"device {d}" + (f" {name}" if name != str(d) else "") for d, name in enumerate(self.devices)]
         width = max(map(len, names))
-        drawn = timeline(self.schedule, self.spans, self.step_seconds)
+        drawn = timeline(self.spans, len(self.schedule.rows), self.step_seconds)
         lines = [
             f"{name:{width}} |{line}|  busy {busy:.4g} s, bubble {percent(bubble)}{held}"
             for name, line, busy, bubble, held in zip(

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
@@ -129,7 +130,8 @@ def _inputs_of_size(
     leaves, spec = flatten(inputs)
     if traced.batch_of(leaves) == batch:
         return inputs
-    return torch.utils._pytree.tree_unflatten(take(traced, leaves, 0, batch), spec)
+    args, kwargs = pytree.tree_unflatten(take(traced, leaves, 0, batch), spec)
+    return args, kwargs
 
 
 def _of_size(target: Any, batch: int) -> Any:

@@ -18,10 +18,11 @@ from fxpipe.placing import placed
 from fxpipe.planning import Prepared, Studied, prepared
 from fxpipe.plans import Plan
 from fxpipe.resizing import resized
-from fxpipe.scheduling import ScheduleLike, schedule_text
+from fxpipe.scheduling import ScheduleLike, make_schedule, schedule_text
 from fxpipe.settings import Settings
 from fxpipe.tracing.checking.check import is_same_graph
 from fxpipe.tuning.candidates import Candidate
+from fxpipe.tuning.simulating import ideal_seconds
 
 
 class Plans(Protocol):
@@ -42,7 +43,11 @@ class Plans(Protocol):
         """
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that no step of the candidate can undercut; known before there is a plan."""
+        """Seconds that no step of the candidate can undercut: all work, shared out evenly; one micro-batch on its way
+        through all stages, there and back."""
+
+    def ideal(self, candidate: Candidate) -> float:
+        """Seconds of a step with stages that are equally long, and send nothing."""
 
 
 @dataclass(slots=True)
@@ -53,7 +58,7 @@ class OfModel:
     settings: Settings  # all but what candidates are about
     _cuts: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by all that the cut hangs on
     _same: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by what the cut is
-    _seconds: dict[int, tuple[float, float]] = field(default_factory=dict)  # by samples
+    _seconds: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # by samples
 
     def plan(self, candidate: Candidate, mode: str) -> Plan:
         settings = self._settings(candidate)
@@ -73,11 +78,16 @@ class OfModel:
         return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
-        """All work, shared out evenly; and one micro-batch on its way through all stages, there and back."""
-        settings, batch = self.settings, self.studied.batch
-        m = min(candidate.chunks, batch)
-        total, without_weights = self._least_seconds(-(-batch // m))
-        return max(m * total / len(settings.workers), without_weights) * (1 - 1e-9)  # sums are rounded
+        m = min(candidate.chunks, self.studied.batch)
+        forward, backward, weight = self._least_seconds(-(-self.studied.batch // m))
+        even = m * (forward + backward) / len(self.settings.workers)
+        return max(even, forward + backward - weight) * (1 - 1e-9)  # sums are rounded
+
+    def ideal(self, candidate: Candidate) -> float:
+        m = min(candidate.chunks, self.studied.batch)
+        placement = placed(len(self.settings.workers), candidate.stages_per_device, candidate.schedule, m, None)
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
+        return ideal_seconds(schedule, *self._least_seconds(-(-self.studied.batch // m)))
 
     def prepared(self, plan: Plan) -> Prepared:
         """What runs a plan that came from here."""
@@ -120,13 +130,16 @@ class OfModel:
             self._same[key] = prepared(cut, self.studied.fingerprint, self.studied.batch, settings)
         return self._same[key]
 
-    def _least_seconds(self, samples: int) -> tuple[float, float]:
-        """Of all nodes, each on the fastest device for it: with all of backward, and without the part of weights."""
+    def _least_seconds(self, samples: int) -> tuple[float, float, float]:
+        """Of all nodes, each on the fastest device for it: forward, backward, and the part of weights of that."""
         if samples not in self._seconds:
             rows = list(zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True))
-            total = math.fsum(min((c.forward + c.backward).at(samples) for c in row) for row in rows)
-            weight = math.fsum(max(c.weight.at(samples) for c in row) for row in rows)
-            self._seconds[samples] = (total, total - weight)
+            fastest = [min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows]
+            self._seconds[samples] = (
+                math.fsum(cost.forward.at(samples) for cost in fastest),
+                math.fsum(cost.backward.at(samples) for cost in fastest),
+                math.fsum(cost.weight.at(samples) for cost in fastest),
+            )
         return self._seconds[samples]
 
 
@@ -145,6 +158,9 @@ class OfPlan:
 
     def bound(self, candidate: Candidate) -> float:
         return 0.0  # it costs no more to simulate it
+
+    def ideal(self, candidate: Candidate) -> float:
+        return 0.0
 
 
 def variant(

@@ -90,6 +90,11 @@ class Tuning:
             lines.append(f"{len(skipped)} candidates were not cut; .rows says why of each")
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import tuning_html
+
+        return tuning_html(self)
+
     def _head(self) -> str:
         names = dict.fromkeys(self.devices)
         listed = ", ".join(f"{self.devices.count(name)} x {name}" for name in names)

@@ -2,13 +2,18 @@
 
 A candidate is simulated on the cut for its placement and its size of micro-batches, with nothing recomputed. If that
 does not fit into memory it is tried with everything recomputed, with all but the last micro-batch, and with what
-planning makes of the limit: cuts that move, stages of which some recompute. Before any of it a bound is known
-(`Plans`); a candidate whose bound is above the best step so far is left out, and so is one that cannot be cut.
+planning makes of the limit: cuts that move, stages of which some recompute.
+
+To cut a graph takes a hundred times as long as to simulate a schedule. So before it is cut, a candidate is asked what
+it can come to at best: no less than all work shared out evenly, and hardly less than the schedule would take with
+stages that are equally long and send nothing. (Hardly: the real cut is uneven, which in rare cases suits a schedule.)
+Those for which that is more than the best step so far are left out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +26,9 @@ from fxpipe.tuning.plans import Plans
 from fxpipe.tuning.result import SAME, Row
 from fxpipe.tuning.simulating import simulated
 
+HOPEFUL = 2.0  # times the best ideal step: of what cannot undercut that, the ideal one is not simulated at once
+EVEN = 0.98  # of the ideal step: what an uneven cut may save, and more than it does
+NO_SHORTER = "no step of it can be shorter than the best one"
 MODES = ("never", "except_last", "always")
 
 Limits = Sequence[float | None]  # bytes by worker; None: no limit
@@ -42,11 +50,20 @@ def search(
         step: called after each candidate.
     """
     rows: list[Row] = []
-    best = float("inf")
+    best = ideal = math.inf
+    waiting: list[tuple[float, int, Candidate]] = []
     bounds = [(plans.bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
-    for bound, _, candidate in sorted(bounds, key=lambda one: one[:2]):
+    for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
+        if bound > HOPEFUL * ideal:
+            waiting.append((bound, number, candidate))
+            continue
+        with contextlib.suppress(ArgumentError):  # it will be said when it is cut
+            bound = max(bound, EVEN * plans.ideal(candidate))
+        ideal = min(ideal, bound)
+        waiting.append((bound, number, candidate))
+    for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
         if bound > (1 + SAME) * best:
-            rows.append(_not_cut(candidate, "no step of it can be shorter than the best one", bound))
+            rows.append(_not_cut(candidate, NO_SHORTER, bound))
         else:
             found = list(_rows_of(candidate, plans, limits, modes, others or {}, best))
             rows += found

@@ -84,8 +84,9 @@ def tune(
     Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device unless
     nothing fits otherwise; recomputing where a candidate fits as it is, or would be slower than the best even with all
-    the memory it likes. What cannot win by its bound (all work shared out evenly; one micro-batch on its way there and
-    back) is not cut; its row says so. The choice hangs on the profile and nothing else: the same profile, the same one.
+    the memory it likes. Nor is a candidate cut that would be slower than the best even with all work shared out evenly
+    and nothing to send; its row says so. The choice hangs on the profile and nothing else: the same profile, the same
+    choice.
 
     Args:
         model_or_plan: a module, which is traced, profiled and left as it was; or a plan, of which the stages stay where
@@ -135,7 +136,7 @@ def tune(
             for name, value in given.items():
                 if value is not None:
                     raise ArgumentError(
-                        f"{name} and a plan, whose stages are made already: give the model, or leave it"
+                        f"{name} beside a plan, which has its stages: give the model, or leave {name} out"
                     )
             return _of_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
@@ -170,7 +171,7 @@ def tune(
             profile=profile,
             profile_budget=profile_budget,
             anywhere=found_hardware is not None,
-            **for_tracing,  # type: ignore[arg-type]
+            **for_tracing,
         )
         kwargs = example_kwargs or {}
         settings = replace(settings, left=frozenset())

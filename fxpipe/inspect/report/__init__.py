@@ -8,20 +8,23 @@ numbers of micro-batches, which were simulated when it was written. A content se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect import pages as timelines
 from fxpipe.inspect.report import sections
 from fxpipe.inspect.report.steps import steps
 from fxpipe.inspect.report.variants import by_chunks, by_schedule
 from fxpipe.inspect.svg import escaped
+from fxpipe.inspect.writing import check_path, write_whole
 from fxpipe.units import counted
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
 
-__all__ = ["report_of", "save_report"]
+__all__ = ["check_report_path", "report_of", "save_report"]
+
+WHAT = "a report"
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -39,10 +42,13 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
     Raises:
         ArgumentError: the path has another suffix, or cannot be written.
     """
-    from fxpipe.inspect.pictures import check_picture_path
+    check_report_path(path)
+    write_whole(path, report_of(plan, title=title, sweep=sweep).encode(), WHAT)
 
-    check_picture_path(path, ("html",))
-    Path(path).write_text(report_of(plan, title=title, sweep=sweep), encoding="utf-8")
+
+def check_report_path(path: str | Path) -> str:
+    """Before there is a plan: raises as `save_report` would; writes nothing."""
+    return check_path(path, ("html",), WHAT)
 
 
 def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str:
@@ -77,7 +83,7 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
 <meta name="color-scheme" content="light dark">
 <title>{escaped(heading)}: pipeline</title>
 <style>
-{_resource("page.css")}</style>
+{timelines.STYLE}{_resource("page.css")}</style>
 </head>
 <body>
 <header>
@@ -92,7 +98,7 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
 </main>
 <footer>{escaped(_foot(plan))}</footer>
 <script>
-{_resource("page.js")}</script>
+{timelines.script()}{_resource("page.js")}</script>
 </body>
 </html>
 """
@@ -116,4 +122,4 @@ def _foot(plan: Plan) -> str:
 
 
 def _resource(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fxpipe.inspect.bars import memory_bars
 from fxpipe.inspect.gantt import gantt
 from fxpipe.inspect.markup import Cell, Table, missing, number, percent, seconds, size, text
+from fxpipe.inspect.pages import timeline_figure
 from fxpipe.inspect.report.sections import aside, sortable
 from fxpipe.inspect.report.variants import Chunked
 from fxpipe.inspect.svg import escaped, svg_of
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
     from fxpipe.timelines import Parts
 
-MOST_SHARES = 6  # of the critical path
+MOST_SHARES, LEAST_SHARE = 6, 0.03  # of the critical path that are named
 
 
 def figures(plan: Plan, simulation: Simulation, memory: Sequence[Parts]) -> str:
@@ -69,10 +70,10 @@ def _part(plan: Plan, found: Chunked, is_own: bool) -> str:
     names = device_names(simulation)
     memory = [found.at_peak for found in simulation.memory]
     bars = memory_bars(names, memory, simulation.limits)
-    timeline = svg_of(gantt(step_of(simulation)).scene)
+    step = step_of(simulation)
     parts = (
         figures(plan, simulation, memory),
-        f'<figure class="wide" tabindex="0" aria-label="timeline">\n{timeline}</figure>',
+        f'<div class="wide">\n{timeline_figure(step, gantt(step))}\n</div>',
         aside(_critical(simulation)),
         "<h3>Memory at its peak</h3>",
         f'<figure class="wide" tabindex="0" aria-label="memory">\n{svg_of(bars)}</figure>',
@@ -93,14 +94,14 @@ def _critical(simulation: Simulation) -> str:
     """What would have to be faster for the step to be."""
     spent: defaultdict[str, float] = defaultdict(float)
     for leg in simulation.legs:
-        what = leg.kind if leg.kind in ("sending", "waiting") else f"stage {leg.span.action.stage}"
+        what = leg.kind if leg.kind in ("sending", "waiting") else f"in stage {leg.span.action.stage}"
         spent[what] += leg.seconds
     total = simulation.step_seconds or 1.0
-    largest = sorted(spent, key=lambda what: -spent[what])
-    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in largest[:MOST_SHARES]]
-    others = sum(spent[what] for what in largest[MOST_SHARES:]) / total
-    rest = f", {100 * others:.0f} % others" if len(largest) > MOST_SHARES else ""
-    return f"Of the critical path, which decides how long the step is: {', '.join(shares)}{rest}."
+    named = [what for what in sorted(spent, key=lambda what: -spent[what]) if spent[what] > LEAST_SHARE * total]
+    shares = [f"{100 * spent[what] / total:.0f} % {what}" for what in named[:MOST_SHARES]]
+    others = 1 - sum(spent[what] for what in named[:MOST_SHARES]) / total
+    rest = [f"{100 * others:.0f} % others"] if others > 0.005 else []
+    return f"Of the critical path, which decides how long the step is: {', '.join([*shares, *rest])}."
 
 
 def _devices(plan: Plan, simulation: Simulation, memory: Sequence[Parts], names: Sequence[str]) -> str:
