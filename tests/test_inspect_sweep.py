@@ -16,7 +16,7 @@ from fxpipe.inspect.cli import main
 from fxpipe.inspect.comparing import compare_schedules, run_of
 from fxpipe.inspect.devices import more_like, most_like
 from fxpipe.inspect.finding import size_at_least
-from fxpipe.inspect.simulated import runs_text, simulation_text
+from fxpipe.inspect.simulated import device_table, runs_text, step_text
 from fxpipe.inspect.sweep import counts_up_to, sweep
 from fxpipe.inspect.sweep_table import sweep_table
 from fxpipe.plans import Plan
@@ -53,14 +53,15 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     run = run_of(simulation, plan)
     peak = simulation.memory[2].peak
     assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
-    text = simulation_text(simulation, plan)
+    text = step_text(simulation, plan)
     assert "- takes most memory on worker 2: " in text
     assert "of 20.0 MiB, over by" in text
+    assert "of 20.0 MiB" in device_table(simulation)
 
 
 def test_of_many_devices_those_with_most_memory_are_shown() -> None:
     plan = make_plan(64, 128)
-    text = simulation_text(fxpipe.simulate(plan), plan)
+    text = device_table(fxpipe.simulate(plan))
     assert "and 48 workers that hold less" in text
     assert len(text.splitlines()) < 30
     assert max(map(len, text.splitlines())) <= 120

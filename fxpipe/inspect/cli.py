@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Do what `argv` says and return the exit status: 0, 2 where the user has something to mend, 130 if interrupted."""
     try:
         request = parse_request(sys.argv[1:] if argv is None else argv)
+        out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
             from fxpipe.inspect.finding import find
             from fxpipe.inspect.showing import shown, write_files
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             with showing(request.progress):
                 found = find(request)
-            text = shown(found, request)
+            text = shown(found, request, out)
             write_files(found, request.outputs)
         print(text)
     except FxpipeError as error:

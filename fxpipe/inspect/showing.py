@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.files import Output
@@ -12,9 +13,12 @@ from fxpipe.inspect.finding import Findings
 from fxpipe.inspect.request import Request
 from fxpipe.inspect.words import describe
 
+if TYPE_CHECKING:
+    from fxpipe.simulation import Simulation
 
-def shown(found: Findings, request: Request) -> str:
-    """What goes to standard output: the answer to what was asked; if nothing in particular, the plan and its step."""
+
+def shown(found: Findings, request: Request, out: TextIO) -> str:
+    """What goes to `out`: the answer to what was asked; if nothing in particular, the plan and its step."""
     if request.code is not None:
         assert found.plan is not None
         return found.plan.stages[request.code].code
@@ -22,7 +26,7 @@ def shown(found: Findings, request: Request) -> str:
         from fxpipe.inspect.document import document
 
         return json.dumps(document(found), indent=2)
-    return "\n\n".join([*_drawn(found), *(_answers(found, request) or _everything(found))])
+    return "\n\n".join([*_drawn(found), *(_answers(found, request) or _everything(found, out))])
 
 
 def write_files(found: Findings, outputs: Sequence[Output]) -> None:
@@ -71,16 +75,26 @@ def _answers(found: Findings, request: Request) -> list[str]:
     return texts
 
 
-def _everything(found: Findings) -> list[str]:
-    from fxpipe.inspect.simulated import runs_text, simulation_text
+def _everything(found: Findings, out: TextIO) -> list[str]:
+    from fxpipe.inspect.simulated import device_table, runs_text, step_text
     from fxpipe.inspect.tables import plan_table
 
     assert found.plan is not None
     assert found.simulation is not None
-    texts = [plan_table(found.plan), simulation_text(found.simulation, found.plan)]
+    timeline = _timeline(found.simulation, out)
+    texts = [plan_table(found.plan), step_text(found.simulation, found.plan), timeline, device_table(found.simulation)]
     if len(found.schedules) > 1:
         texts.append(runs_text(found.schedules))
     return texts
+
+
+def _timeline(simulation: Simulation, out: TextIO) -> str:
+    """As wide as the window, or as all that is printed here."""
+    from fxpipe.inspect.tables import WIDTH
+    from fxpipe.inspect.terminal import plain, shows_colours, timeline_text
+
+    is_window = shows_colours(out) or out.isatty()
+    return timeline_text(simulation, out) if is_window else plain(simulation, columns=WIDTH)
 
 
 def _drawn(found: Findings) -> list[str]:

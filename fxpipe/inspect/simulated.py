@@ -24,8 +24,8 @@ DEVICE_HEADERS = (
 RUN_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on worker", "fits")
 
 
-def simulation_text(simulation: Simulation, plan: Plan) -> str:
-    """The step, what it hangs on, and the memory of each device at its peak, by what it is for."""
+def step_text(simulation: Simulation, plan: Plan) -> str:
+    """The step, what it hangs on, where it takes most memory."""
     run = run_of(simulation, plan)
     samples = simulation.samples
     rate = f", {samples / run.step_seconds:.4g} samples a second" if samples and run.step_seconds else ""
@@ -38,7 +38,7 @@ def simulation_text(simulation: Simulation, plan: Plan) -> str:
         f"- takes most memory on worker {run.device}: {_memory(run)}",
         f"- and the optimizer {human_seconds(simulation.update_seconds)}" if simulation.update_seconds else "",
     ]
-    return "\n".join([*filter(None, lines), "", _device_table(simulation)])
+    return "\n".join(filter(None, lines))
 
 
 def runs_text(runs: Sequence[Run]) -> str:
@@ -81,7 +81,8 @@ def _memory(run: Run) -> str:
     return of_limit(run.peak_bytes, run.limit_bytes) + over
 
 
-def _device_table(simulation: Simulation) -> str:
+def device_table(simulation: Simulation) -> str:
+    """How much each device idles, and its memory at its peak, by what it is for."""
     limits, memory, bubbles, names = simulation.limits, simulation.memory, simulation.bubble, simulation.devices
     shown, rest = list(range(len(names))), ""
     if len(names) > MOST_DEVICES:
