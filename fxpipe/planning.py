@@ -115,8 +115,8 @@ def plan(
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
         stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
-            (see `checkpoint`). With `devices`, may be left out. Without `devices` all are planned for the CPU or, with
-            `hardware`, for as many GPUs of that kind.
+            (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
+            planned for the CPU or, with `hardware`, for as many GPUs of that kind.
         example_args, example_kwargs: a mini-batch as training will use it.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
@@ -129,15 +129,16 @@ def plan(
     """
     from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
     from fxpipe.placing import parse_schedule_to_train, workers_for
-    from fxpipe.settings import make_settings
+    from fxpipe.settings import AUTO, USUAL_SCHEDULE, make_settings
 
-    schedule, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
+    per_device = parse_stages_per_device(stages_per_device)
     given_hardware = parse_given_hardware(hardware)
     if devices is None and stages is not None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
         is_gpu = given_hardware is not None and given_hardware.within is not None
-        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, schedule, per_device))]
+        order = parse_schedule_to_train(USUAL_SCHEDULE if schedule == AUTO else schedule)
+        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
     settings = make_settings(
         devices=devices,
         chunks=chunks,
@@ -184,7 +185,12 @@ def prepare(
     from fxpipe.tracing.placement import moved, on_one_device
 
     if given is None:
-        return planned(study(model, args, kwargs, settings, seed), settings)
+        studied = study(model, args, kwargs, settings, seed)
+        if settings.left:
+            from fxpipe.tuning.choosing import planned_best
+
+            return planned_best(studied, args, kwargs, settings)
+        return planned(studied, settings)
     with on_one_device(model) as device, in_mode(model, given.evaluating):
         args, kwargs = moved((args, kwargs), device)
         traced, batch = _trace(model, args, kwargs, settings, seed)
@@ -236,13 +242,29 @@ def studied_again(studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any
     return replace(studied, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
 
 
+def is_the_model(
+    studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
+) -> bool:
+    """Whether the model takes micro-batches of a `chunks`-th of the batch, and the graph does the same there."""
+    from fxpipe.tracing.checking.again import agrees
+    from fxpipe.tracing.modes import in_mode
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    parts = min(chunks, studied.batch)
+    sizes = {studied.batch // parts, -(-studied.batch // parts)}
+    model = studied.traced.model
+    with on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = moved((args, kwargs), device)
+        return not settings.check or agrees(studied.traced, args, kwargs, sorted(sizes))
+
+
 def planned(studied: Studied, settings: Settings) -> Prepared:
     """Decides and rewrites: a plan of what was studied, for workers of which the study holds."""
     from fxpipe.deciding import decide, is_by_hand
 
     orders = studied.orders[:1] if is_by_hand(studied.traced, settings) else studied.orders
     cut = decide(orders, studied.profiles_for(settings), studied.batch, settings)
-    return _prepared(cut, studied.fingerprint, studied.batch, settings)
+    return prepared(cut, studied.fingerprint, studied.batch, settings)
 
 
 def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
@@ -382,7 +404,8 @@ def _profiles(
     return names, threads if is_measured and "cpu" in names else None, profiles
 
 
-def _prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
+def prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
+    """The stages of a cut, and the plan that describes them."""
     from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 

@@ -42,6 +42,7 @@ class Step:
     waited: tuple[float, ...]  # seconds before each span in which its device had nothing to do
     seconds: float
     memory: tuple[Memory, ...] = ()  # by device; empty where it is not known
+    limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
     arrows: tuple[Arrow, ...] = ()
     away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
 
@@ -75,19 +76,6 @@ class Step:
     def micro_batches(self) -> int:
         return len({span.action.micro_batch for span in self.spans})
 
-    @property
-    def has_loops(self) -> bool:
-        """Has a device several stages, so that the number of a micro-batch alone would not name an action."""
-        return len({(span.device, span.action.stage) for span in self.spans}) > len(
-            {span.device for span in self.spans}
-        )
-
-    def names(self) -> tuple[str, ...]:
-        """Of each span, as short as it is clear on the row of its device."""
-        if self.has_loops:
-            return tuple(str(span.action) for span in self.spans)
-        return tuple(f"{span.action.kind}{span.action.micro_batch}" for span in self.spans)
-
 
 def step_of(source: Source) -> Step:
     """Raises `ArgumentTypeError` for anything but a simulation or the record of a step."""
@@ -105,20 +93,21 @@ def step_of(source: Source) -> Step:
 def _simulated(found: Simulation) -> Step:
     spans = tuple(sorted(found.spans, key=lambda span: (span.start, span.device)))
     return Step(
-        schedule=found.schedule.name.partition(":")[0],  # in front of a table of the user's own
+        schedule=found.schedule.name,
         is_simulated=True,
-        devices=("",) * len(found.schedule.rows),
+        devices=tuple("" if name == str(d) else name for d, name in enumerate(found.devices)),
         spans=spans,
         waited=_gaps(spans),
         seconds=found.step_seconds,
         memory=_known(found.memory),
+        limits=found.limits,
         arrows=tuple(_arrows(found)),
     )
 
 
 def _measured(record: StepRecord) -> Step:
     return Step(
-        schedule=record.schedule.partition(":")[0],
+        schedule=record.schedule,
         is_simulated=False,
         devices=tuple(device.name for device in record.devices),
         spans=record.spans,

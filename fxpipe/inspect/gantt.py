@@ -23,23 +23,23 @@ from fxpipe.inspect.colours import FAINT, GRID, KIND_NAMES, KINDS, PAPER, RECEIV
 from fxpipe.inspect.frames import Frame
 from fxpipe.inspect.legends import Entry, legend
 from fxpipe.inspect.letters import fitted, text_width
-from fxpipe.inspect.memory_charts import memory_chart
+from fxpipe.inspect.memory_charts import HEAD, memory_chart
 from fxpipe.inspect.scene import Bars, Group, Item, Line, Rect, Scene, Text
 from fxpipe.scheduling.actions import Kind
 from fxpipe.steps import Step
+from fxpipe.text_timelines import has_loops, names_of
 from fxpipe.timelines import Span
 
 MARGIN = 16.0
 NARROWEST, WIDEST = 720.0, 1500.0  # of the part where time runs
 ROWS = 900.0  # points: as high as rows become together, where they may be
 HIGHEST, LOWEST = 34.0, 4.0  # from a row to the next
-SMALLEST = 7.0  # letters
+SMALLEST = 6.5  # letters
 LONGEST = 170.0  # of a device's name
 MOST_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
 NEARLY_ALL = 0.8  # of the boxes of a kind; the others, short by chance, stay without a name
 RIM = 5.0  # a narrower box has none: it would hide the colour
-TIME = "time"  # the name of the group of all that stands on the time axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,15 @@ class Gantt:
     pitch: float  # from a row to the next
     height: float  # of a row
     bottom: float  # of all that stands on the time axis
+    axis: float  # the base line of its numbers
+    grid: tuple[tuple[float, float], ...]  # from where to where, downwards, lines at round times go
 
 
-def gantt(step: Step, *, title: str = "", limit: float | None = None) -> Gantt:
+def gantt(step: Step, *, title: str = "") -> Gantt:
     """The picture of a step.
 
     Args:
         title: stands above it; what the step is, if not given.
-        limit: the bytes that a device may take.
     """
     n = len(step.devices)
     pitch = min(HIGHEST, max(LOWEST, ROWS / max(1, n)))
@@ -94,17 +95,25 @@ def gantt(step: Step, *, title: str = "", limit: float | None = None) -> Gantt:
 
     memory_top = bottom + 34
     chart = None
+    grid = [(top - 2, bottom + 4)]
+    end = bottom
     if step.memory:
-        chart = memory_chart(step.memory, [f"device {d}" for d in range(n)], limit, frame, memory_top)
-    end = memory_top + chart.height - 6 if chart else bottom
-    moving = [*_axis(frame, top, bottom, end), *_boxes(step, frame, top, pitch, height, letters)]
+        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, memory_top)
+        end = memory_top + chart.height
+        grid.append((memory_top + HEAD, end))
+    axis = bottom + 15
+    moving = [
+        Group(tuple(_ticks(frame, axis, grid)), "ticks"),
+        Group(tuple(_boxes(step, frame, top, pitch, height)), "boxes"),
+        Group(tuple(_names(step, frame, top + height / 2, pitch, letters)), "names"),
+    ]
     if chart:
-        moving += chart.moving
+        moving.append(Group(chart.moving, "memory"))
         still += chart.still
-    items = (Group(tuple(moving), TIME), *still)
     told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
-    scene = Scene(width, end + (MARGIN if chart else MARGIN + 24), items, told)
-    return Gantt(scene, frame, top, pitch, height, end)
+    depth = end + MARGIN + (0 if chart else 8)
+    scene = Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
+    return Gantt(scene, frame, top, pitch, height, end, axis, tuple(grid))
 
 
 def percent(share: float) -> str:
@@ -161,30 +170,26 @@ def _width(step: Step, letters: float) -> float:
     taking = [span.seconds for span in step.spans if span.seconds > 0]
     if not taking:
         return NARROWEST
-    longest = max(text_width(name, letters) for name in step.names()) + 4
+    longest = max(text_width(name, letters) for name in names_of(step.spans)) + 4
     return min(WIDEST, max(NARROWEST, longest * step.seconds / median(taking)))
 
 
-def _axis(frame: Frame, top: float, bottom: float, end: float) -> Iterator[Item]:
+def _ticks(frame: Frame, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:
     """Lines and numbers at round times."""
-    ticks = time_ticks(frame.seconds, int(frame.width / 90))
-    for time, name in ticks:
+    for time, name in time_ticks(frame.seconds, int(frame.width / 90)):
         x = frame.x(time)
-        yield Line(((x, top - 2), (x, bottom + 4)), GRID)
-        if end > bottom:
-            yield Line(((x, bottom + 34 + 38), (x, end)), GRID)
-        yield Text(x, bottom + 15, name, 9, FAINT, "middle")
+        for top, bottom in grid:
+            yield Line(((x, top), (x, bottom)), GRID)
+        yield Text(x, axis, name, 9, FAINT, "middle")
 
 
-def _boxes(step: Step, frame: Frame, top: float, pitch: float, height: float, letters: float) -> Iterator[Item]:
+def _boxes(step: Step, frame: Frame, top: float, pitch: float, height: float) -> Iterator[Item]:
     if len(step.spans) > MOST_BOXES:
         for d, row in enumerate(step.rows):
             yield from _merged(row, d, frame, top + d * pitch, height)
     else:
         for span in step.spans:
             yield from _box(span, frame, top + span.device * pitch, height)
-    if height >= SMALLEST + 1:
-        yield from _names(step, frame, top + height / 2, pitch, letters)
 
 
 def _box(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
@@ -199,17 +204,19 @@ def _box(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
 
 def _names(step: Step, frame: Frame, middle: float, pitch: float, letters: float) -> Iterator[Text]:
     """In the boxes of a kind on a device one sort of name: the longest and largest that has room in nearly all."""
+    if letters < SMALLEST:
+        return
     found: defaultdict[tuple[int, Kind], list[tuple[Span, str]]] = defaultdict(list)
-    for span, name in zip(step.spans, step.names(), strict=True):
+    for span, name in zip(step.spans, names_of(step.spans), strict=True):
         found[span.device, span.action.kind].append((span, name))
-    has_loops, small = step.has_loops, max(SMALLEST, letters * 0.75)
+    loops, small = has_loops(step.spans), max(SMALLEST, letters * 0.75)
     for (device, kind), row in found.items():
         whole = [name for _, name in row]
-        sorts = [whole] if has_loops else [whole, [str(span.action.micro_batch) for span, _ in row]]
+        sorts = [whole] if loops else [whole, [str(span.action.micro_batch) for span, _ in row]]
         rooms = [_places(span, frame)[1:] for span, _ in row]
         y = middle + device * pitch
         for names, size in ((names, size) for names in sorts for size in (letters, small)):
-            fitting = [k for k, (a, b) in enumerate(rooms) if text_width(names[k], size) + 2.5 <= b - a]
+            fitting = [k for k, (a, b) in enumerate(rooms) if text_width(names[k], size) + 1.6 <= b - a]
             if len(fitting) >= NEARLY_ALL * len(row):
                 fill = letters_on(KINDS[kind])
                 for k in fitting:

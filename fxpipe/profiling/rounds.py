@@ -40,6 +40,7 @@ from torch import fx
 
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.going_back import GoingBack, Sums, Waiting, named
+from fxpipe.profiling.operations import Ran
 from fxpipe.profiling.samples import (
     MOST,
     NEGLIGIBLE,
@@ -71,6 +72,7 @@ class Measured:
     backward_seconds: float
     weight_seconds: float  # the part of backward that makes gradients of parameters
     bytes: int  # of all tensors that it returned
+    ran: Ran | None = None  # its operations, where it was estimated
 
 
 @dataclass(slots=True)

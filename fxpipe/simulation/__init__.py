@@ -11,6 +11,7 @@ device 0 |F0 F1 F2 ............B0=== F3 B1=== ...B2=== ...B3=== |  busy 12 s, bu
 device 1 |...F0 F1 ......B0=== F2 B1=== F3 B2=== ...B3=== ......|  busy 12 s, bubble 33.3 %
 device 2 |......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............|  busy 12 s, bubble 33.3 %
 step 18 s, mean bubble 33.3 %
+critical path: B 66.7 %, F 33.3 %
 
 F and B of a stage need those of its neighbours, as every schedule has it, and beside that whatever `transfers` bring
 them. What goes from one device to another takes a link, one for each direction of each pair of devices, and beside it
