@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -228,6 +229,9 @@ class Counted:
         self.failure = self.failure or error
         for fence in self.fences.values():
             fence.set()
+
+    def in_row(self):
+        return contextlib.nullcontext()
 
     def perform(self, action):
         time.sleep(self.slow)

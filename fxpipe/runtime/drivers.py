@@ -21,7 +21,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,6 @@ from fxpipe.errors import InternalError, StateError
 from fxpipe.runtime.ranges import warn_of_unseen_workers
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, Rows
-from fxpipe.thread_state import ThreadState, applied
 
 
 class Driver(Protocol):
@@ -81,12 +79,13 @@ def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, read
 
 def _run_row(step: Step, row: Sequence[Action], before: Callable[[], None]) -> None:
     try:
-        for action in row:
-            step.wait(action)
-            if step.failure is not None:
-                break
-            before()
-            step.perform(action)
+        with step.in_row():
+            for action in row:
+                step.wait(action)
+                if step.failure is not None:
+                    break
+                before()
+                step.perform(action)
     except BaseException as error:
         step.fail(error)
 
@@ -220,11 +219,6 @@ def close_all() -> None:
 # -- one thread ------------------------------------------------------------------------------------------------------
 
 
-def _fresh() -> ThreadState:
-    """The state of a worker's thread: no autocast, which forwards set for themselves and backwards must not have."""
-    return ThreadState(True, tuple(replace(autocast, enabled=False) for autocast in ThreadState.now().autocast))
-
-
 class Interleaved:
     """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready."""
 
@@ -232,7 +226,7 @@ class Interleaved:
         self._random = random.Random(seed)
 
     def drive(self, step: Step, rows: Rows) -> None:
-        with applied(_fresh()):
+        with step.in_row():
             self._run(step, rows)
         _raise_failure(step)
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from fxpipe.autograd import gradients_of
 from fxpipe.rewriting.program import Received
 from fxpipe.runtime.assembly import Assembly
 
@@ -76,8 +77,7 @@ class Elements:
         for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
             if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
                 edges = [reduction.edge for reduction in found]
-                with torch.autograd.set_multithreading_enabled(False):  # as the rest of B
-                    gradients = torch.autograd.grad([root], edges, [gradient], retain_graph=True)
+                gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
                 self.note((j, name), i, found, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
