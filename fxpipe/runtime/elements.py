@@ -18,7 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -31,8 +31,7 @@ MEAN, SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph kee
 MOST_NODES = 64  # of a head; a loss with more is not looked at
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A sum or mean in the head of a graph."""
 
     edge: GradientEdge  # where its gradient arrives

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import INPUT
 from fxpipe.runtime.assembly import Assembly
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import Parcel, Transport
 from fxpipe.runtime.wiring import Link
 
 
@@ -81,9 +81,12 @@ class Exchange:
         """What `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
-        value.value = self.transport.open(value.value, self._devices[user])
-        if source != INPUT:
-            self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
+        if source == INPUT:
+            value.value = self.transport.open(value.value, self._devices[user])
+            return value
+        if isinstance(value.value, Parcel):
+            value.value = self.transport.open(value.value, self._devices[user])
+        self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
         return value
 
     # -- backward ----------------------------------------------------------------------------------------------------

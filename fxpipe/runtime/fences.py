@@ -25,22 +25,20 @@ class Fences:
         self._events: dict[_Key, threading.Event] = {}
         self._all_open = False
 
-    def _closed(self, action: Action) -> list[_Key]:
-        """Actions that this one still has to wait for."""
-        kind, stage, micro_batch = action
-        keys = [(*fence, micro_batch) for fence in self._before.get((kind, stage), ())]
-        return [] if self._all_open else [key for key in keys if key not in self._passed]
-
     def are_open(self, action: Action) -> bool:
         """May the action start?"""
-        return not self._closed(action)
+        kind, stage, i = action
+        return self._all_open or all((*fence, i) in self._passed for fence in self._before.get((kind, stage), ()))
 
     def wait(self, action: Action) -> None:
         """Returns when the action may start."""
-        for key in self._closed(action):
-            event = self._events.setdefault(key, threading.Event())
-            if key not in self._passed and not self._all_open:
-                event.wait()
+        kind, stage, i = action
+        for fence in self._before.get((kind, stage), ()):
+            key = (*fence, i)
+            if key not in self._passed:
+                event = self._events.setdefault(key, threading.Event())
+                if key not in self._passed and not self._all_open:
+                    event.wait()
 
     def pass_on(self, action: Action) -> None:
         """Opens what stands behind an action that has ended."""

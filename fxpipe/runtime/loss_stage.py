@@ -41,9 +41,10 @@ class LossStage:
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
     around: Around = field(init=False)
+    tree: Callable[[Sequence[Any]], Any] = field(init=False)  # the model's output from what is received
 
     def __post_init__(self) -> None:
-        self.around = around_forward(self.assembly.state)
+        self.around, self.tree = around_forward(self.assembly.state), output_tree(self.assembly)
 
     def run(self, i: int) -> None:
         links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
@@ -52,7 +53,7 @@ class LossStage:
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
         with self.around(), generators_held(self.assembly.devices[-1]):
-            loss, begin = self.losses(output_tree(self.assembly, leaves), i)
+            loss, begin = self.losses(self.tree(leaves), i)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             wanted = [place for place, v in enumerate(values) if v.requires_grad]
@@ -109,7 +110,7 @@ class LossStage:
             return verify(
                 self.losses,
                 [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
-                lambda values: output_tree(self.assembly, values),
+                self.tree,
             )
 
     def _hows(self) -> list[int | str | None]:
@@ -118,11 +119,16 @@ class LossStage:
         return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
 
-def output_tree(assembly: Assembly, values: Sequence[Any]) -> Any:
-    """The model's output, with `values` for what the outputs' links receive."""
-    by_name = {link.value: x for link, x in zip(assembly.wiring.links[-1], values, strict=True)}
-    leaves = [o.value if isinstance(o, Constant) else by_name[o] for o in assembly.program.outputs]
-    return pytree.tree_unflatten(leaves, assembly.out_spec)
+def output_tree(assembly: Assembly) -> Callable[[Sequence[Any]], Any]:
+    """Makes the model's output of what the outputs' links receive."""
+    place = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
+    places = [o if isinstance(o, Constant) else place[o] for o in assembly.program.outputs]
+
+    def tree(values: Sequence[Any]) -> Any:
+        leaves = [p.value if isinstance(p, Constant) else values[p] for p in places]
+        return pytree.tree_unflatten(leaves, assembly.out_spec)
+
+    return tree
 
 
 @contextmanager

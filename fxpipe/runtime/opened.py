@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -48,8 +48,7 @@ class Pending:
             self.roots.append((link.value.name, edge))
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(NamedTuple):
     """What a stage has made of one micro-batch."""
 
     sent: Sequence[Any]
@@ -92,7 +91,8 @@ class OpenStage:
                 self.constants[name] = moved
         # What is the same for every micro-batch.
         self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
-        self._summed = [(n, view) for n, view in self.views.items() if view.requires_grad and n not in stage.weighed]
+        summed = {n: view for n, view in self.views.items() if view.requires_grad and n not in stage.weighed}
+        self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
 
     def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True) -> Ran:
         """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
@@ -123,7 +123,9 @@ class OpenStage:
         for name, value in ran.buffers.items():
             (self._counters if name in self.stage.counters else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
-        check_calls(next(iter(self._statistics.values())), ran.statistics)
+        first = next(iter(self._statistics.values()))
+        if first or ran.statistics:
+            check_calls(first, ran.statistics)
 
     def final_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that change, after all micro-batches."""
@@ -143,9 +145,9 @@ class OpenStage:
         edges = [] if pending.tape is None else pending.tape.edges
         if not roots or not (views or pending.leaves or edges):
             return [None] * len(pending.leaves)
-        wanted = [*(view for _, view in views), *(edge for _, edge in pending.leaves), *edges]
+        wanted = [*views, *[edge for _, edge in pending.leaves], *edges]
         found = gradients_of(wanted, [edge for edge, _ in roots], [g for _, g in roots])
-        self._add((name, gradient) for (name, _), gradient in zip(views, found, strict=False))
+        self._add(zip(self._names, found, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(found[len(found) - len(edges) :])
         return list(found[len(views) : len(found) - len(edges)])

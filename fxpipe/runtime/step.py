@@ -29,7 +29,6 @@ import torch
 from fxpipe.recomputing import recomputing
 from fxpipe.rewriting.forgetting import forgetting
 from fxpipe.rewriting.functions import running
-from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.ambient import Ambient
@@ -77,7 +76,7 @@ class Step:
         look_at_elements: bool = False,
     ):
         """`split`: the stages that have W."""
-        self.assembly, self.tensors = assembly, tensors
+        self.assembly, self.tensors, self.stages = assembly, tensors, assembly.program.stages
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
         self.ambient = ambient  # of the caller; the drop-in's backward brings its own
@@ -106,10 +105,6 @@ class Step:
         self.log = StepLog()
         self._failing = threading.Lock()
         self._fences = Fences(wiring.before if losses is None else wiring.before_with_loss)
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        return self.assembly.program.stages
 
     @property
     def micro_batches(self) -> int:
