@@ -57,9 +57,7 @@ class LossStage:
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             wanted = [place for place, v in enumerate(values) if v.requires_grad]
-            for place, gradient in zip(
-                wanted, self._go_back(loss, begin, [leaves[w] for w in wanted], i), strict=True
-            ):
+            for place, gradient in zip(wanted, self._go_back(loss, begin, [leaves[w] for w in wanted], i), strict=True):
                 gradients[place] = gradient
                 self.exchange.send_gradient(links[place], i, gradient)
         if self.losses.whole_target is not None:
