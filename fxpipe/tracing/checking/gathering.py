@@ -24,6 +24,7 @@ from fxpipe.tracing.traced import Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+FEW = 4  # samples that tell as much as many
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
@@ -33,11 +34,11 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
     Raises:
         ArgumentError: they differ; names the output and the remedies.
     """
-    batch = traced.batch_of(leaves)
+    batch = next((n for n in (FEW, traced.batch_of(leaves)) if _holds_for_halves(traced, leaves, n)), None)
+    if batch is None or not _can_be_calm(traced):
+        return
     cut = (batch + 1) // 2
     bounds = [(0, batch), (0, cut), (cut, batch)]
-    if batch < 2 or not all(is_same_graph(traced, stop - start) for start, stop in bounds) or not _can_be_calm(traced):
-        return
     try:
         runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
     except DecisionError:  # a half is of another graph
@@ -63,6 +64,12 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
                 "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
                 "that returns (out.loss * n, n), n tokens that count"
             )
+
+
+def _holds_for_halves(traced: Traced, leaves: Sequence[Any], batch: int) -> bool:
+    """Is the graph right for the first so many samples, and for each half of them?"""
+    sizes = (batch, (batch + 1) // 2, batch // 2)
+    return 2 <= batch <= traced.batch_of(leaves) and all(is_same_graph(traced, size) for size in sizes)
 
 
 def _taken(traced: Traced) -> dict[str, int | None]:
