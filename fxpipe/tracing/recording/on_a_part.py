@@ -13,6 +13,7 @@ the model's. That also has the right words for what is wrong.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.traced import Traced
 
+LONG = 0.25  # seconds of a recording
 _AS_IT_IS = frozenset(("read", "hook", "whole", "opaque"))  # in `meta`: more than a function of tensors
 
 
@@ -75,7 +77,10 @@ def _on_a_part(
         with faked(model, given, always=True) as fakes:
             return record_on(*fakes)
 
+    start = time.perf_counter()
     traced = recorded(samples, fake=False)
+    if time.perf_counter() - start < LONG:
+        return None  # fake tensors would take longer than all samples do
     if any(not _AS_IT_IS.isdisjoint(node.meta) for node in traced.graph.nodes):
         return None
     if not all(_are_the_same(traced, recorded(size, fake=True)) for size in (batch, batch + 1)):
