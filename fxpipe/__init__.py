@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.profiling import Profile, profile
     from fxpipe.recomputing import is_recomputing
+    from fxpipe.simulation.of_plans import simulate
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
@@ -39,6 +40,7 @@ _HOMES = {
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
+    "simulate": "fxpipe.simulation.of_plans",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning",
 }
@@ -56,6 +58,7 @@ __all__ = [
     "pipeline",
     "plan",
     "profile",
+    "simulate",
     "trace",
     "tune",
 ]

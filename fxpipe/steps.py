@@ -42,6 +42,7 @@ class Step:
     waited: tuple[float, ...]  # seconds before each span in which its device had nothing to do
     seconds: float
     memory: tuple[Memory, ...] = ()  # by device; empty where it is not known
+    limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
     arrows: tuple[Arrow, ...] = ()
     away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
 
@@ -75,24 +76,15 @@ class Step:
     def micro_batches(self) -> int:
         return len({span.action.micro_batch for span in self.spans})
 
-    @property
-    def has_loops(self) -> bool:
-        """Has a device several stages, so that the number of a micro-batch alone would not name an action."""
-        return len({(span.device, span.action.stage) for span in self.spans}) > len(
-            {span.device for span in self.spans}
-        )
 
-    def names(self) -> tuple[str, ...]:
-        """Of each span, as short as it is clear on the row of its device."""
-        if self.has_loops:
-            return tuple(str(span.action) for span in self.spans)
-        return tuple(f"{span.action.kind}{span.action.micro_batch}" for span in self.spans)
+def step_of(source: Source, *, has_memory: bool = True) -> Step:
+    """The common form; without memory over time, which takes the longest to find out, where nobody asks for it.
 
-
-def step_of(source: Source) -> Step:
-    """Raises `ArgumentTypeError` for anything but a simulation or the record of a step."""
+    Raises:
+        ArgumentTypeError: it is neither a simulation nor the record of a step.
+    """
     if isinstance(source, Simulation):
-        return _simulated(source)
+        return _simulated(source, has_memory)
     from fxpipe.runtime.record import StepRecord
 
     if isinstance(source, StepRecord):
@@ -102,23 +94,28 @@ def step_of(source: Source) -> Step:
     )
 
 
-def _simulated(found: Simulation) -> Step:
+def _simulated(found: Simulation, has_memory: bool) -> Step:
+    has_bytes = any(
+        cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
+        for cost in found.stages
+    )
     spans = tuple(sorted(found.spans, key=lambda span: (span.start, span.device)))
     return Step(
-        schedule=found.schedule.name.partition(":")[0],  # in front of a table of the user's own
+        schedule=found.schedule.name,
         is_simulated=True,
-        devices=("",) * len(found.schedule.rows),
+        devices=found.devices,
         spans=spans,
         waited=_gaps(spans),
         seconds=found.step_seconds,
-        memory=_known(found.memory),
+        memory=found.memory if has_memory and has_bytes else (),
+        limits=found.limits,
         arrows=tuple(_arrows(found)),
     )
 
 
 def _measured(record: StepRecord) -> Step:
     return Step(
-        schedule=record.schedule.partition(":")[0],
+        schedule=record.schedule,
         is_simulated=False,
         devices=tuple(device.name for device in record.devices),
         spans=record.spans,
@@ -127,11 +124,6 @@ def _measured(record: StepRecord) -> Step:
         arrows=tuple(Arrow(one.maker, one.user, one.bytes, one.value) for one in record.transfers),
         away=record.away,
     )
-
-
-def _known(memory: tuple[Memory, ...]) -> tuple[Memory, ...]:
-    """None where the costs name no bytes."""
-    return memory if any(one.peak for one in memory) else ()
 
 
 def _gaps(spans: Sequence[Span]) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.hardware import link_at_hand, link_between, memory_at_hand
+from fxpipe.hardware import MARGIN, link_at_hand, link_between, memory_at_hand
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from fxpipe.settings import Settings
-
-MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def sites_of(settings: Settings, batch: int) -> tuple[Site, ...]:
             Site(
                 kind=workers[k].kind,
                 memory=None if memory is None else memory / placement.count(k),
-                link=_link(settings, placement[j - 1], k) if j else None,
+                link=link_of(settings, placement[j - 1], k) if j else None,
                 in_flight=flights[j],
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
@@ -99,12 +97,12 @@ def kind_of(device: torch.device) -> str:
 def _memory(settings: Settings, device: torch.device) -> int | None:
     """What a worker may take of a device, which several may share."""
     if settings.hardware is not None:
-        return int(settings.hardware.memory * (1 - MARGIN))
+        return settings.hardware.usable_memory
     memory = memory_at_hand(device)
     return None if memory is None else int(memory * (1 - MARGIN)) // settings.workers.count(device)
 
 
-def _link(settings: Settings, one: int, other: int) -> Link | None:
+def link_of(settings: Settings, one: int, other: int) -> Link | None:
     """The way between two workers; None where a value is handed over."""
     if one == other:
         return None

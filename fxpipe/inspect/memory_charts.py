@@ -37,40 +37,60 @@ class Chart:
     height: float
 
 
-def memory_chart(memory: Sequence[Memory], labels: Sequence[str], limit: float | None, frame: Frame, y: float) -> Chart:
-    """Of the devices, one for each of `labels`, from `y` downwards."""
-    peak = max(one.peak for one in memory)
-    drawn_limit = limit if limit is not None and limit <= FLAT * peak else None
-    top = max(peak, drawn_limit or 0.0) * 1.04
-    beyond = f"; the limit of {human_bytes(limit)} lies above" if limit is not None and drawn_limit is None else ""
-    if len(memory) <= MOST_PANELS:
-        return _panels(memory, labels, drawn_limit, top, beyond, frame, y)
-    return _lines(memory, labels, drawn_limit, top, beyond, frame, y)
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """What bytes are in a chart of some height."""
+
+    top: float  # bytes at its upper edge
+    limits: tuple[float | None, ...]  # by device; None: not known, or far above
+    remark: str  # on limits that are not drawn
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Of the legend."""
+        levels = sorted({limit for limit in self.limits if limit is not None})
+        if not levels:
+            return []
+        sizes = list(dict.fromkeys(map(human_bytes, (levels[0], levels[-1]))))
+        return [Entry(f"limit{'s' if len(sizes) > 1 else ''} {' to '.join(sizes)}", LIMIT, is_line=True)]
 
 
-def _panels(
+def memory_chart(
     memory: Sequence[Memory],
+    limits: Sequence[float | None],
     labels: Sequence[str],
-    limit: float | None,
-    top: float,
-    beyond: str,
     frame: Frame,
     y: float,
 ) -> Chart:
+    """Of the devices, whose names are `labels`, from `y` downwards."""
+    scale = _scale([one.peak for one in memory], limits or (None,) * len(memory))
+    draw = _panels if len(memory) <= MOST_PANELS else _lines
+    return draw(memory, labels, scale, frame, y)
+
+
+def _scale(peaks: Sequence[float], limits: Sequence[float | None]) -> _Scale:
+    peak = max(peaks)
+    drawn = tuple(None if limit is None or limit > FLAT * peak else limit for limit in limits)
+    above = [limit for limit, level in zip(limits, drawn, strict=True) if limit is not None and level is None]
+    remark = f"; the limit of {human_bytes(min(above))} lies above" if above else ""
+    return _Scale(max(peak, *(limit or 0.0 for limit in drawn)) * 1.04, drawn, remark)
+
+
+def _panels(memory: Sequence[Memory], labels: Sequence[str], scale: _Scale, frame: Frame, y: float) -> Chart:
     """A panel for each device: its parts, one on the other."""
     parts = [name for name in PARTS if any(getattr(size, name) for one in memory for _, size in one.steps)]
-    still: list[Item] = [Text(frame.left, y + 12, f"memory, on one scale{beyond}", is_bold=True)]
-    entries = [Entry(name, MEMORY[name]) for name in parts]
-    if limit is not None:
-        entries.append(Entry(f"limit {human_bytes(limit)}", LIMIT, is_line=True))
+    heading = "memory" if len(memory) == 1 else "memory, all on one scale"
+    still: list[Item] = [Text(frame.left, y + 12, f"{heading}{scale.remark}", is_bold=True)]
+    entries = [*(Entry(name, MEMORY[name]) for name in parts), *scale.entries]
     still += legend(entries, frame.left, y + 28, frame.width)
     moving: list[Item] = []
     for d, (one, label) in enumerate(zip(memory, labels, strict=True)):
         base = y + HEAD + (d + 1) * PANEL + d * GAP
         moving.append(Rect(frame.left, base - PANEL, frame.width, PANEL, "#f7f7f7"))
-        moving += _stacked(one, parts, frame, base, PANEL / top, label)
+        moving += _stacked(one, parts, frame, base, PANEL / scale.top, label)
+        limit = scale.limits[d]
         if limit is not None:
-            moving.append(_level(limit, frame, base - limit * PANEL / top))
+            moving.append(_level(limit, frame, base - limit * PANEL / scale.top))
         still.append(Text(frame.left - 8, base - PANEL / 2 + 4, label, 10, anchor="end"))
         still.append(Text(frame.right + 8, base - PANEL / 2, "peak", SMALL, FAINT))
         colour = LIMIT if limit is not None and one.peak > limit else "#222222"
@@ -93,39 +113,30 @@ def _stacked(
         yield Area((*upper, *reversed(lower)), MEMORY[name], title=f"{label}: {name}, at most {most}")
 
 
-def _lines(
-    memory: Sequence[Memory],
-    labels: Sequence[str],
-    limit: float | None,
-    top: float,
-    beyond: str,
-    frame: Frame,
-    y: float,
-) -> Chart:
+def _lines(memory: Sequence[Memory], labels: Sequence[str], scale: _Scale, frame: Frame, y: float) -> Chart:
     """One chart with a line for each device, from light to dark, and a name for the one that needs most."""
     head, base = y + HEAD, y + HEAD + CHART
     peaks = [one.peak for one in memory]
     most = max(range(len(memory)), key=peaks.__getitem__)
-    told = f"memory of each device: at most {human_bytes(peaks[most])}, on device {most}{beyond}"
+    told = f"memory of each device: at most {human_bytes(peaks[most])}, on device {most}{scale.remark}"
     still: list[Item] = [Text(frame.left, y + 12, told, is_bold=True)]
     entries = [Entry("device 0", on_ramp(0), is_line=True), Entry("…", on_ramp(0.5), is_line=True)]
     entries.append(Entry(f"device {len(memory) - 1}", on_ramp(1), is_line=True))
-    if limit is not None:
-        entries.append(Entry(f"limit {human_bytes(limit)}", LIMIT, is_line=True))
+    entries += scale.entries
     still += legend(entries, frame.left, y + 28, frame.width)
 
     moving: list[Item] = []
-    for size, name in byte_ticks(top, 5):
-        at = base - size * CHART / top
+    for size, name in byte_ticks(scale.top, 5):
+        at = base - size * CHART / scale.top
         moving.append(Line(((frame.left, at), (frame.right, at)), GRID))
         still.append(Text(frame.left - 8, at + 3, name, SMALL, FAINT, anchor="end"))
     for d in sorted(range(len(memory)), key=lambda d: d == most):  # the greatest on top of all
         kept = _envelope(memory[d], frame)
-        points = _stairs([time for time, _ in kept], [size for _, size in kept], frame, base, CHART / top)
+        points = _stairs([time for time, _ in kept], [size for _, size in kept], frame, base, CHART / scale.top)
         title = f"{labels[d]}: peak {human_bytes(peaks[d])}"
         moving.append(Line(points, on_ramp(d / (len(memory) - 1)), 1.8 if d == most else 0.9, title=title))
-    if limit is not None:
-        moving.append(_level(limit, frame, base - limit * CHART / top))
+    for limit in sorted({limit for limit in scale.limits if limit is not None}):
+        moving.append(_level(limit, frame, base - limit * CHART / scale.top))
     return Chart(tuple(moving), tuple(still), base - head + HEAD)
 
 
