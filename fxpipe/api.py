@@ -88,9 +88,9 @@ def pipeline(
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
-            "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages per
-                                device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many there
-                                are; with a plan, whose stages stay where they are, the best for them
+            "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
+                                per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many
+                                there are; with a plan, whose stages stay where they are, the best for them
 
             Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
             (micro_batches, stages) -> text or rows. This is 1f1b of two stages and two micro-batches (stage, F or B,
