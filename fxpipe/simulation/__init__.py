@@ -19,8 +19,9 @@ what several links share (`Transfer.over`: the network adapter of a node). Each 
 order in which they are handed over: so a link can be what a pipeline waits for.
 
 Simpler than the real thing: a stage takes as long for every micro-batch; copying disturbs no computation; starting an
-action costs nothing; a value on its way takes no memory, nor do the gradients of values; the gradient of an output that
-the loss takes from an earlier stage leaves with the last stage's B.
+action takes as long as any other; the loss, which no plan knows, takes no time; a value on its way takes no memory, nor
+do the gradients of values; the gradient of an output that the loss takes from an earlier stage leaves with the last
+stage's B.
 
 `events.py` walks, by what `needs.py` has found that actions need; `results.py` holds what comes of it; `critical.py`
 says what the end of the step hangs on. `of_plans.py` is `fxpipe.simulate`: the same for a plan, also on hardware, with

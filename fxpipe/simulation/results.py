@@ -140,6 +140,11 @@ class Simulation:
 
         save_timeline(self, path, title=title)
 
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import step_html
+
+        return step_html(self)
+
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
         samples = f", {self.samples} samples" if self.samples else ""
