@@ -115,7 +115,7 @@ def _simulated(found: Simulation, has_memory: bool) -> Step:
     return Step(
         schedule=found.schedule.name,
         is_simulated=True,
-        devices=tuple("" if name == str(d) else name for d, name in enumerate(found.devices)),
+        devices=found.devices,
         spans=spans,
         waited=_gaps(spans),
         seconds=found.step_seconds,
