@@ -27,7 +27,7 @@ from fxpipe.units import counted, human_bytes, human_seconds
 if TYPE_CHECKING:
     import sympy
 
-    from fxpipe.plans import Plan, Portal, StagePlan
+    from fxpipe.plans import Plan, StagePlan
     from fxpipe.simulation import Simulation
 
 MANY_ROWS = 24  # from here on a table scrolls by itself
@@ -53,7 +53,7 @@ def stages(plan: Plan) -> str:
     slowest = max(seconds_of(stage) for stage in plan.stages)
     headers = (
         "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
-        "memory", "sends", "portals in", "portals out",
+        "memory", "sends", *(["portals in", "portals out"] if plan.portals else ()),
     )  # fmt: skip
     memory = [plan.memory(stage.index) for stage in plan.stages]
     rows = tuple(_stage(plan, stage, memory[stage.index], slowest) for stage in plan.stages)
@@ -83,12 +83,13 @@ def _stage(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> 
         number(plan.in_flight(j)),
         size(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),
         size(stage.sent_bytes) if stage.sent_bytes else missing(),
-        _portals([portal for portal in plan.portals if portal.target == j]),
-        _portals([portal for portal in plan.portals if portal.source == j]),
+        *([_portals(plan, target=j), _portals(plan, source=j)] if plan.portals else ()),
     )
 
 
-def _portals(found: Sequence[Portal]) -> Cell:
+def _portals(plan: Plan, source: int | None = None, target: int | None = None) -> Cell:
+    """Those from a stage, or to a stage."""
+    found = [portal for portal in plan.portals if portal.source == source or portal.target == target]
     return size(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing()
 
 
