@@ -11,7 +11,7 @@ from fxpipe.inspect.colours import MEMORY
 from fxpipe.inspect.gantt import gantt
 from fxpipe.inspect.markup import Cell, Table, missing, number, percent, seconds, size, text
 from fxpipe.inspect.pages import timeline_figure
-from fxpipe.inspect.report.sections import aside, sortable
+from fxpipe.inspect.report.sections import OUTCOME, Outcome, aside, least_step, sortable
 from fxpipe.inspect.report.variants import Chunked
 from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.steps import step_of
@@ -142,20 +142,11 @@ def _links(simulation: Simulation, names: Sequence[str]) -> str:
 def _overview(chunked: Sequence[Chunked], own: int) -> str:
     if len(chunked) == 1:
         return ""
-    best = min(found.simulation.step_seconds for found in chunked)
+    outcomes = [Outcome.of(found.simulation) for found in chunked]
+    least = least_step(outcomes)
     rows = tuple(
-        (
-            number(found.chunks, "the plan's" if k == own else ""),
-            number(found.samples),
-            Cell(
-                human_seconds(found.simulation.step_seconds),
-                found.simulation.step_seconds,
-                is_marked=found.simulation.step_seconds == best,
-            ),
-            percent(found.simulation.mean_bubble),
-            size(max(memory.peak for memory in found.simulation.memory)),
-        )
+        (number(found.chunks, "the plan's" if k == own else ""), number(found.samples), *outcomes[k].cells(least))
         for k, found in enumerate(chunked)
     )
-    headers = ("micro-batches", "samples in one", "step", "bubble", "most memory")
-    return "<h3>Numbers of micro-batches compared</h3>\n" + sortable(Table(headers, rows), "micro-batches")
+    table = sortable(Table(("micro-batches", "samples in one", *OUTCOME), rows), "micro-batches")
+    return "<h3>Numbers of micro-batches compared</h3>\n" + table
