@@ -188,9 +188,11 @@ def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
     rows = []
     for (plan, _), outcome in zip(plans, outcomes, strict=True):
         times = first / outcome.step if outcome.step else 1.0
-        numbers = number(len(plan.workers)), number(len(plan.stages))
+        schedule = code(plan.schedule.partition(":")[0])
+        numbers = number(len(plan.workers)), number(len(plan.stages)), schedule
         rows.append((*numbers, *outcome.cells(least), Cell(f"{times:.2f}", times)))
-    return sortable(Table(("devices", "stages", *OUTCOME, "times as fast as the first"), tuple(rows)), "devices")
+    headers = ("devices", "stages", "schedule", *OUTCOME, "times as fast as the first")
+    return sortable(Table(headers, tuple(rows)), "numbers of devices")
 
 
 def tied(plan: Plan) -> str:
