@@ -63,6 +63,7 @@ class StagePlan:
     activation_bytes: int  # kept for backward
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
     weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
+    action_seconds: float = 0.0  # what an action costs beside all of these, whatever its size
     copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
     state_bytes: int = 0  # gradients of parameters, and the optimizer's state
     gradient_bytes: int = 0  # of `state_bytes`, those of gradients

@@ -115,6 +115,7 @@ class Plan:
             stage.forward_seconds,
             stage.backward_seconds,
             weight=stage.weight_seconds,
+            action=stage.action_seconds,
             parameter_bytes=stage.parameter_bytes,
             gradient_bytes=stage.gradient_bytes,
             optimizer_bytes=stage.state_bytes - stage.gradient_bytes,

@@ -43,6 +43,7 @@ class StageCost:
     portal_bytes: float = 0  # what F was given by other stages, through portals: as long
     working_bytes: float = 0  # beside all that, while an action runs
     update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
+    action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
 
     @property
     def static_bytes(self) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
+from fxpipe.action_costs import action_seconds
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
 from fxpipe.deciding.remarks import heaviest, tied, whole
@@ -93,6 +94,7 @@ def describe(
                 sent_bytes=sent(samples),
                 # Both are sums, rounded.
                 weight_seconds=min(load.backward_seconds, math.fsum(cost.weight.at(samples) for cost in own)),
+                action_seconds=action_seconds(str(settings.devices[j])),
                 copies=tuple(copies[j]),
                 state_bytes=int(load.state_bytes),
                 gradient_bytes=gradients,

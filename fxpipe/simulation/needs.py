@@ -76,13 +76,14 @@ def seconds_of(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Kind, li
     """For each kind of action, for each stage: how long it takes."""
     split = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
-    return {
+    own = {
         Kind.FORWARD: [float(s.forward) for s in stages],
         Kind.RECOMPUTE: [float(s.forward if s.recompute is None else s.recompute) for s in stages],
         Kind.BACKWARD: [float(s.backward) - (weight[j] if j in split else 0.0) for j, s in enumerate(stages)],
         Kind.WEIGHT: weight,
-        Kind.UPDATE: [float(s.update) for s in stages],
     }
+    found = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
+    return found | {Kind.UPDATE: [float(s.update) for s in stages]}
 
 
 def devices_of(schedule: Schedule) -> list[int]:
