@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fxpipe.action_costs import action_seconds
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_between
 from fxpipe.partitioning.chain import Link
@@ -57,6 +58,7 @@ def _stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> Sta
         forward_seconds=here.forward,
         backward_seconds=here.backward,
         weight_seconds=here.weight,
+        action_seconds=action_seconds(device),
         memory_limit=hardware.usable_memory // plan.placement.count(worker),
         fixed=StageSeconds(
             *(
