@@ -16,7 +16,7 @@ from fxpipe.graphs import Inside
 from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.runtime import Driver, StepRecord, Workers
+from fxpipe.runtime import Driver, StepRecord, driver_for
 from fxpipe.runtime.losses import check_reduction, check_scaler
 from fxpipe.scheduling import ScheduleLike, make_schedule
 from fxpipe.settings import Settings, make_settings
@@ -188,7 +188,7 @@ class Pipeline(nn.Module):
         super().__init__()
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["_fxpipe"] = Inside(model, settings, given, driver or Workers(settings.workers))
+        own["_fxpipe"] = Inside(model, settings, given, driver or driver_for(settings.workers))
 
     # -- running -----------------------------------------------------------------------------------------------------
 

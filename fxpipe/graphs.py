@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
-from fxpipe.runtime import Assembly, Driver, Engine, Workers, microbatches, wire
+from fxpipe.runtime import Assembly, Driver, Engine, driver_for, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
@@ -95,7 +95,7 @@ class Inside:
                 self.plan, self.settings = self.first.plan, self.first.settings
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.driver.close()
-                    self.engine.driver = Workers(self.settings.workers)
+                    self.engine.driver = driver_for(self.settings.workers)
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
                 traced = self.first.traced

@@ -77,10 +77,14 @@ class Step:
         return len({span.action.micro_batch for span in self.spans})
 
 
-def step_of(source: Source) -> Step:
-    """Raises `ArgumentTypeError` for anything but a simulation or the record of a step."""
+def step_of(source: Source, *, has_memory: bool = True) -> Step:
+    """The common form; without memory over time, which takes the longest to find out, where nobody asks for it.
+
+    Raises:
+        ArgumentTypeError: it is neither a simulation nor the record of a step.
+    """
     if isinstance(source, Simulation):
-        return _simulated(source)
+        return _simulated(source, has_memory)
     from fxpipe.runtime.record import StepRecord
 
     if isinstance(source, StepRecord):
@@ -90,16 +94,20 @@ def step_of(source: Source) -> Step:
     )
 
 
-def _simulated(found: Simulation) -> Step:
+def _simulated(found: Simulation, has_memory: bool) -> Step:
+    has_bytes = any(
+        cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
+        for cost in found.stages
+    )
     spans = tuple(sorted(found.spans, key=lambda span: (span.start, span.device)))
     return Step(
         schedule=found.schedule.name,
         is_simulated=True,
-        devices=tuple("" if name == str(d) else name for d, name in enumerate(found.devices)),
+        devices=found.devices,
         spans=spans,
         waited=_gaps(spans),
         seconds=found.step_seconds,
-        memory=_known(found.memory),
+        memory=found.memory if has_memory and has_bytes else (),
         limits=found.limits,
         arrows=tuple(_arrows(found)),
     )
@@ -116,11 +124,6 @@ def _measured(record: StepRecord) -> Step:
         arrows=tuple(Arrow(one.maker, one.user, one.bytes, one.value) for one in record.transfers),
         away=record.away,
     )
-
-
-def _known(memory: tuple[Memory, ...]) -> tuple[Memory, ...]:
-    """None where the costs name no bytes."""
-    return memory if any(one.peak for one in memory) else ()
 
 
 def _gaps(spans: Sequence[Span]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """A timeline as lines of text, one for each device.
 
-Plain, as logs and documents have it: `F0`, `B0===` an action, `.` the bubble. What a column shows is what takes most of
-it: so with hundreds of micro-batches, each shorter than a column, a busy device still looks busy.
+Plain, as logs and documents have it: `F0`, `B0===` an action, `.` the bubble. With hundreds of micro-batches, each
+shorter than a column, there are as many columns of each kind, and of bubble, as they take of the time.
 """
 
 from __future__ import annotations
@@ -54,28 +54,40 @@ def has_loops(spans: Sequence[Span]) -> bool:
 def owners_of(row: Sequence[Span], seconds: float, units: int) -> list[int | None]:
     """A step is cut into `units` of equal length: which span of a device each one shows; None: the device idles.
 
-    A span is as many units as it is long, rounded. Spans shorter than a unit share one: the kind that has most of the
-    time shows, if they take half of the unit together.
+    A span is as many units as it is long, rounded. Spans shorter than a unit share it with each other and with bubbles;
+    one of them shows, and what does not is the more likely to show in the next unit: so that over several units each
+    kind, and the bubble, has its share (Floyd and Steinberg, "An adaptive algorithm for spatial greyscale", 1976).
     """
     owners: list[int | None] = [None] * units
     if not seconds:
         return owners
     shares: defaultdict[int, defaultdict[Kind, float]] = defaultdict(lambda: defaultdict(float))
+    taken: defaultdict[int, float] = defaultdict(float)  # of a unit by the ends of longer spans
     last: dict[tuple[int, Kind], int] = {}
-    short = set()
     for k, span in enumerate(row):
         start, end = span.start / seconds * units, span.end / seconds * units
-        first, behind = round(start), round(end)
-        owners[first:behind] = [k] * (behind - first)
-        if end - start >= 1:
+        is_short = end - start < 1
+        if not is_short:
+            first, behind = int(start + 0.5), int(end + 0.5)
+            owners[first:behind] = [k] * (behind - first)
+        for unit in {int(start), int(end)}:
+            share = min(end, unit + 1) - max(start, unit)
+            if is_short and share > 0 and unit < units:
+                shares[unit][span.action.kind] += share
+                last[unit, span.action.kind] = k
+            taken[unit] += share
+
+    due: defaultdict[Kind | None, float] = defaultdict(float)  # units that each kind, or the bubble, has not shown yet
+    for unit, owner in enumerate(owners):
+        if owner is not None or unit not in shares:
+            due.clear()
             continue
-        short.add(k)
-        for unit in range(int(start), min(units, int(end) + 1)):
-            shares[unit][span.action.kind] += max(0.0, min(end, unit + 1) - max(start, unit))
-            last[unit, span.action.kind] = k
-    for unit, found in shares.items():
-        if (owners[unit] is None or owners[unit] in short) and sum(found.values()) >= 0.5:
-            owners[unit] = last[unit, max(found, key=found.__getitem__)]
+        due[None] += 1 - taken[unit]
+        for kind, share in shares[unit].items():
+            due[kind] += share
+        shown = max((None, *shares[unit]), key=lambda kind: (due[kind], kind is not None))
+        due[shown] -= 1
+        owners[unit] = None if shown is None else last[unit, shown]
     return owners
 
 

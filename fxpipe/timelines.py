@@ -75,7 +75,8 @@ def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
         sum(stages[j].gradient_bytes for j in held),
         sum(stages[j].optimizer_bytes for j in held),
     )
-    activations, portals = 0.0, 0.0
+    activations: float = 0
+    portals: float = 0
     steps = [(0.0, Parts(*always))]
     for span in spans:
         kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]

@@ -36,7 +36,7 @@ MEMORY = {  # what stays throughout a step, in greys; what comes and goes
     "optimizer": "#b9c2cd",
     "activations": "#009e73",
     "portals": "#8fdcc2",
-    "working": "#cc79a7",
+    "working": "#a23f8c",
 }
 
 CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")

@@ -17,9 +17,10 @@ from fxpipe.units import counted, human_bytes, human_seconds
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline
     from fxpipe.plans import Plan
-    from fxpipe.simulation import Simulation
+    from fxpipe.steps import Source
+    from fxpipe.tuning import Tuning
 
-MOST_STAGES, MOST_PORTALS = 64, 20  # rows
+MOST_STAGES, MOST_PORTALS, MOST_TRIED = 64, 20, 12  # rows
 
 FRAME = "overflow-x:auto;max-width:100%"
 TABLE = "border-collapse:collapse;border:0;margin:0.4em 0;font-variant-numeric:tabular-nums"
@@ -90,24 +91,55 @@ def pipeline_html(pipe: Pipeline) -> str:
     return _fragment([_head("Pipeline", head)]) + plan_html(plan)
 
 
-def simulation_html(simulation: Simulation) -> str:
-    """The timeline, and for each device its time and its memory."""
+def step_html(source: Source) -> str:
+    """The timeline, and for each device its time and, of a simulation, its memory."""
     from fxpipe.inspect.gantt import gantt
     from fxpipe.steps import step_of
 
-    headers = ("device", "", "busy", "bubble", "most memory")
-    rows = [
-        (number(d), text(name), seconds(simulation.busy[d]), percent(simulation.bubble[d]), size(memory.peak))
-        for d, (name, memory) in enumerate(zip(simulation.devices, simulation.memory, strict=True))
-    ]
-    schedule = simulation.schedule
-    head = (
-        f"{schedule.name.partition(':')[0]}: step {human_seconds(simulation.step_seconds)}, "
-        f"bubble {100 * simulation.mean_bubble:.1f} %"
+    step = step_of(source)
+    headers = ["device", "", "busy", "bubble", *(["most memory"] if step.memory else [])]
+    rows = []
+    for d, (name, busy, bubble) in enumerate(zip(step.devices, step.busy, step.bubble, strict=True)):
+        memory = (size(step.memory[d].peak),) if step.memory else ()
+        rows.append((number(d), text(name), seconds(busy), percent(bubble), *memory))
+    head = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {100 * step.mean_bubble:.1f} %"
+    facts = (
+        f"{'simulated' if step.is_simulated else 'measured'}: {counted(step.stages, 'stage')}, "
+        f"{counted(step.micro_batches, 'micro-batch', 'es')}"
     )
-    facts = f"{counted(schedule.stages, 'stage')}, {counted(schedule.micro_batches, 'micro-batch', 'es')}"
-    picture = svg_of(gantt(step_of(simulation)).scene)
+    picture = svg_of(gantt(step).scene)
     return _fragment([_head(head, facts), f'<div style="{PICTURE}">{picture}</div>', _table(headers, rows)])
+
+
+def tuning_html(tuning: Tuning) -> str:
+    """The best of what was tried, the chosen one marked."""
+    cut = [row for row in tuning.rows if row.plan is not None]
+    shown = cut[:MOST_TRIED] + [row for row in cut[MOST_TRIED:] if row is tuning.best]
+    headers = ("", "schedule", "chunks", "checkpoint", "stages per device", "step", "measured", "bubble", "memory", "")
+    rows = [
+        (
+            text("→" if row is tuning.best else ""),
+            code(row.schedule.partition(":")[0]),
+            number(row.chunks),
+            text(row.checkpoint if isinstance(row.checkpoint, str) else "by stage"),
+            number(row.stages_per_device),
+            seconds(row.step_seconds),
+            missing() if row.measured_seconds is None else seconds(row.measured_seconds),
+            percent(row.simulation.mean_bubble),
+            size(row.peak),
+            text(f"lacks {human_bytes(row.lacks)}" if row.lacks > 0 else ""),
+        )
+        for row in shown
+    ]
+    best = tuning.best
+    chunks = counted(best.chunks, "micro-batch", "es")
+    head = f"{best.schedule.partition(':')[0]}, {chunks}: step {human_seconds(best.step_seconds)}"
+    more = f", of which {len(shown)} are shown" if len(cut) > len(shown) else ""
+    facts = (
+        f"chosen from {counted(len(cut), 'way')}{more}, for {counted(tuning.batch, 'sample')} on "
+        f"{counted(len(tuning.devices), 'device')}"
+    )
+    return _fragment([_head(head, facts), _table(headers, rows)])
 
 
 def _fragment(parts: Sequence[str]) -> str:

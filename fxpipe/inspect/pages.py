@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fxpipe.inspect.boxes import MOST_BOXES
 from fxpipe.inspect.colours import KIND_NAMES, KINDS, RECEIVING, letters_on
-from fxpipe.inspect.gantt import MOST_BOXES, Gantt
+from fxpipe.inspect.gantt import Gantt
 from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.scheduling.actions import Kind
 from fxpipe.steps import Step

@@ -62,7 +62,7 @@ def shows_colours(stream: TextIO) -> bool:
 
 def plain(source: Source, *, columns: int | None = None) -> str:
     """A line for each device: what it does when, and how long it is busy. `columns` is the width of the window."""
-    step = step_of(source)
+    step = step_of(source, has_memory=False)
     before, behind = _beside(step)
     room = COLUMNS if columns is None else columns - len(before[0]) - len(behind[0]) - 3 if before else 0
     lines = timeline(step.spans, len(step.devices), step.seconds, columns=max(NARROWEST, room))
@@ -76,7 +76,7 @@ def coloured(source: Source, *, columns: int = COLUMNS, has_blocks: bool = True)
         columns: of the window.
         has_blocks: may have characters beyond ASCII.
     """
-    step = step_of(source)
+    step = step_of(source, has_memory=False)
     before, behind = _beside(step)
     width = min(
         WIDEST, max(NARROWEST, columns - max(map(len, before), default=0) - max(map(len, behind), default=0) - 2)

@@ -110,6 +110,11 @@ class StepRecord:
 
         save_timeline(self, path, title=title)
 
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import step_html
+
+        return step_html(self)
+
     def __str__(self) -> str:
         count = f"{len(self.actions)} action{'' if len(self.actions) == 1 else 's'}"
         away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""

@@ -7,10 +7,10 @@ gives every start and end, exactly.
 >>> from fxpipe.scheduling import make_schedule
 >>> print(simulate_schedule(make_schedule("1f1b", stages=3, micro_batches=4), [StageCost(forward=1, backward=2)] * 3))
 1f1b: 3 stages, 4 micro-batches
-device 0 |F0 F1 F2 ............B0=== F3 B1=== ...B2=== ...B3=== |  busy 12 s, bubble 33.3 %
-device 1 |...F0 F1 ......B0=== F2 B1=== F3 B2=== ...B3=== ......|  busy 12 s, bubble 33.3 %
-device 2 |......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............|  busy 12 s, bubble 33.3 %
-step 18 s, mean bubble 33.3 %
+device 0 |F0 F1 F2 ............B0=== F3 B1=== ...B2=== ...B3=== |  busy 12.0 s, bubble 33.3 %
+device 1 |...F0 F1 ......B0=== F2 B1=== F3 B2=== ...B3=== ......|  busy 12.0 s, bubble 33.3 %
+device 2 |......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............|  busy 12.0 s, bubble 33.3 %
+step 18.0 s, mean bubble 33.3 %
 critical path: B 66.7 %, F 33.3 %
 
 F and B of a stage need those of its neighbours, as every schedule has it, and beside that whatever `transfers` bring

@@ -14,7 +14,7 @@ from tabulate import tabulate
 
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, Kind
-from fxpipe.units import human_seconds
+from fxpipe.units import human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.runtime.record import StepRecord
@@ -55,7 +55,7 @@ class Comparison:
     def __str__(self) -> str:
         rows = [("step", *_seconds(self.step), "", "", "")]
         for k, one in enumerate(self.devices):
-            shares = (f"{one.bubble.measured:.1%}", f"{one.bubble.simulated:.1%}")
+            shares = (percent(one.bubble.measured), percent(one.bubble.simulated))
             rows.append((f"device {k} {one.name}".rstrip(), *_seconds(one.busy), "", *shares))
         rows += [(f"all {kind}", *_seconds(pair), "", "", "") for kind, pair in self.kinds.items()]
         headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")

@@ -13,7 +13,7 @@ from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
 from fxpipe.text_timelines import timeline
 from fxpipe.timelines import Memory, Span, memory_of
-from fxpipe.units import human_bytes, percent
+from fxpipe.units import human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.runtime.record import StepRecord
@@ -30,13 +30,13 @@ class Simulation:
     spans: tuple[Span, ...]  # device after device, each in the order of its row
     step_seconds: float  # from the first start to the last end: all of the schedule, and no update that it has not
     legs: tuple[Leg, ...]  # of the critical path, which follow each other from 0 to `step_seconds`
-    devices: tuple[str, ...] = ()  # names, by device; numbers if not given
+    devices: tuple[str, ...] = ()  # the name of each; empty where it has none
     samples: int | None = None  # of the mini-batch, where it is known
     limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
 
     def __post_init__(self) -> None:
         count = len(self.schedule.rows)
-        object.__setattr__(self, "devices", self.devices or tuple(map(str, range(count))))
+        object.__setattr__(self, "devices", self.devices or ("",) * count)
         object.__setattr__(self, "limits", self.limits or (None,) * count)
 
     @property
@@ -100,11 +100,13 @@ class Simulation:
 
     @property
     def critical_shares(self) -> dict[str, float]:
-        """For each kind of leg ("F", "B", ..., "sending", "waiting") its share, 0 to 1, of the critical path."""
+        """For each kind of leg ("F", "B", ..., "sending", "waiting") its share, 0 to 1, of the critical path; the
+        largest first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for leg in self.legs:
             seconds[leg.kind] += leg.seconds
-        return {kind: time / self.step_seconds for kind, time in sorted(seconds.items()) if time}
+        ordered = sorted(seconds.items(), key=lambda item: -item[1])
+        return {kind: time / self.step_seconds for kind, time in ordered if time}
 
     @property
     def sent(self) -> dict[tuple[int, int], float]:
@@ -138,21 +140,26 @@ class Simulation:
 
         save_timeline(self, path, title=title)
 
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import step_html
+
+        return step_html(self)
+
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
         samples = f", {self.samples} samples" if self.samples else ""
-        names = [f"device {d}" + (f" {name}" if name != str(d) else "") for d, name in enumerate(self.devices)]
+        names = [f"device {d} {name}".rstrip() for d, name in enumerate(self.devices)]
         width = max(map(len, names))
         drawn = timeline(self.spans, len(self.schedule.rows), self.step_seconds)
         lines = [
-            f"{name:{width}} |{line}|  busy {busy:.4g} s, bubble {percent(bubble)}{held}"
+            f"{name:{width}} |{line}|  busy {human_seconds(busy)}, bubble {percent(bubble)}{held}"
             for name, line, busy, bubble, held in zip(
                 names, drawn, self.busy, self.bubble, self._memory_in_words(), strict=True
             )
         ]
         shares = ", ".join(f"{kind} {percent(share)}" for kind, share in self.critical_shares.items())
-        total = f"step {self.step_seconds:.4g} s, mean bubble {percent(self.mean_bubble)}"
-        update = f", updates after it {self.update_seconds:.4g} s" if self.update_seconds else ""
+        total = f"step {human_seconds(self.step_seconds)}, mean bubble {percent(self.mean_bubble)}"
+        update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
         return "\n".join([head + samples, *lines, total + update, *([f"critical path: {shares}"] if shares else [])])
 
     def _memory_in_words(self) -> list[str]:

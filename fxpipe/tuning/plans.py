@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Protocol
 
 from fxpipe.deciding import Cut, decide, is_by_hand
 from fxpipe.errors import ArgumentError
+from fxpipe.partitioning import block_partition
 from fxpipe.placing import placed
 from fxpipe.planning import Prepared, Studied, prepared
 from fxpipe.plans import Plan
 from fxpipe.resizing import resized
 from fxpipe.scheduling import ScheduleLike, make_schedule, schedule_text
 from fxpipe.settings import Settings
+from fxpipe.stage_costs import StageCost
 from fxpipe.tracing.checking.check import is_same_graph
 from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.simulating import ideal_seconds
+from fxpipe.tuning.simulating import run
 
 
 class Plans(Protocol):
@@ -35,6 +38,9 @@ class Plans(Protocol):
             FxpipeError: there is no such plan.
         """
 
+    def has(self, candidate: Candidate) -> bool:
+        """Is its plan for stages that do not recompute there already?"""
+
     def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
         """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
 
@@ -46,8 +52,8 @@ class Plans(Protocol):
         """Seconds that no step of the candidate can undercut: all work, shared out evenly; one micro-batch on its way
         through all stages, there and back."""
 
-    def ideal(self, candidate: Candidate) -> float:
-        """Seconds of a step with stages that are equally long, and send nothing."""
+    def without_sending(self, candidate: Candidate) -> float:
+        """Seconds of a step with the stages that are most even, if nothing had to be sent or to fit."""
 
 
 @dataclass(slots=True)
@@ -58,16 +64,18 @@ class OfModel:
     settings: Settings  # all but what candidates are about
     _cuts: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by all that the cut hangs on
     _same: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by what the cut is
-    _seconds: dict[int, tuple[float, float, float]] = field(default_factory=dict)  # by samples
+    _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
     def plan(self, candidate: Candidate, mode: str) -> Plan:
-        settings = self._settings(candidate)
-        if isinstance(settings.checkpoint, str):
-            # All but the last micro-batch are recomputed: stages are balanced for these.
-            settings = replace(settings, checkpoint="never" if mode == "never" else "always")
-        found = self._prepared(replace(settings, memory_limits=(None,) * len(settings.workers)))
+        found = self._prepared(self._unlimited(candidate, mode))
         modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
         return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
+
+    def has(self, candidate: Candidate) -> bool:
+        try:
+            return self._key(self._unlimited(candidate, "never")) in self._cuts
+        except ArgumentError:
+            return False
 
     def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
         settings = self._settings(candidate)
@@ -79,15 +87,19 @@ class OfModel:
 
     def bound(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
-        forward, backward, weight = self._least_seconds(-(-self.studied.batch // m))
-        even = m * (forward + backward) / len(self.settings.workers)
-        return max(even, forward + backward - weight) * (1 - 1e-9)  # sums are rounded
+        nodes = self._fastest(-(-self.studied.batch // m))
+        total = math.fsum(cost.forward + cost.backward for cost in nodes)
+        even = m * total / len(self.settings.workers)
+        return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
-    def ideal(self, candidate: Candidate) -> float:
+    def without_sending(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
         placement = placed(len(self.settings.workers), candidate.stages_per_device, candidate.schedule, m, None)
-        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
-        return ideal_seconds(schedule, *self._least_seconds(-(-self.studied.batch // m)))
+        nodes = self._fastest(-(-self.studied.batch // m))
+        lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
+        ends = accumulate(lengths)
+        stages = [_together(nodes[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+        return run(make_schedule(candidate.schedule, len(placement), m, placement=placement), stages).step_seconds
 
     def prepared(self, plan: Plan) -> Prepared:
         """What runs a plan that came from here."""
@@ -111,13 +123,22 @@ class OfModel:
         placement = placed(len(settings.workers), each, candidate.schedule, candidate.chunks, None)
         return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
 
-    def _prepared(self, settings: Settings) -> Prepared:
-        """The cut for such settings, of which the schedule matters only where memory is limited."""
-        studied = self.studied
+    def _unlimited(self, candidate: Candidate, mode: str) -> Settings:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            # All but the last micro-batch are recomputed: stages are balanced for these.
+            settings = replace(settings, checkpoint="never" if mode == "never" else "always")
+        return replace(settings, memory_limits=(None,) * len(settings.workers))
+
+    def _key(self, settings: Settings) -> tuple[object, ...]:
+        """All that a cut hangs on. The schedule matters only where memory is limited, and pins hang on it."""
         is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
-        samples = settings.largest_micro_batch(studied.batch)
-        key = (settings.placement, samples, settings.checkpoint, of_schedule, is_limited)
+        samples = settings.largest_micro_batch(self.studied.batch)
+        return settings.placement, samples, settings.checkpoint, of_schedule, is_limited
+
+    def _prepared(self, settings: Settings) -> Prepared:
+        studied, key = self.studied, self._key(settings)
         if key not in self._cuts:
             orders = studied.orders[:1] if is_by_hand(studied.traced, settings) else studied.orders
             cut = decide(orders, studied.profiles_for(settings), studied.batch, settings, explains=False)
@@ -130,17 +151,23 @@ class OfModel:
             self._same[key] = prepared(cut, self.studied.fingerprint, self.studied.batch, settings)
         return self._same[key]
 
-    def _least_seconds(self, samples: int) -> tuple[float, float, float]:
-        """Of all nodes, each on the fastest device for it: forward, backward, and the part of weights of that."""
-        if samples not in self._seconds:
-            rows = list(zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True))
-            fastest = [min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows]
-            self._seconds[samples] = (
-                math.fsum(cost.forward.at(samples) for cost in fastest),
-                math.fsum(cost.backward.at(samples) for cost in fastest),
-                math.fsum(cost.weight.at(samples) for cost in fastest),
-            )
-        return self._seconds[samples]
+    def _fastest(self, samples: int) -> list[StageCost]:
+        """What nodes take for micro-batches of so many samples, each on the device that is fastest for it."""
+        if samples not in self._nodes:
+            rows = zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True)
+            fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
+            self._nodes[samples] = [
+                StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))
+                for cost in fastest
+            ]
+        return self._nodes[samples]
+
+
+def _together(nodes: Sequence[StageCost]) -> StageCost:
+    """A stage of these nodes."""
+    backward = math.fsum(cost.backward for cost in nodes)
+    weight = min(backward, math.fsum(cost.weight or 0.0 for cost in nodes))  # sums are rounded
+    return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +180,16 @@ class OfPlan:
     def plan(self, candidate: Candidate, mode: str) -> Plan:
         return variant(self.given, candidate.schedule, candidate.chunks, self.batch, mode)
 
+    def has(self, candidate: Candidate) -> bool:
+        return True
+
     def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
         return None
 
     def bound(self, candidate: Candidate) -> float:
         return 0.0  # it costs no more to simulate it
 
-    def ideal(self, candidate: Candidate) -> float:
+    def without_sending(self, candidate: Candidate) -> float:
         return 0.0
 
 

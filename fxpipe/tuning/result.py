@@ -66,15 +66,16 @@ class Tuning:
     """What `fxpipe.tune` tried. `print` shows the table that it chose from."""
 
     best: Row
-    rows: tuple[Row, ...]  # all: those that fit, the shortest step first; then those that do not; then those not cut
+    rows: tuple[
+        Row, ...
+    ]  # all: those that fit, the shortest step first; then those not cut; then those that do not fit
     batch: int  # samples of the mini-batch
     devices: tuple[str, ...]  # by worker
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
 
     def __str__(self) -> str:
         is_measured = any(row.measured_seconds is not None for row in self.rows)
-        cut = [row for row in self.rows if row.plan is not None]
-        shown = cut[:SHOWN] + [row for row in cut[SHOWN:] if row is self.best]
+        shown = self.rows[:SHOWN] + tuple(row for row in self.rows[SHOWN:] if row is self.best)
         headers = ["", "schedule", "chunks", "checkpoint", "stages per device", "step", "idle", "peak memory", "lacks"]
         table = tabulate(
             [self._line(row, is_measured) for row in shown],
@@ -83,12 +84,16 @@ class Tuning:
             disable_numparse=True,
         )
         lines = [self._head(), table]
-        if len(cut) > len(shown):
-            lines.append(f"{len(cut) - len(shown)} more; all are in .rows")
-        skipped = [row for row in self.rows if row.plan is None]
-        if skipped:
-            lines.append(f"{len(skipped)} candidates were not cut; .rows says why of each")
+        if len(self.rows) > len(shown):
+            lines.append(f"{len(self.rows) - len(shown)} more are in .rows")
+        if any(row.plan is None for row in shown):
+            lines.append("≥: at least so long, and so not looked at closer; .rows says why")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import tuning_html
+
+        return tuning_html(self)
 
     def _head(self) -> str:
         names = dict.fromkeys(self.devices)
@@ -104,10 +109,14 @@ class Tuning:
             str(row.chunks),
             row.checkpoint if isinstance(row.checkpoint, str) else _modes(row.checkpoint),
             str(row.stages_per_device),
-            _time(row.step_seconds),
+            _time(row.step_seconds)
+            if row.plan is not None
+            else f"≥ {_time(row.step_seconds)}"
+            if row.step_seconds
+            else "",
             *[measured] * is_measured,
-            f"{row.simulation.mean_bubble:.0%}".replace("%", " %"),
-            human_bytes(row.peak),
+            "" if row.plan is None else f"{row.simulation.mean_bubble:.0%}".replace("%", " %"),
+            "" if row.plan is None else human_bytes(row.peak),
             human_bytes(row.lacks) if row.lacks > 0 else "",
         ]
 
@@ -141,5 +150,10 @@ def preferred(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """As a table has them."""
-    return tuple(sorted(rows, key=lambda row: (row.plan is None, row.lacks, row.step_seconds, row.peak, row.chunks)))
+    """As a table has them: those that fit, those that are too slow to look at, those that do not fit, the impossible."""
+
+    def order(row: Row) -> tuple[float, ...]:
+        kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)
+        return (kind, row.lacks, row.step_seconds, row.peak, row.chunks)
+
+    return tuple(sorted(rows, key=order))

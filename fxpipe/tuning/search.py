@@ -1,13 +1,13 @@
 """The search: every candidate, the most promising first, until none that is left can be faster.
 
 A candidate is simulated on the cut for its placement and its size of micro-batches, with nothing recomputed. If that
-does not fit into memory it is tried with everything recomputed, with all but the last micro-batch, and with what
-planning makes of the limit: cuts that move, stages of which some recompute.
+does not fit into memory it is tried with what planning makes of the limit: cuts that move, stages of which some
+recompute. Only where all have to, or nothing fits, everything is recomputed, and all but the last micro-batch.
 
 To cut a graph takes a hundred times as long as to simulate a schedule. So before it is cut, a candidate is asked what
-it can come to at best: no less than all work shared out evenly, and hardly less than the schedule would take with
-stages that are equally long and send nothing. (Hardly: the real cut is uneven, which in rare cases suits a schedule.)
-Those for which that is more than the best step so far are left out.
+it can come to at best: no less than all work shared out evenly, and hardly less than its schedule takes with stages
+that are as even as the nodes allow and send nothing. (Hardly: stages of a certain unevenness may suit a schedule.)
+Those for which that is more than the best step so far are left out, unless another candidate has the same cut.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from fxpipe.tuning.plans import Plans
 from fxpipe.tuning.result import SAME, Row
 from fxpipe.tuning.simulating import simulated
 
-HOPEFUL = 2.0  # times the best ideal step: of what cannot undercut that, the ideal one is not simulated at once
-EVEN = 0.98  # of the ideal step: what an uneven cut may save, and more than it does
+HOPEFUL = 1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
+EVEN = 0.98  # of the step without sending: unevenness saves no more
 NO_SHORTER = "no step of it can be shorter than the best one"
-MODES = ("never", "except_last", "always")
-
 Limits = Sequence[float | None]  # bytes by worker; None: no limit
 
 
@@ -50,19 +48,19 @@ def search(
         step: called after each candidate.
     """
     rows: list[Row] = []
-    best = ideal = math.inf
+    best = hoped = math.inf
     waiting: list[tuple[float, int, Candidate]] = []
     bounds = [(plans.bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
     for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
-        if bound > HOPEFUL * ideal:
+        if bound > HOPEFUL * hoped:
             waiting.append((bound, number, candidate))
             continue
-        with contextlib.suppress(ArgumentError):  # it will be said when it is cut
-            bound = max(bound, EVEN * plans.ideal(candidate))
-        ideal = min(ideal, bound)
+        with contextlib.suppress(ArgumentError, PartitionError):  # it will be said when it is cut
+            bound = max(bound, EVEN * plans.without_sending(candidate))
+        hoped = min(hoped, bound)
         waiting.append((bound, number, candidate))
     for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
-        if bound > (1 + SAME) * best:
+        if bound > (1 + SAME) * best and not plans.has(candidate):
             rows.append(_not_cut(candidate, NO_SHORTER, bound))
         else:
             found = list(_rows_of(candidate, plans, limits, modes, others or {}, best))
@@ -81,21 +79,25 @@ def _rows_of(
     best: float,
 ) -> Iterator[Row]:
     try:
-        if modes is None:
-            row = _row(candidate, plans.plan(candidate, "never"), limits, others)
-            yield row
-            if row.fits or row.step_seconds > (1 + SAME) * best:
-                return  # recomputing takes time, and so does what a limit asks for
-        for mode in MODES[1:] if modes is None else modes:
-            row = _row(candidate, plans.plan(candidate, mode), limits, others)
-            yield row
-            if modes is not None and not row.fits:
-                yield from _within_limits(candidate, plans, limits, mode, others)
+        if modes is not None:
+            for mode in modes:
+                row = _row(candidate, plans.plan(candidate, mode), limits, others)
+                yield row
+                if not row.fits:
+                    yield from _within_limits(candidate, plans, limits, mode, others)
+            return
+        row = _row(candidate, plans.plan(candidate, "never"), limits, others)
+        yield row
+        if row.fits or row.step_seconds > (1 + SAME) * best:
+            return  # recomputing takes time, and so does what a limit asks for
+        found = list(_within_limits(candidate, plans, limits, "auto", others))
+        yield from found
+        if any(row.fits and row.checkpoint != "always" for row in found):
+            return  # no stage recomputes without need
+        for mode in ("except_last", "always"):
+            yield _row(candidate, plans.plan(candidate, mode), limits, others)
     except (ArgumentError, PartitionError) as error:
         yield _not_cut(candidate, str(error).partition("\n")[0])
-        return
-    if modes is None:
-        yield from _within_limits(candidate, plans, limits, "auto", others)
 
 
 def _within_limits(

@@ -21,16 +21,11 @@ def simulated(plan: Plan) -> Simulation:
     """A step of the plan."""
     stages, transfers = plan.costs()
     schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches, plan.checkpoint, plan.placement)
-    return _run(schedule, stages, transfers)
+    return run(schedule, stages, transfers)
 
 
-def ideal_seconds(schedule: Schedule, forward: float, backward: float, weight: float) -> float:
-    """A step if all stages were equally long and nothing had to be sent; seconds are those of all stages together."""
-    n = schedule.stages
-    return _run(schedule, [StageCost(forward / n, backward / n, weight=weight / n)] * n, ()).step_seconds
-
-
-def _run(schedule: Schedule, stages: Sequence[StageCost], transfers: Sequence[Transfer]) -> Simulation:
+def run(schedule: Schedule, stages: Sequence[StageCost], transfers: Sequence[Transfer] = ()) -> Simulation:
+    """A step of stages that cost so much without that."""
     split = {action.stage for row in schedule.rows for action in row if action.kind is Kind.WEIGHT}
     costs = [_started(cost, j in split) for j, cost in enumerate(stages)]
     return simulate_schedule(schedule, costs, transfers, overlaps=False)

@@ -39,7 +39,7 @@ def by_chunks(plan: Plan) -> tuple[Chunked, ...]:
     import fxpipe
 
     found = []
-    for chunks in _numbers(plan):
+    for chunks in numbers_of_chunks(plan):
         try:
             simulation = fxpipe.simulate(plan, chunks=chunks)
         except FxpipeError:
@@ -51,7 +51,7 @@ def by_chunks(plan: Plan) -> tuple[Chunked, ...]:
     return tuple(found)
 
 
-def _numbers(plan: Plan) -> Iterator[int]:
+def numbers_of_chunks(plan: Plan) -> Iterator[int]:
     most = min(plan.batch or 4 * plan.chunks, MOST_CHUNKS, max(plan.micro_batches, MOST_CELLS // len(plan.stages)))
     powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
     yield from sorted(powers | {plan.micro_batches})
