@@ -81,7 +81,7 @@ def profile(
     micro_batch = _micro_batch(traced, given, micro_batch)
     others = other_sizes(traced, micro_batch)
     # `undone`: hooks, and modules kept whole, run as they are.
-    with one_at_a_time, _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
+    with one_at_a_time, undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
@@ -90,7 +90,8 @@ def profile(
             sizes = (micro_batch, *itertools.islice(others, 1))
             found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
-            found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
+            with _threads(threads):
+                found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
         ran = _ran(traced, effects, leaves, micro_batch, found)
     here = found[micro_batch]
     parameters = parameter_bytes(traced)
