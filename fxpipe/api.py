@@ -16,7 +16,7 @@ from fxpipe.graphs import Inside
 from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.runtime import Driver, StepRecord, Workers
+from fxpipe.runtime import Driver, StepRecord, driver_for
 from fxpipe.runtime.losses import check_reduction, check_scaler
 from fxpipe.scheduling import ScheduleLike, make_schedule
 from fxpipe.settings import Settings, make_settings
@@ -188,7 +188,7 @@ class Pipeline(nn.Module):
         super().__init__()
         own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
         own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
-        own["_fxpipe"] = Inside(model, settings, given, driver or Workers(settings.workers))
+        own["_fxpipe"] = Inside(model, settings, given, driver or driver_for(settings.workers))
 
     # -- running -----------------------------------------------------------------------------------------------------
 
@@ -357,11 +357,14 @@ class Pipeline(nn.Module):
         return self._fxpipe.engine.last_step
 
     def extra_repr(self) -> str:
-        inside = self._fxpipe
-        workers, stages = inside.settings.workers, len(inside.settings.placement)
-        shared = f"in {stages} stages " if stages > len(workers) else ""
-        devices = ", ".join(map(str, workers))
-        return f"{type(self.model).__name__} {shared}on [{devices}], {inside.settings.chunks} micro-batches"
+        from fxpipe.inspect.brief import pipe_lines
+
+        return "\n".join(pipe_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import pipeline_html
+
+        return pipeline_html(self)
 
     # -- its life ----------------------------------------------------------------------------------------------------
 

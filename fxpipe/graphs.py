@@ -16,7 +16,7 @@ from torch import nn
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
-from fxpipe.runtime import Assembly, Driver, Engine, Workers, microbatches, wire
+from fxpipe.runtime import Assembly, Driver, Engine, driver_for, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
@@ -49,6 +49,16 @@ class Inside:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad():
             self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
+
+    def adopt(self, prepared: Prepared) -> None:
+        """Takes a graph that was studied and cut elsewhere."""
+        self.first, self.plan, self.settings = prepared, prepared.plan, prepared.settings
+        self._keep(prepared)
+
+    def settle(self) -> None:
+        """Moves the model's tensors to where the stages want them, should something else have moved them away."""
+        assert self.first is not None
+        _move(self.model, self.first, self.settings.devices)
 
     def assembly_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Assembly, list[Any], int]:
         """The graph for these inputs, mode and state; recorded where there is none yet."""
@@ -85,7 +95,7 @@ class Inside:
                 self.plan, self.settings = self.first.plan, self.first.settings
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.driver.close()
-                    self.engine.driver = Workers(self.settings.workers)
+                    self.engine.driver = driver_for(self.settings.workers)
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
                 traced = self.first.traced

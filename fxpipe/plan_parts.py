@@ -41,6 +41,15 @@ class StageSeconds:
 
 
 @dataclass(frozen=True, slots=True)
+class StageWork:
+    """What a stage runs for one micro-batch: pairs of (place in `Plan.operations`, how often)."""
+
+    forward: tuple[tuple[int, int], ...] = ()
+    backward: tuple[tuple[int, int], ...] = ()
+    to_inputs: tuple[tuple[int, int], ...] = ()  # what backward would run, had no parameter a gradient
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlan:
     """A block of graph nodes that runs on one device. Seconds and bytes are those of one micro-batch."""
 
@@ -54,6 +63,7 @@ class StagePlan:
     activation_bytes: int  # kept for backward
     sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
     weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
+    action_seconds: float = 0.0  # what an action costs beside all of these, whatever its size
     copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
     state_bytes: int = 0  # gradients of parameters, and the optimizer's state
     gradient_bytes: int = 0  # of `state_bytes`, those of gradients
@@ -62,6 +72,10 @@ class StagePlan:
     flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
     fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
     sent: Polynomial = ZERO  # `sent_bytes` for any size
+    work: StageWork = field(default_factory=StageWork)
+    update_seconds: float = 0.0  # of the optimizer, once for a step, on known hardware: to read and write what it needs
+    modules: tuple[str, ...] = ()  # for each node the path of the module whose forward made it
+    shares: tuple[float, ...] = ()  # for each node the part of the stage's seconds, 0 to 1, that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,8 @@ class Sending:
     seconds: float  # on its way, where the link is known
     fixed_seconds: float = 0.0  # of that, what it is for any size
     size: Polynomial = ZERO  # `bytes` for any size
+    values: int = 1  # how many, each of which is a transfer
+    over: tuple[str, ...] = ()  # names of what the way shares with others: network adapters
 
 
 @dataclass(frozen=True, slots=True)

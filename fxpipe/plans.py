@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +18,14 @@ from fxpipe.plan_parts import (
     StageBytes,
     StagePlan,
     StageSeconds,
+    StageWork,
     Tied,
     Whole,
 )
 from fxpipe.polynomials import Polynomial
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.stage_costs import StageCost, Transfer, check_costs
+from fxpipe.work import Operation
 
 if TYPE_CHECKING:
     import sympy
@@ -38,6 +41,7 @@ __all__ = [
     "StageBytes",
     "StagePlan",
     "StageSeconds",
+    "StageWork",
     "Tied",
     "Whole",
 ]
@@ -68,6 +72,7 @@ class Plan:
     tied: tuple[Tied, ...] = ()
     whole: tuple[Whole, ...] = ()
     heaviest: HeavyNode | None = None  # what bounds the balance: no stage is faster than its slowest node
+    operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -96,12 +101,12 @@ class Plan:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
+        return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """What the simulator is told: of each stage, and of all that goes between stages."""
         stages = [self._cost(stage) for stage in self.stages]
-        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds) for s in self.sendings]
+        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds, s.over) for s in self.sendings]
 
     def _cost(self, stage: StagePlan) -> StageCost:
         b, sizes, recomputes = self.micro_batch, stage.bytes, self.recomputes(stage.index)
@@ -110,6 +115,7 @@ class Plan:
             stage.forward_seconds,
             stage.backward_seconds,
             weight=stage.weight_seconds,
+            action=stage.action_seconds,
             parameter_bytes=stage.parameter_bytes,
             gradient_bytes=stage.gradient_bytes,
             optimizer_bytes=stage.state_bytes - stage.gradient_bytes,
@@ -117,9 +123,11 @@ class Plan:
             input_bytes=sizes.kept(recomputes)(b) - portals,
             portal_bytes=portals,
             working_bytes=sizes.working(b),
+            update=stage.update_seconds,
         )
 
-    def _schedule(self) -> Schedule:
+    def as_schedule(self) -> Schedule:
+        """Its schedule as a table: which device does what, in what order."""
         from fxpipe.scheduling import make_schedule
 
         return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
@@ -147,7 +155,7 @@ class Plan:
 
         fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
         received = stage.bytes.kept(self.recomputes(stage.index)).times(self.in_flight(stage.index))
-        held = stage.bytes.held.times(activations_in_flight(self._schedule())[stage.index])
+        held = stage.bytes.held.times(activations_in_flight(self.as_schedule())[stage.index])
         return fixed + received + held + stage.bytes.working
 
     def _stage(self, stage: int) -> StagePlan:
@@ -184,6 +192,7 @@ class Plan:
         wrong = {
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
             "devices": len(self.devices) != n,
+            "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
             "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
             "schedule": not self._has_a_schedule(),
@@ -192,11 +201,17 @@ class Plan:
             "batch": self.batch is not None and self.batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
             "tied": not all(0 <= j < n for tied in self.tied for j in tied.stages),
+            "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in self._all_work()),
+            "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for c in p.coefficients),
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
         check_costs(*self.costs(), n)
+
+    def _all_work(self) -> Iterator[tuple[int, int]]:
+        for stage in self.stages:
+            yield from (*stage.work.forward, *stage.work.backward, *stage.work.to_inputs)
 
     def _has_a_schedule(self) -> bool:
         from fxpipe.scheduling import as_schedule_like
@@ -211,6 +226,11 @@ class Plan:
         from fxpipe.inspect.tables import plan_table
 
         return plan_table(self)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import plan_html
+
+        return plan_html(self)
 
 
 def _at(polynomial: Polynomial, b: int | None) -> sympy.Expr:

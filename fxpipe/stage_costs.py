@@ -42,6 +42,8 @@ class StageCost:
     input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
     portal_bytes: float = 0  # what F was given by other stages, through portals: as long
     working_bytes: float = 0  # beside all that, while an action runs
+    update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
+    action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
 
     @property
     def static_bytes(self) -> float:
@@ -57,6 +59,7 @@ class Transfer:
     target: int  # stage
     bytes: float
     seconds: float = 0.0  # on its way, where the two are on different devices
+    over: tuple[str, ...] = ()  # names of what it takes beside the link of its devices, and shares with other links
 
     @property
     def is_gradient(self) -> bool:
@@ -116,6 +119,6 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
 def _check_numbers(name: str, given: StageCost | Transfer) -> None:
     for field in fields(given):
         value = getattr(given, field.name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")

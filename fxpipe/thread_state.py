@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,9 @@ class ThreadState:
             *map(torch.is_autocast_enabled, AUTOCAST_DEVICES),
             *map(torch.get_autocast_dtype, AUTOCAST_DEVICES),
         )
+
+    def without_autocast(self) -> ThreadState:
+        return ThreadState(self.grad, tuple(replace(one, enabled=False) for one in self.autocast))
 
 
 @functools.lru_cache(maxsize=64)

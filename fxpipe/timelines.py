@@ -1,14 +1,12 @@
-"""What can be read off the actions of a step once it is known when each runs: memory over time, and a drawing."""
+"""What can be read off the actions of a step once it is known when each runs: memory over time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.scheduling import Action, Kind, Schedule
+from fxpipe.scheduling import Action, Kind
 from fxpipe.stage_costs import StageCost
-
-TIMELINE_COLUMNS = 100  # a timeline is drawn no wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +75,8 @@ def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
         sum(stages[j].gradient_bytes for j in held),
         sum(stages[j].optimizer_bytes for j in held),
     )
-    activations, portals = 0.0, 0.0
+    activations: float = 0
+    portals: float = 0
     steps = [(0.0, Parts(*always))]
     for span in spans:
         kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
@@ -95,23 +94,3 @@ def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
             portals -= cost.portal_bytes
         steps.append((span.end, Parts(*always, activations, portals)))
     return Memory(tuple(steps))
-
-
-def timeline(schedule: Schedule, spans: Sequence[Span], seconds: float) -> list[str]:
-    """One line for each device, as wide as the step is long: `F0`, `B0===` an action, `.` the bubble.
-
-    Drawn as wide as the shortest action needs for its name; where that would be wider than `TIMELINE_COLUMNS`, as wide
-    as those, and an action that is too short for its name shows the letter of its kind only.
-    """
-    several = len(schedule.rows) < schedule.stages
-    names = [str(s.action) if several else f"{s.action.kind}{s.action.micro_batch}" for s in spans]
-    wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
-    columns = round(min(TIMELINE_COLUMNS, max(wanted, default=0)))
-
-    lines = [["."] * columns for _ in schedule.rows]
-    for span, name in zip(spans, names, strict=True):
-        first, end = (round(time / seconds * columns) if seconds else 0 for time in (span.start, span.end))
-        width = end - first
-        drawn = name.ljust(width - 1, "=") + " " if width > len(name) else str(span.action.kind) * width
-        lines[span.device][first:end] = drawn
-    return ["".join(line) for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -18,7 +19,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import InternalError
 from fxpipe.runtime import Interleaved, Workers
-from fxpipe.runtime.drivers import _run_row
+from fxpipe.runtime.drivers import run_row
 from fxpipe.scheduling import CHECKPOINTS, dependencies, make_schedule
 from fxpipe.scheduling.actions import Action, Kind
 
@@ -229,6 +230,9 @@ class Counted:
         for fence in self.fences.values():
             fence.set()
 
+    def in_row(self):
+        return contextlib.nullcontext()
+
     def perform(self, action):
         time.sleep(self.slow)
         if action == self.fail_at:
@@ -273,9 +277,9 @@ def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
     step, rows = _counted()
-    _run_row(step, rows[0][:1], lambda: 1 / 0)
+    run_row(step, rows[0][:1], lambda: 1 / 0)
     assert isinstance(step.failure, ZeroDivisionError)
-    _run_row(step, rows[2], lambda: None)  # returns: nothing is left to wait for
+    run_row(step, rows[2], lambda: None)  # returns: nothing is left to wait for
     assert not step.done
 
 

@@ -30,6 +30,15 @@ KIND_NAMES = {
 }
 RECEIVING = "#c9c9c9"
 
+MEMORY = {  # what stays throughout a step, in greys; what comes and goes
+    "parameters": "#3f4a5a",
+    "gradients": "#7d8a9c",
+    "optimizer": "#b9c2cd",
+    "activations": "#009e73",
+    "portals": "#8fdcc2",
+    "working": "#a23f8c",
+}
+
 CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
 RAMP = ("#c8e4f5", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
 

@@ -43,6 +43,7 @@ from torch import fx
 from fxpipe.profiling.alike import Alike
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.going_back import GoingBack, Sums, Waiting, named
+from fxpipe.profiling.operations import Ran
 from fxpipe.profiling.samples import (
     MOST,
     NEGLIGIBLE,
@@ -76,6 +77,7 @@ class Measured:
     backward_seconds: float
     weight_seconds: float  # the part of backward that makes gradients of parameters
     bytes: int  # of all tensors that it returned
+    ran: Ran | None = None  # its operations, where it was estimated
 
 
 @dataclass(slots=True)

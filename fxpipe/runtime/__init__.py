@@ -2,12 +2,14 @@
 
 From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` (what stands between
 actions), `packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
-`entering` and `opened` (a stage in a step), `loss_stage`, `ambient` (what the caller has around it), `step` (what each
-action does), `drivers` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two
+`entering` and `opened` (a stage in a step), `loss_stage`, `ambient` (what the caller has around it), `resting` (the
+state of a thread between actions), `step` (what each action does), `drivers` and `alone` (who drives the rows),
+`engine` (whole steps). `microbatches`, `losses` and `commit` are the two
 ends; `tracking` ends what batch norm has put off. `log` is what a step notes of itself, `record` and `traces` what is
 made of that, `ranges` what a profiler sees.
 """
 
+from fxpipe.runtime.alone import Alone, driver_for
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.drivers import Driver, Interleaved, Workers
 from fxpipe.runtime.engine import Engine
@@ -16,6 +18,7 @@ from fxpipe.runtime.wiring import wire
 
 __all__ = [
     "ActionRecord",
+    "Alone",
     "Assembly",
     "DeviceRecord",
     "Driver",
@@ -24,5 +27,6 @@ __all__ = [
     "StepRecord",
     "TransferRecord",
     "Workers",
+    "driver_for",
     "wire",
 ]

@@ -1,4 +1,4 @@
-"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random.
+"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random (or `alone`).
 
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 
@@ -21,7 +21,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +29,6 @@ from fxpipe.errors import InternalError, StateError
 from fxpipe.runtime.ranges import warn_of_unseen_workers
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, Rows
-from fxpipe.thread_state import ThreadState, applied
 
 
 class Driver(Protocol):
@@ -41,7 +39,38 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
-def _raise_failure(step: Step) -> None:
+CLOSED = "the pipe is closed; make a new one with fxpipe.pipeline(model, ...)"
+INSIDE = "close() was called inside a step of the same pipe (by loss_fn, say); call it after the step"
+WHILE_RUNNING = "the pipe was closed while this step ran"
+
+# Before the interpreter ends: a daemon thread that is inside torch then aborts the process.
+closed_at_exit: weakref.WeakSet[Driver] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    for driver in list(closed_at_exit):
+        driver.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] = _nothing) -> None:
+    """Performs the actions of a row, up to a failure. `before`: what to do before each."""
+    try:
+        with step.in_row():
+            for action in row:
+                step.wait(action)
+                if step.failure is not None:
+                    break
+                before()
+                step.perform(action)
+    except BaseException as error:
+        step.fail(error)
+
+
+def raise_failure(step: Step) -> None:
     failure, step.failure = step.failure, None
     if failure is not None:
         try:
@@ -73,25 +102,10 @@ def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, read
     del ready
     while (job := jobs.get()) is not None:
         if isinstance(job, tuple):
-            job[0].run(_run_row, *job[1:])
+            job[0].run(run_row, *job[1:])
         else:
             job.put(None)
         del job  # nothing of a step may live on while the worker waits for the next one
-
-
-def _run_row(step: Step, row: Sequence[Action], before: Callable[[], None]) -> None:
-    try:
-        for action in row:
-            step.wait(action)
-            if step.failure is not None:
-                break
-            before()
-            step.perform(action)
-    except BaseException as error:
-        step.fail(error)
-
-
-_all_workers: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 class Workers:
@@ -106,11 +120,11 @@ class Workers:
         self._process: int | None = None
         self._step: Step | None = None  # that the workers are at
         self._closed = False
-        _all_workers.add(self)
+        closed_at_exit.add(self)
 
     def drive(self, step: Step, rows: Rows) -> None:
         if self._closed:
-            raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
+            raise StateError(CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
             self._start()
         if self._step is not None:  # left behind by a second interrupt
@@ -129,7 +143,7 @@ class Workers:
             self._step = step.failure = None
             raise  # also where a stage has failed before: a Ctrl-C must not get lost
         self._step = None
-        _raise_failure(step)
+        raise_failure(step)
 
     def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
         """Returns when the workers have done all that is in their queues."""
@@ -139,7 +153,7 @@ class Workers:
         for _ in queues:
             while not _got(idle):
                 if self._closed:
-                    raise StateError("the pipe was closed while this step ran")
+                    raise StateError(WHILE_RUNNING)
                 if not all(thread.is_alive() for thread in threads):
                     raise InternalError("a worker thread has ended in the middle of a step")
 
@@ -180,21 +194,15 @@ class Workers:
     def close(self) -> None:
         """Ends the threads, for good, and waits for them. A step that another thread runs meanwhile fails."""
         if threading.current_thread() in self._threads:
-            raise StateError(
-                "close() was called inside a step of the same pipe (by loss_fn, say); call it after the step"
-            )
+            raise StateError(INSIDE)
         self._closed = True
         if self._process == os.getpid():
             if self._step is not None:
-                self._step.fail(StateError("the pipe was closed while this step ran"))
+                self._step.fail(StateError(WHILE_RUNNING))
             _stop(self._queues)
             for thread in self._threads:
                 thread.join()
         self._queues, self._threads, self._process = [], [], None
-
-
-def _nothing() -> None:
-    pass
 
 
 def _got(answers: queue.SimpleQueue[None]) -> bool:
@@ -211,18 +219,7 @@ def _stop(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
         jobs.put(None)
 
 
-def close_all() -> None:
-    """Before the interpreter ends: a daemon thread that is inside torch then aborts the process."""
-    for workers in list(_all_workers):
-        workers.close()
-
-
 # -- one thread ------------------------------------------------------------------------------------------------------
-
-
-def _fresh() -> ThreadState:
-    """The state of a worker's thread: no autocast, which forwards set for themselves and backwards must not have."""
-    return ThreadState(True, tuple(replace(autocast, enabled=False) for autocast in ThreadState.now().autocast))
 
 
 class Interleaved:
@@ -232,9 +229,9 @@ class Interleaved:
         self._random = random.Random(seed)
 
     def drive(self, step: Step, rows: Rows) -> None:
-        with applied(_fresh()):
+        with step.in_row():
             self._run(step, rows)
-        _raise_failure(step)
+        raise_failure(step)
 
     def _run(self, step: Step, rows: Rows) -> None:
         waiting = [deque(row) for row in rows if row]

@@ -18,11 +18,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from fxpipe.autograd import gradients_of
 from fxpipe.rewriting.program import Received
 from fxpipe.runtime.assembly import Assembly
 
@@ -30,8 +31,7 @@ MEAN, SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph kee
 MOST_NODES = 64  # of a head; a loss with more is not looked at
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
+class Reduction(NamedTuple):
     """A sum or mean in the head of a graph."""
 
     edge: GradientEdge  # where its gradient arrives
@@ -76,8 +76,7 @@ class Elements:
         for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
             if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
                 edges = [reduction.edge for reduction in found]
-                with torch.autograd.set_multithreading_enabled(False):  # as the rest of B
-                    gradients = torch.autograd.grad([root], edges, [gradient], retain_graph=True)
+                gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
                 self.note((j, name), i, found, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:

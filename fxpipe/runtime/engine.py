@@ -26,7 +26,7 @@ from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import Commit, Gradients
 from fxpipe.runtime.drivers import Driver, close_all
 from fxpipe.runtime.known_losses import KnownLosses
-from fxpipe.runtime.loss_stage import LossStage, output_tree
+from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
@@ -249,7 +249,7 @@ class Engine:
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
         root.backward()
         step.commit_buffers()
-        return loss, output_tree(assembly, outputs) if return_outputs else None
+        return loss, stage.tree(outputs) if return_outputs else None
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import INPUT
 from fxpipe.runtime.assembly import Assembly
-from fxpipe.runtime.transport import Transport
+from fxpipe.runtime.transport import Parcel, Transport
 from fxpipe.runtime.wiring import Link
 
 
@@ -41,9 +41,12 @@ class Moved(NamedTuple):
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
-    def __init__(self, assembly: Assembly, inputs: Sequence[Sequence[Any]], transport: Transport):
-        """`inputs`: for each micro-batch its part of the input leaves."""
+    def __init__(
+        self, assembly: Assembly, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
+    ):
+        """`inputs`: for each micro-batch its part of the input leaves; `wants`: which leaves get a gradient."""
         self.assembly, self.transport = assembly, transport
+        self._devices = (*assembly.devices, assembly.devices[-1])  # by user: the loss is where the last stage is
         self._values: dict[tuple[int, int, str, int], Value] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[Moved] = []
@@ -51,43 +54,39 @@ class Exchange:
         self._parts: dict[str, list[torch.Tensor]] = {}
         for place, name in enumerate(assembly.program.inputs):
             if name is not None:
-                self._enter(name, [part[place] for part in inputs])
+                self._enter(name, [part[place] for part in inputs], wants[place])
 
-    def _enter(self, name: str, parts: Sequence[Any]) -> None:
+    def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
         """An input goes the way of all values, but is sent only when it is asked for."""
+        parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
         for user in self.assembly.wiring.users.get((INPUT, name), ()):
             for i, part in enumerate(parts):
-                self._values[user, INPUT, name, i] = self._value(part, self.assembly.state.grad)
-        if requires_grad(parts[0]):
-            self._parts[name] = [part.detach() for part in parts]
-
-    @staticmethod
-    def _value(value: Any, grad: bool = True) -> Value:
-        return Value(value.detach() if isinstance(value, torch.Tensor) else value, grad and requires_grad(value))
-
-    def _device(self, user: int) -> torch.device:
-        """The loss is where the last stage is."""
-        devices = self.assembly.devices
-        return devices[min(user, len(devices) - 1)]
+                self._values[user, INPUT, name, i] = Value(part, wants)
+        if wants:
+            self._parts[name] = parts
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
-        made = self._value(value)
+        wants = requires_grad(value)
+        made = value.detach() if isinstance(value, torch.Tensor) else value
         sent: dict[torch.device, Any] = {}  # once to each device
         for user in self.assembly.wiring.users[maker, name]:
-            device = self._device(user)
+            device = self._devices[user]
             if device not in sent:
-                sent[device] = self.transport.ship(made.value, device)
-            self._values[user, maker, name, i] = Value(sent[device], made.requires_grad)
+                sent[device] = self.transport.ship(made, device)
+            self._values[user, maker, name, i] = Value(sent[device], wants)
 
     def take(self, user: int, link: Link, i: int) -> Value:
         """What `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
-        value.value = self.transport.open(value.value, self._device(user))
-        if source != INPUT:
-            self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
+        if source == INPUT:
+            value.value = self.transport.open(value.value, self._devices[user])
+            return value
+        if isinstance(value.value, Parcel):
+            value.value = self.transport.open(value.value, self._devices[user])
+        self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
         return value
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -99,7 +98,7 @@ class Exchange:
         if key in self._gradients:
             raise InternalError(f"two gradients for {link.value.name} at stage {link.earlier}, micro-batch {i}")
         is_input = link.earlier == INPUT
-        target = self._parts[link.value.name][i].device if is_input else self._device(link.earlier)
+        target = self._parts[link.value.name][i].device if is_input else self._devices[link.earlier]
         self._gradients[key] = self.transport.ship(gradient, target)
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
@@ -107,7 +106,7 @@ class Exchange:
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
-        found: torch.Tensor = self.transport.open(gradient, self._device(user))
+        found: torch.Tensor = self.transport.open(gradient, self._devices[user])
         self.moved.append(Moved(name, None, user, i, bytes_of(found)))
         return found
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -20,12 +21,14 @@ from fxpipe.rewriting.random_nodes import lock_of
 _CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
-def generators_held(device: torch.device) -> Iterator[None]:
+def generators_held(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A block in which nobody borrows the generators of the CPU and of `device`."""
-    with contextlib.ExitStack() as held:
-        for each in dict.fromkeys((_CPU, device)):  # in this order, as everybody takes them
-            held.enter_context(lock_of(each))
+    return lock_of(_CPU) if device == _CPU else _both_held(device)
+
+
+@contextlib.contextmanager
+def _both_held(device: torch.device) -> Iterator[None]:
+    with lock_of(_CPU), lock_of(device):  # in this order, as everybody takes them
         yield
 
 

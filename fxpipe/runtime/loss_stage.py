@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from fxpipe.autograd import gradients_of, leaves_under
+from fxpipe.autograd import edge_of, gradients_of, leaves_under
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
@@ -19,8 +18,11 @@ from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange, requires_grad
 from fxpipe.runtime.loss_draws import generators_held, generators_put_back
 from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.resting import Around, around_forward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
+
+_NOTHING = nullcontext()
 
 Gather = Callable[[Sequence[Any], int | str | None], Any]
 
@@ -38,19 +40,24 @@ class LossStage:
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
+    around: Around = field(init=False)
+    tree: Callable[[Sequence[Any]], Any] = field(init=False)  # the model's output from what is received
+
+    def __post_init__(self) -> None:
+        self.around, self.tree = around_forward(self.assembly.state), output_tree(self.assembly)
 
     def run(self, i: int) -> None:
-        links = self.assembly.wiring.links[-1]
-        values = [self.exchange.take(len(self.assembly.devices), link, i) for link in links]
+        links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
+        values = [self.exchange.take(user, link, i) for link in links]
         leaves = [v.value.detach().requires_grad_() if v.requires_grad else v.value for v in values]
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        with applied(self.assembly.state), generators_held(self.assembly.devices[-1]):
-            loss = self.losses(output_tree(self.assembly, leaves), i)
+        with self.around(), generators_held(self.assembly.devices[-1]):
+            loss, begin = self.losses(self.tree(leaves), i)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             wanted = [place for place, v in enumerate(values) if v.requires_grad]
-            for place, gradient in zip(wanted, self._go_back(loss, [leaves[w] for w in wanted], i), strict=True):
+            for place, gradient in zip(wanted, self._go_back(loss, begin, [leaves[w] for w in wanted], i), strict=True):
                 gradients[place] = gradient
                 self.exchange.send_gradient(links[place], i, gradient)
         if self.losses.whole_target is not None:
@@ -59,19 +66,22 @@ class LossStage:
                 for x, g in zip(leaves, gradients, strict=True)
             ]
 
-    def _go_back(self, loss: torch.Tensor, outputs: Sequence[torch.Tensor], i: int) -> Sequence[torch.Tensor | None]:
+    def _go_back(
+        self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
+    ) -> Sequence[torch.Tensor | None]:
         """The gradients of a micro-batch's outputs; those of what else the loss hangs on are summed."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_under(loss) if id(x) not in received]
-        reductions = self.elements.under(get_gradient_edge(loss))
-        with _hooks_asleep(own):
+        root = edge_of(loss)
+        reductions = self.elements.under(root)
+        with _hooks_asleep(own) if own else _NOTHING:
             found = gradients_of(
                 [*outputs, *own, *(r.edge for r in reductions)],
-                [loss],
-                [torch.ones_like(loss)],
+                [root],
+                [begin],
                 keep_graph=bool(own),  # what was made of them before this step belongs to all micro-batches
             )
-        for leaf, gradient in zip(own, found[len(outputs) :], strict=False):
+        for leaf, gradient in zip(own, found[len(outputs) : len(outputs) + len(own)], strict=True):
             if gradient is not None:
                 _, total, count = self.own.get(id(leaf), (leaf, None, 0))
                 self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
@@ -98,7 +108,7 @@ class LossStage:
             return verify(
                 self.losses,
                 [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
-                lambda values: output_tree(self.assembly, values),
+                self.tree,
             )
 
     def _hows(self) -> list[int | str | None]:
@@ -107,11 +117,16 @@ class LossStage:
         return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
 
-def output_tree(assembly: Assembly, values: Sequence[Any]) -> Any:
-    """The model's output, with `values` for what the outputs' links receive."""
-    by_name = {link.value: x for link, x in zip(assembly.wiring.links[-1], values, strict=True)}
-    leaves = [o.value if isinstance(o, Constant) else by_name[o] for o in assembly.program.outputs]
-    return pytree.tree_unflatten(leaves, assembly.out_spec)
+def output_tree(assembly: Assembly) -> Callable[[Sequence[Any]], Any]:
+    """Makes the model's output of what the outputs' links receive."""
+    place = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
+    places = [o if isinstance(o, Constant) else place[o] for o in assembly.program.outputs]
+
+    def tree(values: Sequence[Any]) -> Any:
+        leaves = [p.value if isinstance(p, Constant) else values[p] for p in places]
+        return pytree.tree_unflatten(leaves, assembly.out_spec)
+
+    return tree
 
 
 @contextmanager

@@ -57,8 +57,12 @@ class Losses:
         self.values = [None] * len(self.shares)
         self.weights = [None] * len(self.shares)
 
-    def __call__(self, output: Any, i: int) -> torch.Tensor:
-        """The loss of micro-batch i, scaled for backward. It may hang on nothing: a micro-batch of padding, say."""
+    def __call__(self, output: Any, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of micro-batch i, scaled for backward, and its gradient, with which backward begins.
+
+        What scales it by a number is that gradient: the same bits as of a product, without one. The loss may hang on
+        nothing: a micro-batch of padding, say.
+        """
         loss, weight = checked_loss(self.function(output, *self.targets[i]), f"micro-batch {i}")
         if self.weighted is not None and self.weighted != (weight is not None):
             raise LossError(
@@ -69,7 +73,10 @@ class Losses:
         self.values[i], self.weights[i] = loss.detach(), weight
         if self.weighted and self.unit is None:
             self.unit = _unit_near(weight, len(self.shares))
-        return self._for_backward(loss, self.unit if self.weighted else self.share(i))
+        if self.weighted or self.scaler is not None:
+            loss = self._for_backward(loss, self.unit if self.weighted else self.share(i))
+            return loss, torch.ones_like(loss)
+        return loss, torch.full_like(loss, self.share(i))
 
     def share(self, i: int) -> Any:
         """What micro-batch i counts, in proportion to others."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from fxpipe.autograd import gradients_of
+from fxpipe.autograd import edge_of, gradients_of
 from fxpipe.rewriting.deferring import Found
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
@@ -26,10 +26,11 @@ from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.entering import enter
 from fxpipe.runtime.exchange import Value, requires_grad
+from fxpipe.runtime.resting import around_forward
 from fxpipe.runtime.tracking import check_calls, tracked
 from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
-from fxpipe.thread_state import ThreadState, applied
+from fxpipe.thread_state import ThreadState
 
 
 @dataclass(slots=True)
@@ -47,11 +48,10 @@ class Pending:
             self.roots.append((link.value.name, edge))
 
 
-@dataclass(frozen=True, slots=True)
-class Ran:
+class Ran(NamedTuple):
     """What a stage has made of one micro-batch."""
 
-    sent: list[Any]
+    sent: Sequence[Any]
     buffers: dict[str, torch.Tensor]  # as they are after it
     statistics: list[Found]  # of deferred batch norm
     pending: Pending
@@ -70,7 +70,8 @@ class OpenStage:
         state: ThreadState,
     ):
         """`code`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
-        self.stage, self.code, self.links, self.state = stage, code, links, state
+        self.stage, self.code, self.links, self.grad = stage, code, links, state.grad
+        self._around = around_forward(state)
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
@@ -88,30 +89,33 @@ class OpenStage:
                 self.views[name] = moved.requires_grad_(tensor.requires_grad and state.grad)
             else:
                 self.constants[name] = moved
+        # What is the same for every micro-batch.
+        self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
+        summed = {n: view for n, view in self.views.items() if view.requires_grad and n not in stage.weighed}
+        self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
 
-    def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], grad: bool, is_kept: bool = True) -> Ran:
+    def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True) -> Ran:
         """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
         stage, pending = self.stage, Pending()
-        if stage.weighed and grad and is_kept:
+        if stage.weighed and self.grad and is_kept:
             pending.tape = Tape(bare=self._bare)
         first = (pending.tape,) if stage.weighed else ()
         copies = {name: tensor if name in stage.tracks else tensor.clone() for name, tensor in buffers.items()}
-        views, constants = self.views, self.constants
-        attributes = [views[a] if a in views else copies[a] if a in copies else constants[a] for a in stage.attributes]
-        with applied(self.state), torch.set_grad_enabled(grad):
+        attributes = self._fixed
+        if copies:
+            attributes = [copies.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
+        with self._around():
             uses, edges = enter(received)
             for link, edge in zip(self.links, edges, strict=True):
                 if edge is not None:
                     pending.enter(link, edge)
             made = self.code(*first, *attributes, *uses)
         sends, assigns = len(stage.sends), len(stage.assigns)
-        sent, assigned = list(made[:sends]), made[sends : sends + assigns]
+        sent, assigned = made[:sends], made[sends : sends + assigns]
         statistics = [found for node in made[sends + assigns :] for found in node]
         after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
-        if grad:
-            pending.roots += [
-                (name, get_gradient_edge(x)) for name, x in zip(stage.sends, sent, strict=True) if requires_grad(x)
-            ]
+        if self.grad:
+            pending.roots += [(name, edge_of(x)) for name, x in zip(stage.sends, sent, strict=True) if requires_grad(x)]
         return Ran(sent, after, statistics, pending)
 
     def leave(self, i: int, ran: Ran) -> None:
@@ -119,7 +123,9 @@ class OpenStage:
         for name, value in ran.buffers.items():
             (self._counters if name in self.stage.counters else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
-        check_calls(next(iter(self._statistics.values())), ran.statistics)
+        first = next(iter(self._statistics.values()))
+        if first or ran.statistics:
+            check_calls(first, ran.statistics)
 
     def final_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that change, after all micro-batches."""
@@ -135,21 +141,20 @@ class OpenStage:
             Those of `pending.leaves`.
         """
         roots = [(edge, g) for (_, edge), g in zip(pending.roots, gradients, strict=True) if g is not None]
-        left = self.stage.weighed
-        views = [(name, view) for name, view in self.views.items() if view.requires_grad and name not in left]
+        views = self._summed
         edges = [] if pending.tape is None else pending.tape.edges
         if not roots or not (views or pending.leaves or edges):
             return [None] * len(pending.leaves)
-        wanted = [*(view for _, view in views), *(edge for _, edge in pending.leaves), *edges]
+        wanted = [*views, *[edge for _, edge in pending.leaves], *edges]
         found = gradients_of(wanted, [edge for edge, _ in roots], [g for _, g in roots])
-        self._add((name, gradient) for (name, _), gradient in zip(views, found, strict=False))
+        self._add(zip(self._names, found, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(found[len(found) - len(edges) :])
         return list(found[len(views) : len(found) - len(edges)])
 
     def weigh(self, tape: Tape) -> None:
         """Sums the gradients of the parameters that B has left."""
-        with torch.no_grad(), torch.autograd.set_multithreading_enabled(False):
+        with torch.no_grad():
             self._add(weighed(tape))
 
     def _add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:

@@ -28,9 +28,14 @@ def range_name(action: Action) -> str:
     return f"fxpipe {action.kind} stage {action.stage} micro-batch {action.micro_batch}"
 
 
+def is_profiled() -> bool:
+    """Is a profiler on in the process?"""
+    return profiler._is_profiler_enabled
+
+
 def profiled(action: Action) -> AbstractContextManager[Any]:
-    """The range of an action; nothing, at the price of a look, where no profiler is on in the process."""
-    return profiler.record_function(range_name(action)) if profiler._is_profiler_enabled else _NOTHING
+    """The range of an action; nothing where no profiler is on in the process."""
+    return profiler.record_function(range_name(action)) if is_profiled() else _NOTHING
 
 
 def warn_of_unseen_workers() -> None:

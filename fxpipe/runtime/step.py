@@ -16,8 +16,10 @@ until its last reader has taken it:
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,13 +29,12 @@ import torch
 from fxpipe.recomputing import recomputing
 from fxpipe.rewriting.forgetting import forgetting
 from fxpipe.rewriting.functions import running
-from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.elements import Elements
-from fxpipe.runtime.exchange import Exchange, Value
+from fxpipe.runtime.exchange import Exchange, Value, requires_grad
 from fxpipe.runtime.failures import note
 from fxpipe.runtime.fences import Fences
 from fxpipe.runtime.log import StepLog, mark
@@ -41,9 +42,12 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.microbatches import scatter
 from fxpipe.runtime.opened import OpenStage, Pending, Ran
-from fxpipe.runtime.ranges import profiled
+from fxpipe.runtime.ranges import is_profiled, profiled
+from fxpipe.runtime.resting import resting
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, Kind
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -72,13 +76,16 @@ class Step:
         look_at_elements: bool = False,
     ):
         """`split`: the stages that have W."""
-        self.assembly, self.tensors = assembly, tensors
+        self.assembly, self.tensors, self.stages = assembly, tensors, assembly.program.stages
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
         self.ambient = ambient  # of the caller; the drop-in's backward brings its own
         wiring = assembly.wiring
         self.transport = Transport.of(assembly.devices, leaves)
-        self.exchange = Exchange(assembly, scatter(leaves, assembly.in_dims, len(weights)), self.transport)
+        wants = [self.grad and requires_grad(leaf) for leaf in leaves]
+        with torch.no_grad():  # parts begin graphs of their own
+            parts = scatter(leaves, assembly.in_dims, len(weights))
+        self.exchange = Exchange(assembly, parts, wants, self.transport)
         self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)
         self.opened = [
@@ -97,17 +104,17 @@ class Step:
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
-        self._fences = Fences(wiring.before if losses is None else wiring.before_with_loss, len(weights))
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        return self.assembly.program.stages
+        self._fences = Fences(wiring.before if losses is None else wiring.before_with_loss)
 
     @property
     def micro_batches(self) -> int:
         return len(self.weights)
 
     # -- for whoever drives a row --------------------------------------------------------------------------------------
+
+    def in_row(self) -> AbstractContextManager[None]:
+        """A block of a thread, in which it performs a row or a part of one."""
+        return resting(self.assembly.state)
 
     def is_ready(self, action: Action) -> bool:
         return self.failure is not None or self._fences.are_open(action)
@@ -128,7 +135,8 @@ class Step:
         device = self.assembly.devices[action.stage]
         stream = self.transport.compute_stream(device)
         try:
-            with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
+            is_bare = stream is None and self.ambient.is_empty and not is_profiled()
+            with _NOTHING if is_bare else self._surrounded(action, device):
                 start = mark(stream)
                 _DO[action.kind](self, action.stage, action.micro_batch)
                 self.log.times[action] = (start, mark(stream))
@@ -138,13 +146,18 @@ class Step:
             return
         self._fences.pass_on(action)
 
+    @contextlib.contextmanager
+    def _surrounded(self, action: Action, device: torch.device) -> Iterator[None]:
+        with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
+            yield
+
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
         opened = self.opened[j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = dict(opened.buffers)
-        if Action(Kind.RECOMPUTE, j, i) in self.recomputed:
+        if self.recomputed and Action(Kind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with forgetting():
                 ran = self._run(j, i, received, buffers, is_kept=False)
@@ -167,8 +180,10 @@ class Step:
     def _run(
         self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> Ran:
-        running.seed, running.recomputes = mixed(self.seed, i), bool(self.recomputed)
-        return self.opened[j].run(received, buffers, self.grad, is_kept)
+        running.recomputes = bool(self.recomputed)
+        if self.assembly.program.is_random:
+            running.seed = mixed(self.seed, i)
+        return self.opened[j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
         for name, value in zip(self.stages[j].sends, sent, strict=True):

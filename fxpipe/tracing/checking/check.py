@@ -122,6 +122,25 @@ def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, 
     traced.mini_batch_reads = (*traced.mini_batch_reads, *failing)
 
 
+def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
+    """Whether model and graph do the same with so many of these samples. A model that raises has none such."""
+    batch = traced.batch_of(leaves)
+    seed = torch.default_generator.initial_seed() % 2**31
+    sample = _sample(traced, leaves, size, batch, seed)
+    if sample is None:
+        return True  # forward is asked about the mini-batch, and would be another with so few
+    try:
+        is_model = all(read.holds(size) for read in traced.mini_batch_reads)
+        want = _run_model(traced, sample, seed) if is_model else None
+        (have,) = _watch_seeded(traced, [sample], seed)[1]
+        _refuse_other_dimensions(traced, have, size, batch)
+        if want is not None:
+            _compare(traced, want, have, size, batch)
+    except Exception:
+        return False
+    return True
+
+
 def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
     """What the nodes are seen to do, with no comparison."""
     return _watch_seeded(traced, [leaves], 0)[0]
