@@ -150,7 +150,7 @@ def preferred(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """As a table has them: those that fit, those that are too slow to look at, those that do not fit, the impossible."""
+    """As a table has them: what fits, what is too slow to look at, what does not fit, the impossible."""
 
     def order(row: Row) -> tuple[float, ...]:
         kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)
