@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.profiling import Profile, profile
     from fxpipe.recomputing import is_recomputing
+    from fxpipe.simulation.of_plans import simulate
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
+    from fxpipe.tuning import Tuning, tune
 
 __version__ = "0.1.0"
 
@@ -29,6 +31,7 @@ _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.api",
     "Plan": "fxpipe.plans",
+    "Tuning": "fxpipe.tuning",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "is_recomputing": "fxpipe.recomputing",
@@ -37,7 +40,9 @@ _HOMES = {
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
+    "simulate": "fxpipe.simulation.of_plans",
     "trace": "fxpipe.tracing",
+    "tune": "fxpipe.tuning",
 }
 
 __all__ = [
@@ -45,6 +50,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Profile",
+    "Tuning",
     "cut",
     "is_recomputing",
     "leaf",
@@ -52,7 +58,9 @@ __all__ = [
     "pipeline",
     "plan",
     "profile",
+    "simulate",
     "trace",
+    "tune",
 ]
 
 

@@ -357,11 +357,14 @@ class Pipeline(nn.Module):
         return self._fxpipe.engine.last_step
 
     def extra_repr(self) -> str:
-        inside = self._fxpipe
-        workers, stages = inside.settings.workers, len(inside.settings.placement)
-        shared = f"in {stages} stages " if stages > len(workers) else ""
-        devices = ", ".join(map(str, workers))
-        return f"{type(self.model).__name__} {shared}on [{devices}], {inside.settings.chunks} micro-batches"
+        from fxpipe.inspect.brief import pipe_lines
+
+        return "\n".join(pipe_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import pipeline_html
+
+        return pipeline_html(self)
 
     # -- its life ----------------------------------------------------------------------------------------------------
 

@@ -223,6 +223,17 @@ def one_of(argument: str, given: Any, known: Sequence[str], others: str = "") ->
     return found
 
 
+def parse_several(argument: str, given: Any, known: Sequence[str]) -> tuple[str, ...]:
+    """Names among the known ones, each once; None: all of them."""
+    if given is None:
+        return tuple(known)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"{argument}={given!r}: expected a list with some of {', '.join(map(repr, known))}")
+    if not given:
+        raise ArgumentError(f"{argument} is empty: give some of {', '.join(map(repr, known))}, or leave it out")
+    return tuple(dict.fromkeys(one_of(argument, name, known) for name in given))
+
+
 def parse_compile(given: Any) -> dict[str, Any] | None:
     """Keywords of `torch.compile`; None where stages run as they are."""
     if given is None or given is False:

@@ -28,6 +28,11 @@ class PartitionError(FxpipeError, ValueError):
 class MemoryLimitError(PartitionError):
     """No cut keeps every stage within the memory of its device."""
 
+    def __init__(self, message: str, brief: str = "", over: float = 0.0) -> None:
+        super().__init__(message)
+        self.brief = brief or message  # the message without its table
+        self.over = over  # bytes: with so many more for each stage there would be a cut; 0: not known
+
 
 class ScheduleError(FxpipeError, ValueError):
     """A schedule that would not run: an action is missing, doubled, out of order, or two rows wait for each other."""

@@ -50,6 +50,16 @@ class Inside:
         with torch.inference_mode(False), torch.enable_grad():
             self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
 
+    def adopt(self, prepared: Prepared) -> None:
+        """Takes a graph that was studied and cut elsewhere."""
+        self.first, self.plan, self.settings = prepared, prepared.plan, prepared.settings
+        self._keep(prepared)
+
+    def settle(self) -> None:
+        """Moves the model's tensors to where the stages want them, should something else have moved them away."""
+        assert self.first is not None
+        _move(self.model, self.first, self.settings.devices)
+
     def assembly_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Assembly, list[Any], int]:
         """The graph for these inputs, mode and state; recorded where there is none yet."""
         if self.closed:

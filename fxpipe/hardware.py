@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 GiB = 2**30
+MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class Hardware:
     bytes_per_second: float  # peak, of its memory
     memory: int  # bytes that a program can have
     within: Link | None  # between two devices of a node; None: a value is handed over and costs nothing
-    between: Link  # between devices of two nodes
+    between: Link  # between devices of two nodes, over a network adapter at each end
     devices_per_node: int = 8
+    adapters_per_node: int | None = None  # which its devices share, as evenly as can be; None: one for each device
     arithmetic_efficiency: float = 1.0  # what large products of matrices reach of the peak
     memory_efficiency: float = 1.0  # what large operations reach of the memory's peak
     launch: float = 0.0  # seconds: no operation takes less
@@ -60,6 +62,8 @@ class Hardware:
             self._check(f"flops_per_second[{dtype!r}]", rate)
         for key in ("bytes_per_second", "memory", "devices_per_node", "arithmetic_efficiency", "memory_efficiency"):
             self._check(key, getattr(self, key))
+        if self.adapters_per_node is not None:
+            self._check("adapters_per_node", self.adapters_per_node)
         for name, link in links.items():
             self._check(f"{name}.bytes_per_second", link.bytes_per_second)
             self._check(f"{name}.latency", link.latency, may_be_zero=True)
@@ -72,6 +76,15 @@ class Hardware:
         if not is_number or figure < 0 or (figure == 0 and not may_be_zero):
             least = "0 or more" if may_be_zero else "above 0"
             raise ArgumentError(f"Hardware {self.name!r}: {key}={figure!r}; expected a finite number {least}")
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of a device that stages may take."""
+        return int(self.memory * (1 - MARGIN))
+
+    def update_seconds(self, gradient_bytes: float, optimizer_bytes: float) -> float:
+        """How long an optimizer takes: it reads parameters, gradients and its state, and writes all but gradients."""
+        return (3 * gradient_bytes + 2 * optimizer_bytes) / (self.bytes_per_second * self.memory_efficiency)
 
     def seconds(self, flops: float, dtype: str, moved: float) -> float:
         """How long an operation takes: as its arithmetic in `dtype`, or to move these bytes, or to start it."""
@@ -167,6 +180,7 @@ _CPU = Hardware(
     within=None,  # workers of one process
     between=Link(25e9, _NETWORK_LATENCY),  # InfiniBand HDR
     devices_per_node=2,
+    adapters_per_node=1,
     arithmetic_efficiency=0.8,  # 132 of 160 GFLOP/s: a product of 2048 x 2048 in torch 2.13, on one core at 2.5 GHz
     memory_efficiency=0.8,  # an estimate
     launch=5e-6,  # torch 2.13 called from Python: an addition of two numbers
@@ -202,6 +216,20 @@ def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | Non
         return None
     is_one_node = worker_a // hardware.devices_per_node == worker_b // hardware.devices_per_node
     return hardware.within if is_one_node else hardware.between
+
+
+def shared_between(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
+    """What the way from a device to another shares with other ways: the adapters of two nodes, out and in, by name.
+
+    >>> shared_between(HARDWARE["cpu"], 1, 2)
+    ('node 0 adapter 0 out', 'node 1 adapter 0 in')
+    """
+    size = hardware.devices_per_node
+    if worker_a // size == worker_b // size:
+        return ()
+    count = min(size, hardware.adapters_per_node or size)
+    ends = ((worker_a, "out"), (worker_b, "in"))
+    return tuple(f"node {k // size} adapter {k % size * count // size} {way}" for k, way in ends)
 
 
 # -- devices at hand ---------------------------------------------------------------------------------------------------

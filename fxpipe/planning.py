@@ -1,4 +1,13 @@
-"""The passes that make a plan, in order: trace, profile, decide, rewrite."""
+"""The passes that make a plan, in order: trace, profile, decide, rewrite.
+
+The first two look at the model and take seconds; the others look at what was found, and take little. So they are two
+functions, `study` and `planned`, and one study serves many plans: for other numbers of devices and micro-batches, other
+schedules, checkpoint modes and balances.
+
+    studied = study(model, args, kwargs, settings)
+    for chunks in (2, 4, 8):
+        print(planned(studied, replace(settings, chunks=chunks)).plan)
+"""
 
 from __future__ import annotations
 
@@ -24,6 +33,40 @@ if TYPE_CHECKING:
     from fxpipe.settings import Settings
     from fxpipe.tracing import Traced
     from fxpipe.tracing.ways import Tracer
+
+
+@dataclass(frozen=True, slots=True)
+class Studied:
+    """A model that was looked at: its graph, and what the nodes cost, for any number of samples."""
+
+    traced: Traced
+    orders: tuple[Traced, ...]  # the graph as traced and, where there is one, in an order that sends less
+    profiles: tuple[Profile, ...]  # one for each kind of device
+    kinds: tuple[str, ...]  # of devices that were measured
+    threads: int | None  # of torch while a CPU was measured, a worker's share of the cores; None: none was
+    hardware: Hardware | None  # that the profiles were estimated for
+    batch: int  # samples of the mini-batch
+    fingerprint: str  # of the graph
+
+    def holds_for(self, settings: Settings) -> bool:
+        """Are the seconds those of the workers that the settings ask for? See `studied_again`."""
+        from fxpipe.deciding.sites import kind_of
+
+        if settings.hardware != self.hardware:
+            return False
+        if self.hardware is not None:
+            return True
+        names = {kind_of(device) for device in settings.workers}
+        threads = self.threads if "cpu" in names else None
+        return names <= {*self.kinds} and threads in (None, _worker_threads(settings.workers))
+
+    def profiles_for(self, settings: Settings) -> list[Profile]:
+        """One for each kind among the settings' workers, in order."""
+        from fxpipe.deciding.sites import kind_of, kinds_of
+
+        if self.hardware is not None:
+            return [self.profiles[0]]
+        return [self.profiles[self.kinds.index(kind_of(device))] for device in kinds_of(settings.workers)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +115,8 @@ def plan(
         model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
             estimates, and `Plan.estimated_for` says of what hardware.
         stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
-            (see `checkpoint`). With `devices`, may be left out. Without `devices` all are planned for the CPU or, with
-            `hardware`, for as many GPUs of that kind.
+            (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
+            planned for the CPU or, with `hardware`, for as many GPUs of that kind.
         example_args, example_kwargs: a mini-batch as training will use it.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
@@ -86,15 +129,16 @@ def plan(
     """
     from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
     from fxpipe.placing import parse_schedule_to_train, workers_for
-    from fxpipe.settings import make_settings
+    from fxpipe.settings import AUTO, USUAL_SCHEDULE, make_settings
 
-    schedule, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
+    per_device = parse_stages_per_device(stages_per_device)
     given_hardware = parse_given_hardware(hardware)
     if devices is None and stages is not None:
         if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
             raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
         is_gpu = given_hardware is not None and given_hardware.within is not None
-        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, schedule, per_device))]
+        order = parse_schedule_to_train(USUAL_SCHEDULE if schedule == AUTO else schedule)
+        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
     settings = make_settings(
         devices=devices,
         chunks=chunks,
@@ -137,32 +181,95 @@ def prepare(
 
     `seed` is that of the numbers that forward draws and reads.
     """
-    from fxpipe.deciding import decide, is_by_hand
-    from fxpipe.rewriting.ordering import ordered
     from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
-    from fxpipe.tracing.snapshot import undone
 
-    with on_one_device(model) as device, in_mode(model, None if given is None else given.evaluating):
+    if given is None:
+        studied = study(model, args, kwargs, settings, seed)
+        if settings.left:
+            from fxpipe.tuning.choosing import planned_best
+
+            return planned_best(studied, args, kwargs, settings)
+        return planned(studied, settings)
+    with on_one_device(model) as device, in_mode(model, given.evaluating):
         args, kwargs = moved((args, kwargs), device)
         traced, batch = _trace(model, args, kwargs, settings, seed)
-        if given is not None and given.fingerprint != traced.fingerprint():
+        if given.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        if given is not None:
-            return _as_planned(traced, given, batch, settings)
-        with undone(model):  # hooks, and modules kept whole, run as they are
-            profiles = _profiles(traced, args, kwargs, settings.largest_micro_batch(batch), settings)
-    orders = [traced] if is_by_hand(traced, settings) else [traced, ordered(traced)]
-    cut = decide(orders, profiles, batch, settings)
-    return _prepared(cut, traced.fingerprint(), batch, settings)
+        return _as_planned(traced, given, batch, settings)
+
+
+def study(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
+) -> Studied:
+    """Traces and profiles, as training will run the model.
+
+    Of the settings it heeds what they say of tracing, profiling and devices, and `chunks`: graph and model are compared
+    for micro-batches of that size, and there nodes are measured. The line through what was measured there and at
+    another size says what others take.
+    """
+    from fxpipe.rewriting.ordering import ordered
+    from fxpipe.tracing.modes import in_mode
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    with on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = moved((args, kwargs), device)
+        traced, batch = _trace(model, args, kwargs, settings, seed)
+        kinds, threads, profiles = _profiles(traced, args, kwargs, batch, settings)
+    in_order = ordered(traced)
+    orders = (traced,) if in_order is traced else (traced, in_order)
+    return Studied(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
+
+
+def studied_again(studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Studied:
+    """The study for the settings' workers: the same graph, profiled again where the seconds are not theirs.
+
+    They are not on another kind of device, nor on a CPU for another number of workers, who have other shares of its
+    cores. Costs that were given, in `settings.profile`, are taken as they are for any.
+    """
+    from fxpipe.tracing.modes import in_mode
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    if studied.holds_for(settings):
+        return studied
+    model = studied.traced.model
+    with on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = moved((args, kwargs), device)
+        kinds, threads, profiles = _profiles(studied.traced, args, kwargs, studied.batch, settings)
+    return replace(studied, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
+
+
+def is_the_model(
+    studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
+) -> bool:
+    """Whether the model takes micro-batches of a `chunks`-th of the batch, and the graph does the same there."""
+    from fxpipe.tracing.checking.again import agrees
+    from fxpipe.tracing.modes import in_mode
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    parts = min(chunks, studied.batch)
+    sizes = {studied.batch // parts, -(-studied.batch // parts)}
+    model = studied.traced.model
+    with on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = moved((args, kwargs), device)
+        return not settings.check or agrees(studied.traced, args, kwargs, sorted(sizes))
+
+
+def planned(studied: Studied, settings: Settings) -> Prepared:
+    """Decides and rewrites: a plan of what was studied, for workers of which the study holds."""
+    from fxpipe.deciding import decide, is_by_hand
+
+    orders = studied.orders[:1] if is_by_hand(studied.traced, settings) else studied.orders
+    cut = decide(orders, studied.profiles_for(settings), studied.batch, settings)
+    return prepared(cut, studied.fingerprint, studied.batch, settings)
 
 
 def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
-    from fxpipe.deciding import for_micro_batches
+    from fxpipe.resizing import resized
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
     from fxpipe.scheduling import schedule_text
@@ -181,11 +288,10 @@ def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> 
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
     )
     plan = replace(
-        for_micro_batches(replace(given, stages=stages), settings.largest_micro_batch(batch), reordered, program),
+        resized(replace(given, stages=stages), settings.largest_micro_batch(batch), settings.checkpoint),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,
-        checkpoint=settings.checkpoint,
         placement=settings.placement,
         batch=batch,
     )
@@ -267,32 +373,39 @@ def _misplaced(first: Prepared, traced: Traced) -> list[list[float]]:
 
 
 def _profiles(
-    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], micro: int, settings: Settings
-) -> list[Profile]:
-    """One for each kind of device."""
-    from fxpipe.deciding.sites import kinds_of
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
+) -> tuple[tuple[str, ...], int | None, tuple[Profile, ...]]:
+    """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
+    from fxpipe.deciding.sites import kind_of, kinds_of
     from fxpipe.profiling import profile
     from fxpipe.profiling.storing import profile_for
+    from fxpipe.tracing.snapshot import undone
 
+    kinds = kinds_of(settings.workers) if settings.hardware is None else list(settings.workers[:1])
+    names = tuple(map(kind_of, kinds))
     if settings.profile is not None:
-        return [profile_for(traced, settings.profile)] * len(kinds_of(settings.workers))
-    kinds = kinds_of(settings.workers) if settings.hardware is None else settings.workers[:1]
-    return [
-        profile(
-            traced,
-            args,
-            kwargs,
-            micro_batch=micro,
-            budget=settings.profile_budget / len(kinds),
-            threads=_worker_threads(settings.workers),
-            hardware=settings.hardware,
-            device=device if settings.hardware is None else None,
+        return names, None, (profile_for(traced, settings.profile),) * len(kinds)
+    threads = _worker_threads(settings.workers)
+    with undone(traced.model):  # hooks, and modules kept whole, run as they are
+        profiles = tuple(
+            profile(
+                traced,
+                args,
+                kwargs,
+                micro_batch=settings.largest_micro_batch(batch),
+                budget=settings.profile_budget / len(kinds),
+                threads=threads,
+                hardware=settings.hardware,
+                device=device if settings.hardware is None else None,
+            )
+            for device in kinds
         )
-        for device in kinds
-    ]
+    is_measured = settings.hardware is None and not profiles[0].estimated_for
+    return names, threads if is_measured and "cpu" in names else None, profiles
 
 
-def _prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
+def prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
+    """The stages of a cut, and the plan that describes them."""
     from fxpipe.deciding import copies_of, describe
     from fxpipe.rewriting import split
 

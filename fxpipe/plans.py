@@ -3,90 +3,48 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, FxpipeError
-from fxpipe.polynomials import ZERO, Polynomial
+from fxpipe.plan_parts import (
+    Bottleneck,
+    HeavyNode,
+    Portal,
+    Sending,
+    StageBytes,
+    StagePlan,
+    StageSeconds,
+    StageWork,
+    Tied,
+    Whole,
+)
+from fxpipe.polynomials import Polynomial
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.stage_costs import StageCost, Transfer, check_costs
+from fxpipe.work import Operation
 
 if TYPE_CHECKING:
     import sympy
 
     from fxpipe.scheduling import Schedule
 
-
-@dataclass(frozen=True, slots=True)
-class StageBytes:
-    """What a stage holds in memory beside its parameters, of one micro-batch of `b` samples."""
-
-    received: Polynomial = ZERO  # kept for backward of what other stages made; for each micro-batch in flight
-    held: Polynomial = ZERO  # kept for backward beside that; of one that is to be recomputed, from then on
-    working: Polynomial = ZERO  # held for a moment
-
-
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
-    """How long a stage takes for one micro-batch."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    weight: float = 0.0  # the part of backward that makes gradients of parameters
-
-
-@dataclass(frozen=True, slots=True)
-class StagePlan:
-    """A block of graph nodes that runs on one device. Seconds and bytes are those of one micro-batch."""
-
-    index: int
-    device: str
-    nodes: tuple[str, ...]  # in the order in which they run
-    code: str  # for people
-    forward_seconds: float
-    backward_seconds: float
-    parameter_bytes: int  # of all that the stage uses: a weight that two stages use counts in both
-    activation_bytes: int  # kept for backward
-    sent_bytes: int  # to the next stage; portals are counted in `Plan.portals`
-    weight_seconds: float = 0.0  # the part of backward that makes gradients of parameters
-    copies: tuple[str, ...] = ()  # nodes that it computes for itself, though another stage does so too
-    state_bytes: int = 0  # gradients of parameters, and the optimizer's state
-    memory_limit: int | None = None  # bytes that it may take; None: no limit is known
-    bytes: StageBytes = field(default_factory=StageBytes)
-    flops: Polynomial = ZERO  # forward and backward of one micro-batch; recomputation not counted
-    fixed: StageSeconds = field(default_factory=StageSeconds)  # of the seconds, what they are for any size
-
-
-@dataclass(frozen=True, slots=True)
-class Portal:
-    """The direct way of a value that skips stages."""
-
-    name: str
-    source: int  # stage that makes it
-    target: int  # stage that uses it
-    bytes: int  # for one micro-batch
-
-
-@dataclass(frozen=True, slots=True)
-class Sending:
-    """All that goes from a stage to another for one micro-batch: to a later one values, to an earlier one gradients."""
-
-    source: int
-    target: int
-    bytes: int
-    seconds: float  # on its way, where the link is known
-    fixed_seconds: float = 0.0  # of that, what it is for any size
-
-
-@dataclass(frozen=True, slots=True)
-class Bottleneck:
-    """The stage that a step waits for, had it been cut so."""
-
-    balance: str
-    seconds: float  # of one micro-batch: forward, backward, and what the stage receives
-    fits: bool = True  # into the memory of the devices
+__all__ = [
+    "Bottleneck",
+    "HeavyNode",
+    "Plan",
+    "Portal",
+    "Sending",
+    "StageBytes",
+    "StagePlan",
+    "StageSeconds",
+    "StageWork",
+    "Tied",
+    "Whole",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +69,10 @@ class Plan:
     sendings: tuple[Sending, ...] = ()
     batch: int | None = None  # samples of the mini-batch that it was made for; None: not known
     evaluating: tuple[str, ...] | None = None  # modules in evaluation mode when it was made; None: not known
+    tied: tuple[Tied, ...] = ()
+    whole: tuple[Whole, ...] = ()
+    heaviest: HeavyNode | None = None  # what bounds the balance: no stage is faster than its slowest node
+    operations: tuple[Operation, ...] = ()  # that stages run (`StagePlan.work`); none: not known
 
     def __post_init__(self) -> None:
         if not self.placement:
@@ -131,18 +93,41 @@ class Plan:
         """For each stage its checkpoint mode."""
         return (self.checkpoint,) * len(self.stages) if isinstance(self.checkpoint, str) else self.checkpoint
 
+    def recomputes(self, stage: int) -> bool:
+        """Does a stage run forward again before its backward, for all micro-batches or all but the last?"""
+        return self.modes[stage] != "never"
+
     def in_flight(self, stage: int) -> int:
         """Micro-batches that have gone forward in a stage and not yet back, at most."""
         from fxpipe.scheduling import micro_batches_in_flight
 
-        return micro_batches_in_flight(self._schedule())[self._stage(stage).index]
+        return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """What the simulator is told: of each stage, and of all that goes between stages."""
-        stages = [StageCost(s.forward_seconds, s.backward_seconds, weight=s.weight_seconds) for s in self.stages]
-        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds) for s in self.sendings]
+        stages = [self._cost(stage) for stage in self.stages]
+        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds, s.over) for s in self.sendings]
 
-    def _schedule(self) -> Schedule:
+    def _cost(self, stage: StagePlan) -> StageCost:
+        b, sizes, recomputes = self.micro_batch, stage.bytes, self.recomputes(stage.index)
+        portals = sizes.through_portals(recomputes)(b)
+        return StageCost(
+            stage.forward_seconds,
+            stage.backward_seconds,
+            weight=stage.weight_seconds,
+            action=stage.action_seconds,
+            parameter_bytes=stage.parameter_bytes,
+            gradient_bytes=stage.gradient_bytes,
+            optimizer_bytes=stage.state_bytes - stage.gradient_bytes,
+            saved_bytes=sizes.held(b),
+            input_bytes=sizes.kept(recomputes)(b) - portals,
+            portal_bytes=portals,
+            working_bytes=sizes.working(b),
+            update=stage.update_seconds,
+        )
+
+    def as_schedule(self) -> Schedule:
+        """Its schedule as a table: which device does what, in what order."""
         from fxpipe.scheduling import make_schedule
 
         return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
@@ -169,8 +154,8 @@ class Plan:
         from fxpipe.scheduling import activations_in_flight
 
         fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
-        received = stage.bytes.received.times(self.in_flight(stage.index))
-        held = stage.bytes.held.times(activations_in_flight(self._schedule())[stage.index])
+        received = stage.bytes.kept(self.recomputes(stage.index)).times(self.in_flight(stage.index))
+        held = stage.bytes.held.times(activations_in_flight(self.as_schedule())[stage.index])
         return fixed + received + held + stage.bytes.working
 
     def _stage(self, stage: int) -> StagePlan:
@@ -196,7 +181,7 @@ class Plan:
             plan = from_document(cls, json.loads(Path(path).read_bytes().decode()), "the plan")
             plan._check()
             return plan
-        except (ValueError, RecursionError) as error:  # an ArgumentError among them
+        except (ValueError, RecursionError, OverflowError) as error:  # an ArgumentError among them
             why = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise ArgumentError(f"{path} is no plan of fxpipe: {why}; write one with plan.save(path)") from None
 
@@ -207,6 +192,7 @@ class Plan:
         wrong = {
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
             "devices": len(self.devices) != n,
+            "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
             "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
             "schedule": not self._has_a_schedule(),
@@ -214,10 +200,18 @@ class Plan:
             "micro_batch": self.micro_batch < 1,
             "batch": self.batch is not None and self.batch < 1,
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
+            "tied": not all(0 <= j < n for tied in self.tied for j in tied.stages),
+            "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in self._all_work()),
+            "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for c in p.coefficients),
+            "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):
             raise ArgumentError(f"the plan's {name} cannot be: they do not go with its {n} stages, or are unknown")
         check_costs(*self.costs(), n)
+
+    def _all_work(self) -> Iterator[tuple[int, int]]:
+        for stage in self.stages:
+            yield from (*stage.work.forward, *stage.work.backward, *stage.work.to_inputs)
 
     def _has_a_schedule(self) -> bool:
         from fxpipe.scheduling import as_schedule_like
@@ -232,6 +226,11 @@ class Plan:
         from fxpipe.inspect.tables import plan_table
 
         return plan_table(self)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import plan_html
+
+        return plan_html(self)
 
 
 def _at(polynomial: Polynomial, b: int | None) -> sympy.Expr:

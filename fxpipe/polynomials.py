@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -57,6 +59,11 @@ class Polynomial:
 
 
 ZERO = Polynomial()
+
+
+def total(polynomials: Iterable[Polynomial]) -> Polynomial:
+    """Their sum."""
+    return functools.reduce(operator.add, polynomials, ZERO)
 
 
 def polynomial(coefficients: Iterable[Any]) -> Polynomial:

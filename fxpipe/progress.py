@@ -1,31 +1,80 @@
-"""A bar on stderr for a step that takes long, where someone is looking."""
+"""Bars on stderr for what takes long, where someone is looking.
+
+A pass that may take long says how far it is, and knows nothing of who looks:
+
+    with progress("shapes", len(nodes)) as step:
+        for node in nodes:
+            ...
+            step()
+
+A bar appears once its step has taken longer than a second, and is gone when it ends, well or not. Nothing is shown
+where stderr is no terminal (a file, a pipe, a notebook, closed, None), nor in a block of `showing(False)`: what the
+argument `progress` of the entry points comes to. One bar within another stands below it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
 
-DELAY = 2.0  # seconds before a bar appears: most steps are over by then
+DELAY = 1.0  # seconds before a bar appears: most steps are over by then
+
+_WITH_TOTAL = "{desc}: {percentage:3.0f}%|{bar}| {n:.5g}/{total:.5g} {unit} [{elapsed}{postfix}]"
+_WITHOUT = "{desc}: {n:.5g} {unit} [{elapsed}{postfix}]"
+
+_shown: ContextVar[bool] = ContextVar("fxpipe_progress", default=True)
+
+
+class Step(Protocol):
+    """Tells that so much more has been done; `note` stands behind the bar."""
+
+    def __call__(self, done: float = 1, note: str = "") -> object: ...
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], object]]:
-    """Gives a function to call after each of `total` nodes. Nothing is shown where stderr is not a terminal.
+def showing(wanted: bool) -> Iterator[None]:
+    """A block in which bars are shown where someone is looking, or are not. The innermost block has the say."""
+    before = _shown.set(wanted)
+    try:
+        yield
+    finally:
+        _shown.reset(before)
 
-    with progress("profiling", len(nodes)) as step:
-        for node in nodes:
-            ...
-            step()
-    """
-    if sys.stderr is None or not sys.stderr.isatty():
-        yield _nothing
+
+@contextlib.contextmanager
+def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Step]:
+    """Gives a function to call after each part of `total`, or of what nobody knows how much there will be (None)."""
+    if not (_shown.get() and _is_terminal()):
+        yield nothing
         return
-    from tqdm import tqdm  # here: it starts a thread and takes 50 ms to import
+    from tqdm import tqdm  # here: it takes 50 ms to import
 
-    with tqdm(total=total, desc=what, unit="node", delay=DELAY, leave=False) as bar:
-        yield bar.update
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that looks after bars
+
+    form = _WITHOUT if total is None else _WITH_TOTAL
+    # miniters: a slow part after many quick ones is shown too.
+    with Bar(
+        total=total, desc=what, unit=unit, delay=DELAY, leave=False, miniters=1, dynamic_ncols=True, bar_format=form
+    ) as bar:
+
+        def step(done: float = 1, note: str = "") -> None:
+            if note:
+                bar.set_postfix_str(note, refresh=False)
+            bar.update(done)
+
+        yield step
 
 
-def _nothing() -> None:
-    pass
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except (ValueError, AttributeError):  # closed; something that only writes
+        return False
+
+
+def nothing(done: float = 1, note: str = "") -> None:
+    """The step of what nobody looks at."""

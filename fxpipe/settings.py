@@ -47,10 +47,17 @@ FOR_PLANNING: Mapping[str, Any] = MappingProxyType(
     }
 )
 
+AUTO = "auto"
+USUAL_SCHEDULE = "1f1b"
+LEFT = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to make a pipeline. Of what is left to planning, `placement` may grow and `checkpoint` become a mode."""
+    """How to make a pipeline. Of what is left to planning, `placement` may grow and `checkpoint` become a mode.
+
+    What is left to the tuner has usual values meanwhile: "1f1b", and 4 micro-batches for each worker.
+    """
 
     workers: tuple[torch.device, ...]  # for each worker its device
     placement: tuple[int, ...]  # for each stage its worker
@@ -71,6 +78,7 @@ class Settings:
     profile_budget: float = 5.0  # seconds
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been studied
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -118,7 +126,9 @@ def make_settings(
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
         ScheduleError: a schedule of the user's own would not run.
     """
-    order, per_device = parse_schedule_to_train(schedule), parse_stages_per_device(stages_per_device)
+    is_any = schedule == AUTO
+    order = parse_schedule_to_train(USUAL_SCHEDULE if is_any else schedule)
+    per_device = parse_stages_per_device(stages_per_device)
     chunks = chunks_for(order, chunks)
     if plan is not None:
         for_planning = {
@@ -132,6 +142,10 @@ def make_settings(
         }
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
     workers = parse_devices(devices, anywhere)
+    if plan is not None and is_any:
+        from fxpipe.tuning.choosing import schedule_for
+
+        order = schedule_for(plan, parse_chunks(chunks, len(workers)), checkpoint)
     count = parse_chunks(chunks, len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
     pins, balance = _pins(pin, balance, workers)
@@ -155,7 +169,21 @@ def make_settings(
         profile_budget=parse_profile_budget(profile_budget),
         deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
         compile=parse_compile(compile),
+        left=_left_to_tuner(is_any, chunks, per_device, checkpoint, balance, pins) if plan is None else frozenset(),
     )
+
+
+def _left_to_tuner(
+    is_any: bool,
+    chunks: int | str,
+    per_device: int | None,
+    checkpoint: str | Sequence[str],
+    balance: Any,
+    pins: Mapping[str, int],
+) -> frozenset[str]:
+    is_free = is_any and per_device is None and isinstance(checkpoint, str) and isinstance(balance, str) and not pins
+    found = {"schedule": is_any, "chunks": chunks == AUTO, "stages_per_device": is_free}
+    return frozenset(name for name in LEFT if found[name])
 
 
 def _pins(pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]) -> tuple[dict[str, int], Any]:

@@ -35,10 +35,20 @@ class StageCost:
     backward: float  # of the whole backward: of B or, where the schedule splits it, of B and W
     recompute: float | None = None  # of R; None: as long as F
     weight: float | None = None  # the part of `backward` that W takes and B then does not; None: half of it
-    static_bytes: float = 0  # always there: parameters, buffers, gradients, state of the optimizer
+    parameter_bytes: float = 0  # always there: parameters and buffers
+    gradient_bytes: float = 0  # always there: of parameters
+    optimizer_bytes: float = 0  # always there: its state
     saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
-    input_bytes: float = 0  # what F was given: from F to the last piece of backward
+    input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
+    portal_bytes: float = 0  # what F was given by other stages, through portals: as long
     working_bytes: float = 0  # beside all that, while an action runs
+    update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
+    action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
+
+    @property
+    def static_bytes(self) -> float:
+        """What is always there."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class Transfer:
     target: int  # stage
     bytes: float
     seconds: float = 0.0  # on its way, where the two are on different devices
+    over: tuple[str, ...] = ()  # names of what it takes beside the link of its devices, and shares with other links
 
     @property
     def is_gradient(self) -> bool:
@@ -108,6 +119,6 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
 def _check_numbers(name: str, given: StageCost | Transfer) -> None:
     for field in fields(given):
         value = getattr(given, field.name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
+        if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")

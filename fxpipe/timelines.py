@@ -1,14 +1,12 @@
-"""What can be read off the actions of a step once it is known when each runs: memory over time, and a drawing."""
+"""What can be read off the actions of a step once it is known when each runs: memory over time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.scheduling import Action, Kind, Schedule
+from fxpipe.scheduling import Action, Kind
 from fxpipe.stage_costs import StageCost
-
-TIMELINE_COLUMNS = 100  # a timeline is drawn no wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +25,36 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """The bytes that a device holds at one time, by what they are for."""
+
+    parameters: float = 0  # and buffers
+    gradients: float = 0  # of parameters
+    optimizer: float = 0  # its state
+    activations: float = 0  # kept for backward, what came from the stage before among them
+    portals: float = 0  # kept for backward of what came through portals
+    working: float = 0  # held for a moment, while an action runs
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.portals + self.working
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """The bytes in use over time."""
 
-    steps: tuple[tuple[float, float], ...]  # (seconds since the step began, bytes from then on), in order
+    steps: tuple[tuple[float, Parts], ...]  # (seconds since the step began, what is there from then on), in order
 
     @property
     def peak(self) -> float:
         """The most bytes in use at one time."""
-        return max(size for _, size in self.steps)
+        return self.at_peak.total
+
+    @property
+    def at_peak(self) -> Parts:
+        """What is there when most is; where that happens several times, the first time."""
+        return max((parts for _, parts in self.steps), key=lambda parts: parts.total)
 
 
 def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
@@ -51,39 +70,27 @@ def memory_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Memory:
     order = (Kind.WEIGHT, Kind.BACKWARD, Kind.FORWARD)
     last = {j: next(kind for kind in order if (j, kind) in kinds) for j in held}
 
-    total = sum(stages[j].static_bytes for j in held)
-    steps = [(0.0, total)]
+    always = (
+        sum(stages[j].parameter_bytes for j in held),
+        sum(stages[j].gradient_bytes for j in held),
+        sum(stages[j].optimizer_bytes for j in held),
+    )
+    activations: float = 0
+    portals: float = 0
+    steps = [(0.0, Parts(*always))]
     for span in spans:
         kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
         saved = 0 if last[j] is Kind.FORWARD else cost.saved_bytes
         if kind is Kind.FORWARD:
-            total += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            activations += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            portals += cost.portal_bytes
         elif kind is Kind.RECOMPUTE:
-            total += saved
+            activations += saved
         elif kind is Kind.UPDATE:
             continue
-        steps.append((span.start, total + cost.working_bytes))
+        steps.append((span.start, Parts(*always, activations, portals, cost.working_bytes)))
         if kind is last[j]:
-            total -= cost.input_bytes + saved
-        steps.append((span.end, total))
+            activations -= cost.input_bytes + saved
+            portals -= cost.portal_bytes
+        steps.append((span.end, Parts(*always, activations, portals)))
     return Memory(tuple(steps))
-
-
-def timeline(schedule: Schedule, spans: Sequence[Span], seconds: float) -> list[str]:
-    """One line for each device, as wide as the step is long: `F0`, `B0===` an action, `.` the bubble.
-
-    Drawn as wide as the shortest action needs for its name; where that would be wider than `TIMELINE_COLUMNS`, as wide
-    as those, and an action that is too short for its name shows the letter of its kind only.
-    """
-    several = len(schedule.rows) < schedule.stages
-    names = [str(s.action) if several else f"{s.action.kind}{s.action.micro_batch}" for s in spans]
-    wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
-    columns = round(min(TIMELINE_COLUMNS, max(wanted, default=0)))
-
-    lines = [["."] * columns for _ in schedule.rows]
-    for span, name in zip(spans, names, strict=True):
-        first, end = (round(time / seconds * columns) if seconds else 0 for time in (span.start, span.end))
-        width = end - first
-        drawn = name.ljust(width - 1, "=") + " " if width > len(name) else str(span.action.kind) * width
-        lines[span.device][first:end] = drawn
-    return ["".join(line) for line in lines]

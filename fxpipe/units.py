@@ -1,4 +1,4 @@
-"""Numbers of bytes and seconds as people read them."""
+"""Numbers of bytes, seconds and things as people read them."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def human_seconds(seconds: float) -> str:
     milliseconds = seconds * 1e3
     digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
     return f"{milliseconds:.{digits}f} ms"
+
+
+def percent(share: float) -> str:
+    """`0.3333` -> `33.3 %`."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """`1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -139,7 +139,8 @@ def test_what_would_fit_is_counted_by_the_schedule():
 def test_a_split_backward_is_timed_in_two():
     plan = _plan("zero_bubble")
     assert all(0 < stage.weight_seconds <= stage.backward_seconds for stage in plan.stages)
-    timed = [replace(stage, forward_seconds=2, backward_seconds=5, weight_seconds=1) for stage in plan.stages]
+    seconds = {"forward_seconds": 2, "backward_seconds": 5, "weight_seconds": 1, "action_seconds": 0}
+    timed = [replace(stage, **seconds) for stage in plan.stages]
     plan = replace(plan, stages=tuple(timed), sendings=())
     assert plan_figures(plan).step_seconds == 4 * 7 + (2 + 4 - 1)
     assert plan_figures(replace(plan, schedule="1f1b")).step_seconds == 4 * 7 + 7

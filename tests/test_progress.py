@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import pty
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +18,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import progress as progress_module
-from fxpipe.progress import progress
+from fxpipe.progress import progress, showing
 
 
 class Terminal(io.StringIO):
@@ -18,38 +26,187 @@ class Terminal(io.StringIO):
         return True
 
 
-def run(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO | None, delay: float) -> None:
-    monkeypatch.setattr("sys.stderr", stderr)
-    monkeypatch.setattr(progress_module, "DELAY", delay)
-    with progress("counting", 3) as step:
-        for _ in range(3):
-            step()
-
-
-def test_bar_on_a_terminal(monkeypatch):
-    terminal = Terminal()
-    run(monkeypatch, terminal, 0.0)
-    assert "counting:" in terminal.getvalue()
-    assert "/3" in terminal.getvalue()
-
-
-def test_no_bar_for_a_short_step(monkeypatch):
-    terminal = Terminal()
-    run(monkeypatch, terminal, 60.0)
-    assert terminal.getvalue().strip("\r ") == ""
-
-
-def test_no_bar_without_a_terminal(monkeypatch):
-    file = io.StringIO()
-    run(monkeypatch, file, 0.0)
-    assert file.getvalue() == ""
-    run(monkeypatch, None, 0.0)
-
-
-def test_planning_shows_its_long_steps(monkeypatch):
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in stderr's place, on which bars appear at once."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    return terminal
+
+
+def count(parts: int = 3) -> None:
+    with progress("counting", parts) as step:
+        for _ in range(parts):
+            step()
+
+
+def lines_of(text: str) -> list[str]:
+    """What stands on a terminal after it was sent `text`."""
+    screen, row, column = [[]], 0, 0
+    place = 0
+    while place < len(text):
+        character = text[place]
+        place += 1
+        if character == "\r":
+            column = 0
+        elif character == "\n":
+            row, column = row + 1, 0
+            screen += [[]] * (row == len(screen))
+        elif character == "\x1b":
+            assert text[place : place + 2] == "[A", "the only sequence of control that a bar sends is: up"
+            row, place = max(row - 1, 0), place + 2
+        else:
+            screen[row] = screen[row] + [" "] * (column - len(screen[row]))
+            screen[row][column : column + 1] = [character]
+            column += 1
+    return ["".join(line).rstrip() for line in screen]
+
+
+def test_bar_on_a_terminal(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    count()
+    assert "counting:" in terminal.getvalue()
+    assert "/3 nodes" in terminal.getvalue()
+
+
+def test_bar_leaves_nothing_behind(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    count()
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_number_of_what_has_no_known_total(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    with progress("recording", None) as step:
+        step()
+        time.sleep(0.15)  # longer than there is between two looks of a bar
+        step(note="at lin")
+    assert "recording: 2 nodes" in terminal.getvalue()
+    assert "at lin" in terminal.getvalue()
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_no_bar_for_a_short_step(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    monkeypatch.setattr(progress_module, "DELAY", 60.0)
+    count()
+    assert terminal.getvalue().strip("\r ") == ""
+
+
+class OnlyWrites:
+    """What some programs put in stderr's place."""
+
+    def write(self, text: str) -> int:
+        raise AssertionError(f"a bar where nobody looks: {text!r}")
+
+
+def closed() -> Terminal:
+    terminal = Terminal()
+    terminal.close()
+    return terminal
+
+
+@pytest.mark.parametrize(
+    "stderr", [io.StringIO(), None, OnlyWrites(), closed()], ids=["file", "None", "writer", "closed"]
+)
+def test_no_bar_without_a_terminal(monkeypatch, stderr):
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    count()
+    assert not isinstance(stderr, io.StringIO) or stderr.closed or stderr.getvalue() == ""
+
+
+def test_terminal_that_is_closed_meanwhile(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    with progress("counting", 3) as step:
+        step()
+        terminal.close()
+        step()
+
+
+def test_no_bar_after_an_exception(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    with pytest.raises(ZeroDivisionError), progress("counting", 3) as step:
+        step(1 / 0)
+    assert "counting:" in terminal.getvalue()
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_bar_within_a_bar(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    with progress("tuning", 2, "candidates") as outer:
+        outer()
+        with progress("counting", 2) as inner:
+            inner()
+            rows = lines_of(terminal.getvalue())
+            assert rows[0].startswith("tuning:")
+            assert rows[1].startswith("counting:")
+        rows = lines_of(terminal.getvalue())
+        assert rows[0].startswith("tuning:")
+        assert not any(rows[1:])
+        outer()
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_no_bar_where_none_is_wanted(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    with showing(False):
+        count()
+        with showing(True):
+            pass
+        count()
+    assert terminal.getvalue() == ""
+    count()
+    assert "counting:" in terminal.getvalue()
+
+
+def test_threads_have_their_own_say(monkeypatch):
+    """A plan without bars in one thread does not take those of another away, and bars start no thread that stays."""
+    terminal = looked_at(monkeypatch)
+    before = threading.active_count()
+    with showing(False):
+        other = threading.Thread(target=count)
+        other.start()
+        other.join()
+        assert "counting:" in terminal.getvalue()
+    assert threading.active_count() == before
+    assert not any(lines_of(terminal.getvalue()))
+
+
+def test_planning_shows_its_long_steps(monkeypatch):
+    terminal = looked_at(monkeypatch)
     fxpipe.plan(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 2, example_args=(torch.randn(4, 6),))
-    for step in ("shapes", "checking", "profiling"):
+    for step in ("recording", "shapes", "checking", "profiling"):
         assert f"{step}:" in terminal.getvalue()
+    assert not any(lines_of(terminal.getvalue()))
+
+
+PROGRAM = """
+import sys, time
+from fxpipe import progress
+progress.DELAY = 0.05
+with progress.progress("waiting", 4) as step:
+    for _ in range(4):
+        time.sleep(0.05)
+        step()
+print("done", file=sys.stderr)
+"""
+
+
+def test_bar_on_a_real_terminal():
+    """Of a process of its own, with a pseudo-terminal for its stderr."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    with os.fdopen(ours, "rb", buffering=0) as reading:
+        process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(PROGRAM)], stderr=theirs)
+        os.close(theirs)
+        found = b""
+        try:
+            while piece := reading.read(4096):
+                found += piece
+        except OSError:  # Linux's way to say that the other end is closed
+            pass
+        assert process.wait() == 0
+    text = found.decode()
+    assert "waiting:" in text
+    assert [line for line in lines_of(text.replace("\r\n", "\n")) if line] == ["done"]

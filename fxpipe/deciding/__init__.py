@@ -2,11 +2,10 @@
 
 `chains.py` and `sites.py` put graph and devices into plain numbers; `cuts.py` chooses (in which order nodes run, where
 stages begin and run, which of them recompute), `sharing.py` what each gets of a memory that they share;
-`describing.py` and `formulas.py` write down what it comes to, `resizing.py` what it would for other micro-batches.
+`describing.py`, `formulas.py` and `remarks.py` write down what it comes to.
 """
 
 from fxpipe.deciding.cuts import Cut, decide, is_by_hand
 from fxpipe.deciding.describing import copies_of, describe
-from fxpipe.deciding.resizing import for_micro_batches
 
-__all__ = ["Cut", "copies_of", "decide", "describe", "for_micro_batches", "is_by_hand"]
+__all__ = ["Cut", "copies_of", "decide", "describe", "is_by_hand"]

@@ -61,13 +61,16 @@ class Cut:
         return tuple(load.recompute for load in self.loads)
 
 
-def decide(orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings) -> Cut:
+def decide(
+    orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings, *, explains: bool = True
+) -> Cut:
     """The best cut of a graph.
 
     Args:
         orders: the graph in the orders to be compared; the first one wins a tie.
         profiles: of its nodes, one for each kind of device.
         batch: samples of the mini-batch.
+        explains: look for what would fit where nothing does, which takes longer than to find that nothing does.
 
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
@@ -80,7 +83,7 @@ def decide(orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, se
         for way in _with_modes(_ways(settings, nodes), settings):
             try:
                 case = _case(way, traced, chain, nodes, settings, profiles, batch)
-                found += _cuts_of(case)
+                found += _cuts_of(case, explains)
             except PartitionError as error:
                 failures.append(error)
     if not found:
@@ -226,7 +229,7 @@ class _Case:
         return sites_of(self.settings, self.batch)
 
 
-def _cuts_of(case: _Case) -> Iterator[Cut]:
+def _cuts_of(case: _Case, explains: bool) -> Iterator[Cut]:
     """Usually one; several, where stages share devices, which no solver weighs against each other."""
     chain, sites, asked = case.chain, case.sites, case.settings.balance
     by_hand = not isinstance(asked, str)
@@ -235,7 +238,7 @@ def _cuts_of(case: _Case) -> Iterator[Cut]:
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
     compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
-    remedies = _remedies(case)
+    remedies = _remedies(case) if explains else []
     if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"

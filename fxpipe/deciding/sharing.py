@@ -48,7 +48,8 @@ def sharing(
     try:
         return explain(sites), tuple(sites)
     except MemoryLimitError as error:
-        raise MemoryLimitError(f"stages on one device share its memory, here as even parts of it:\n{error}") from None
+        why = "stages on one device share its memory, here as even parts of it:"
+        raise MemoryLimitError(f"{why}\n{error}", f"{why} {error.brief}", error.over) from None
 
 
 def _by_needs(sites: Sequence[Site], pools: Sequence[int], solve: Solve) -> tuple[Optimal, tuple[Site, ...]] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.hardware import link_at_hand, link_between, memory_at_hand
+from fxpipe.hardware import MARGIN, link_at_hand, link_between, memory_at_hand
 from fxpipe.partitioning.chain import Link, Site
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     import torch
 
     from fxpipe.settings import Settings
-
-MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ def kinds_of(devices: Sequence[torch.device]) -> list[torch.device]:
     """One device of each kind among these, in order of appearance: what has to be profiled."""
     found: dict[str, torch.device] = {}
     for device in devices:
-        found.setdefault(_kind(device), device)
+        found.setdefault(kind_of(device), device)
     return list(found.values())
 
 
@@ -38,18 +36,18 @@ def kinds_left(before: Settings, now: Settings) -> tuple[int, ...]:
     """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
     if before.hardware is not None:
         return (0,)
-    names = [_kind(device) for device in kinds_of(before.workers)]
-    return tuple(names.index(_kind(device)) for device in kinds_of(now.workers))
+    names = [kind_of(device) for device in kinds_of(before.workers)]
+    return tuple(names.index(kind_of(device)) for device in kinds_of(now.workers))
 
 
 def workers_of(settings: Settings) -> tuple[Worker, ...]:
     """The settings' workers."""
-    names = [_kind(device) for device in kinds_of(settings.workers)]
+    names = [kind_of(device) for device in kinds_of(settings.workers)]
     limits = settings.memory_limits
     if limits is None:
         limits = tuple(_memory(settings, device) for device in settings.workers)
     return tuple(
-        Worker(0 if settings.hardware else names.index(_kind(device)), limit)
+        Worker(0 if settings.hardware else names.index(kind_of(device)), limit)
         for device, limit in zip(settings.workers, limits, strict=True)
     )
 
@@ -68,7 +66,7 @@ def sites_of(settings: Settings, batch: int) -> tuple[Site, ...]:
             Site(
                 kind=workers[k].kind,
                 memory=None if memory is None else memory / placement.count(k),
-                link=_link(settings, placement[j - 1], k) if j else None,
+                link=link_of(settings, placement[j - 1], k) if j else None,
                 in_flight=flights[j],
                 may_recompute=modes[j] == "auto" and memory is not None,
                 must_recompute=modes[j] in ("always", "except_last"),
@@ -87,8 +85,8 @@ def pools_of(settings: Settings) -> tuple[int, ...]:
     return tuple(workers.index(workers[k]) for k in settings.placement)
 
 
-def _kind(device: torch.device) -> str:
-    """Two GPUs of one make are of one kind."""
+def kind_of(device: torch.device) -> str:
+    """Its name. Two GPUs of one make are of one kind."""
     if device.type != "cuda":
         return device.type
     import torch
@@ -99,12 +97,12 @@ def _kind(device: torch.device) -> str:
 def _memory(settings: Settings, device: torch.device) -> int | None:
     """What a worker may take of a device, which several may share."""
     if settings.hardware is not None:
-        return int(settings.hardware.memory * (1 - MARGIN))
+        return settings.hardware.usable_memory
     memory = memory_at_hand(device)
     return None if memory is None else int(memory * (1 - MARGIN)) // settings.workers.count(device)
 
 
-def _link(settings: Settings, one: int, other: int) -> Link | None:
+def link_of(settings: Settings, one: int, other: int) -> Link | None:
     """The way between two workers; None where a value is handed over."""
     if one == other:
         return None

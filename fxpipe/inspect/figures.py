@@ -40,11 +40,9 @@ class PlanFigures:
 def plan_figures(plan: Plan) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
     # Imported here, not above: a plan is printed by planning, which need not load all this before it is asked to.
-    from fxpipe.scheduling import make_schedule
-    from fxpipe.simulation import simulate_schedule
+    from fxpipe.simulation.of_plans import simulate
 
-    schedule = make_schedule(plan.schedule, len(plan.stages), plan.micro_batches, plan.checkpoint, plan.placement)
-    simulation = simulate_schedule(schedule, *plan.costs(), overlaps=False)
+    simulation = simulate(plan)
     stages = tuple(
         StageFigures(
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),

@@ -1,7 +1,8 @@
-"""Inputs for a model: `8x3x64x64`, `8x128:int64`, or a function of the user's that makes them.
+"""Inputs for a model: `8x3x64x64`, `8x128:int64`, `input_ids=8x128:int64`, or a function of the user's that makes them.
 
 Sizes alone are float32 and drawn from a normal distribution. Integers and truth values are 0 or 1, which every
-embedding accepts. All are drawn from a seed of their own, so that two looks at a model look at the same numbers.
+embedding accepts; of a model whose vocabulary is known, any token. All are drawn from a seed of their own, so that two
+looks at a model look at the same numbers. For a model on the meta device nothing is drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.target import FORMS, Target, call_target, describe, parse_target
+from fxpipe.inspect.target import FORMS, Target, call_target, parse_target
+from fxpipe.inspect.words import describe
 
 if TYPE_CHECKING:
     import torch
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int64", "int32", "bool")
 DTYPES = FLOATS + INTEGERS
+NAMED = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)")
 SHAPE = re.compile(r"(?P<sizes>[1-9]\d*(x[1-9]\d*)*)(:(?P<dtype>\w+))?")
 ACCEPTED = (
-    f"sizes (8x3x64x64), sizes and a dtype (8x128:int64; {', '.join(DTYPES)}), "
-    f"or a function that makes the inputs ({FORMS.replace('factory', 'make_inputs')})"
+    f"sizes (8x3x64x64), sizes and a dtype (8x128:int64; {', '.join(DTYPES)}), either with the name of an argument "
+    f"(input_ids=8x128:int64), or a function that makes the inputs ({FORMS.replace('factory', 'make_inputs')})"
 )
 
 
@@ -39,6 +42,17 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """What one `--input` asks for."""
+
+    value: Shape | Target
+    name: str | None = None  # of the argument; None: it goes by position, or brings its names along
+
+    def __str__(self) -> str:
+        return f"{self.value}" if self.name is None else f"{self.name}={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
 class Arguments:
     """What a model is called with."""
 
@@ -46,34 +60,47 @@ class Arguments:
     kwargs: dict[str, Any]
 
 
-def parse_input(text: str) -> Shape | Target:
+def parse_input(text: str) -> Input:
     """What one `--input` says.
 
-    8x3x64x64        ->  Shape((8, 3, 64, 64), "float32")
-    8x128:int64      ->  Shape((8, 128), "int64")
-    data:make_batch  ->  Target("data", "make_batch")
+    8x3x64x64              ->  Input(Shape((8, 3, 64, 64), "float32"))
+    8x128:int64            ->  Input(Shape((8, 128), "int64"))
+    input_ids=8x128:int64  ->  Input(Shape((8, 128), "int64"), "input_ids")
+    data:make_batch        ->  Input(Target("data", "make_batch"))
     """
-    match = SHAPE.fullmatch(text)
+    match = NAMED.fullmatch(text)
+    name, value = (match["name"], match["value"]) if match is not None else (None, text)
+    match = SHAPE.fullmatch(value)
     if match is not None:
         dtype = match["dtype"] or "float32"
         if dtype not in DTYPES:
             raise ArgumentError(f"{text!r}: no dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
-        return Shape(tuple(int(size) for size in match["sizes"].split("x")), dtype)
+        return Input(Shape(tuple(int(size) for size in match["sizes"].split("x")), dtype), name)
     try:
-        return parse_target(text)
+        return Input(parse_target(value), name)
     except ArgumentError:
         raise ArgumentError(f"{text!r}: expected {ACCEPTED}") from None
 
 
-def make_arguments(inputs: Iterable[Shape | Target]) -> Arguments:
-    """The inputs in order: tensors and tuples are positional arguments, the items of dicts are keyword arguments."""
+def make_arguments(inputs: Iterable[Input], *, integers_below: int = 2, on_meta: bool = False) -> Arguments:
+    """The inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments.
+
+    Args:
+        integers_below: drawn integers are less than this.
+        on_meta: tensors that would be drawn have sizes and no values.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for given in inputs:
-        made = _draw(given, generator) if isinstance(given, Shape) else call_target(given)
+        if isinstance(given.value, Target):
+            made = call_target(given.value)
+        else:
+            made = _empty(given.value) if on_meta else _drawn(given.value, generator, integers_below)
+        if given.name is not None:
+            made = {given.name: made}
         if isinstance(made, torch.Tensor):
             args.append(made)
         elif isinstance(made, tuple):
@@ -91,13 +118,23 @@ def make_arguments(inputs: Iterable[Shape | Target]) -> Arguments:
     return Arguments(tuple(args), kwargs)
 
 
-def _draw(shape: Shape, generator: torch.Generator) -> torch.Tensor:
+def _drawn(shape: Shape, generator: torch.Generator, integers_below: int) -> torch.Tensor:
     import torch
 
     dtype = getattr(torch, shape.dtype)
     try:
         if shape.dtype in INTEGERS:
-            return torch.randint(0, 2, shape.sizes, generator=generator).to(dtype)
+            below = 2 if shape.dtype == "bool" else integers_below
+            return torch.randint(0, below, shape.sizes, generator=generator).to(dtype)
         return torch.randn(shape.sizes, generator=generator).to(dtype)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # more than there is, or than can be said
+        raise ArgumentError(f"--input {shape}: cannot be made: {describe(error)}") from error
+
+
+def _empty(shape: Shape) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device="meta")
+    except (RuntimeError, TypeError, OverflowError) as error:
         raise ArgumentError(f"--input {shape}: cannot be made: {describe(error)}") from error

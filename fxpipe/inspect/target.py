@@ -5,25 +5,28 @@ Everything that goes wrong here is the user's to mend, so it is an `ArgumentErro
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
 import os
 import sys
+import traceback
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
+from fxpipe.inspect.values import check_keywords
+from fxpipe.inspect.words import an, close_to, describe
 
 if TYPE_CHECKING:
     from torch import nn
 
 FORMS = "module:factory or path/to/file.py:factory"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +67,31 @@ def load_target(target: Target) -> Any:
     return found
 
 
-def call_target(target: Target) -> Any:
-    """Load the target and call it without arguments."""
+def call_target(target: Target, kwargs: Mapping[str, Any] = NOTHING) -> Any:
+    """Load the target and call it with these keyword arguments."""
     found = load_target(target)
     if not callable(found):
-        raise ArgumentError(f"{target} is {_a(found)}, not a function that can be called")
+        raise ArgumentError(f"{target} is {an(found)}, not a function that can be called")
+    check_keywords(found, str(target), kwargs)
     try:
-        return found()
+        return found(**kwargs)
     except (Exception, SystemExit) as error:
-        raise ArgumentError(f"calling {target} raised {describe(error)}") from error
+        raise ArgumentError(f"calling {target} raised {describe(error)}{_place(error)}") from error
 
 
-def load_model(target: Target) -> nn.Module:
+def load_model(target: Target, kwargs: Mapping[str, Any] = NOTHING) -> nn.Module:
     """The module that the target makes, or that it is."""
     from torch import nn
 
     found = load_target(target)
     # A model made when its file is run is no factory; to call it would be to run it.
-    model = found if isinstance(found, nn.Module) else call_target(target)
+    is_made = isinstance(found, nn.Module)
+    if is_made and kwargs:
+        raise ArgumentError(f"--kwargs {next(iter(kwargs))}=...: {target} is a model, not a function that makes one")
+    model = found if is_made else call_target(target, kwargs)
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"{target} returned {_a(model)}, expected a torch.nn.Module")
+        raise ArgumentError(f"{target} returned {an(model)}, expected a torch.nn.Module")
     return model
-
-
-def describe(error: BaseException) -> str:
-    """`KeyError: 'width'`: an exception in one line."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _import_module(name: str) -> ModuleType:
@@ -100,7 +101,7 @@ def _import_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         # Only if the target itself is what is missing; a module that it imports is an error in it.
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            close = _close(name, (path.stem for path in Path.cwd().glob("*.py")))
+            close = close_to(name, (path.stem for path in Path.cwd().glob("*.py")))
             looked = "looked in the current directory and where Python looks"
             raise ArgumentError(f"no module named {error.name!r} ({looked}){close}") from None
         raise ArgumentError(f"importing {name} raised {describe(error)}") from error
@@ -111,7 +112,7 @@ def _import_module(name: str) -> ModuleType:
 @functools.cache  # a model and its inputs often come from one file, which runs once
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
-        close = _close(path.name, (other.name for other in path.parent.glob("*.py")))
+        close = close_to(path.name, (other.name for other in path.parent.glob("*.py")))
         raise ArgumentError(f"no file {str(path)!r}{close}")
     path = path.resolve()
     # As for a script, the modules beside the file can be imported. Its own name has a number in it, so that a file
@@ -143,7 +144,7 @@ def _is_dotted(name: str) -> bool:
 def _suggestion(name: str, holder: object) -> str:
     """Names like this one or, where none is, those the holder's author gave."""
     public = [other for other in dir(holder) if not other.startswith("_")]
-    close = _close(name, public)
+    close = close_to(name, public)
     if close:
         return close
     # By `vars`: a module may import its parts when they are asked for, and they are not asked for here.
@@ -152,13 +153,7 @@ def _suggestion(name: str, holder: object) -> str:
     return f"; it has {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else ""
 
 
-def _close(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), n=3)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
-
-
-def _a(value: object) -> str:
-    kind = type(value).__name__
-    if value is None:
-        return kind
-    return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
+def _place(error: BaseException) -> str:
+    """Where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""

@@ -78,6 +78,21 @@ def stage_load(chain: Chain, sites: Sequence[Site], stage: int, start: int, end:
     return _load(chain, sites, stage, start, end, recompute, same_storages(chain))
 
 
+def received_bytes(chain: Chain, starts: Sequence[int], recompute: bool) -> tuple[tuple[float, float], ...]:
+    """For each stage what it keeps for backward of what other stages made: of all, and of stages before the last one.
+
+    `recompute`: does the stage.
+    """
+    storages = same_storages(chain)
+
+    def kept(start: int, end: int, before: int) -> float:
+        came = [i for i, flow in enumerate(chain.flows) if flow.maker < before and arrives(flow, start, end)]
+        return math.fsum(_kept(chain, came, start, end, recompute, storages)[0])
+
+    stages = enumerate(pairwise([*starts, len(chain)]))
+    return tuple((kept(start, end, start), kept(start, end, starts[j - 1] if j else 0)) for j, (start, end) in stages)
+
+
 def ways_to_run(site: Site) -> tuple[bool, ...]:
     """Whether a stage there may recompute, the way that is preferred first."""
     if site.must_recompute:

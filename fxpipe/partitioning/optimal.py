@@ -40,7 +40,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.errors import PartitionError
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, stage_loads
 from fxpipe.partitioning.nodes import Nodes
@@ -103,7 +103,7 @@ def optimal_partition(
     if limit is None:
         if not Search(chain, [replace(site, memory=None) for site in sites]).fits():
             raise PartitionError(_why_no_cut(chain, len(sites), names))
-        raise MemoryLimitError(shortage(chain, sites, names, remedies))
+        raise shortage(chain, sites, names, remedies)
     starts, recompute = search.cut(limit)
     return Optimal(starts, recompute, stage_loads(chain, sites, starts, recompute))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from fxpipe.errors import MemoryLimitError
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, stage_loads
 from fxpipe.partitioning.search import Search
@@ -56,8 +57,8 @@ def first_that_fits(trials: Iterable[Trial]) -> Trial | None:
 
 def shortage(
     chain: Chain, sites: Sequence[Site], names: Sequence[str] = (), remedies: Iterable[Iterable[Trial]] = ()
-) -> str:
-    """What to say where no cut fits: the table, the part at fault, and of each remedy the first trial that fits.
+) -> MemoryLimitError:
+    """The error where no cut fits: the table, the part at fault, and of each remedy the first trial that fits.
 
     Args:
         names: of the nodes, or none.
@@ -71,18 +72,16 @@ def shortage(
     rows = [_row(j, *row) for j, row in enumerate(zip(pairwise([*starts, len(chain)]), loads, sites, strict=True))]
     worst = over.index(max(over))
     stages = "1 stage" if len(sites) == 1 else f"{len(sites)} stages"
-    lines = [
-        f"no cut into {stages} fits into memory; the best one is over by {human_bytes(max(over))} in stage {worst}:",
-        *_table([HEADERS, *rows]),
-        f"The problem: {_problem(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}.",
-    ]
+    head = f"no cut into {stages} fits into memory; the best one is over by {human_bytes(max(over))} in stage {worst}"
+    found = [f"The problem: {_problem(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."]
     tried = [first_that_fits(trials) for trials in remedies]
-    found = [trial.words for trial in tried if trial is not None]
-    if found:
-        lines.append(f"What would fit: {'; or '.join(found)}.")
+    words = [trial.words for trial in tried if trial is not None]
+    if words:
+        found.append(f"What would fit: {'; or '.join(words)}.")
     elif tried:
-        lines.append("Nothing that was tried would fit: the model needs devices with more memory.")
-    return "\n".join(lines)
+        found.append("Nothing that was tried would fit: the model needs devices with more memory.")
+    message = "\n".join([f"{head}:", *_table([HEADERS, *rows]), *found])
+    return MemoryLimitError(message, " ".join([f"{head}.", *found]), max(over))
 
 
 def best_attempt(chain: Chain, sites: Sequence[Site]) -> tuple[tuple[int, ...], tuple[StageLoad, ...]]:

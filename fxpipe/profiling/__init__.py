@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fxpipe.profiling.estimate import estimate
 from fxpipe.profiling.formulas import output_bytes, parameter_bytes
 from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
+from fxpipe.profiling.operations import Ran, work_of
 from fxpipe.profiling.rounds import Measured, made_of
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.recording.fake import faked, is_faked, without_values
@@ -80,7 +81,7 @@ def profile(
     micro_batch = _micro_batch(traced, given, micro_batch)
     others = other_sizes(traced, micro_batch)
     # `undone`: hooks, and modules kept whole, run as they are.
-    with one_at_a_time, _threads(threads), undone(traced.model), faked(traced.model, given) as leaves:
+    with one_at_a_time, undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
@@ -89,7 +90,9 @@ def profile(
             sizes = (micro_batch, *itertools.islice(others, 1))
             found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
-            found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
+            with _threads(threads):
+                found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
+        ran = _ran(traced, effects, leaves, micro_batch, found)
     here = found[micro_batch]
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
@@ -117,10 +120,34 @@ def profile(
                 counted.saved_bytes,
                 counted.temporary_bytes,
                 counted.working_bytes,
+                None if ran is None else work_of({size: nodes[node] for size, nodes in ran.items()}, micro_batch),
             )
         )
     name = "" if chosen is None else chosen.name
     return Profile(tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint())
+
+
+def _ran(
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    micro_batch: int,
+    found: Mapping[int, Mapping[fx.Node, Measured]],
+) -> dict[int, dict[fx.Node, Ran]] | None:
+    """By number of samples, the operations of each node: as estimated or, where nodes were measured, as they would be.
+
+    None for a model that runs on values only; for other hardware than it was measured on, nothing will be known of it.
+    """
+
+    def noted(of: Mapping[int, Mapping[fx.Node, Measured]]) -> dict[int, dict[fx.Node, Ran]]:
+        return {size: {n: m.ran for n, m in nodes.items() if m.ran is not None} for size, nodes in of.items()}
+
+    if any(m.ran is not None for m in found[micro_batch].values()) or not found[micro_batch]:
+        return noted(found)
+    sizes = (micro_batch, *itertools.islice(other_sizes(traced, micro_batch), 1))
+    with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
+        return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"]) for size in sizes})
+    return None
 
 
 def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> Counts:

@@ -14,6 +14,8 @@ from pathlib import Path
 import sympy
 from tabulate import tabulate
 
+from fxpipe.work import Work
+
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
@@ -48,6 +50,7 @@ class NodeCost:
     saved_bytes: sympy.Expr = NOTHING  # storages kept for backward that no node before it keeps; see `Saved`
     temporary_bytes: sympy.Expr = NOTHING  # held for a moment while it runs, beside what it reads, returns and saves
     working_bytes: sympy.Expr = NOTHING  # held for a moment, forward or back, beside what is saved; see `working`
+    work: Work | None = None  # its operations; None: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ A function that asks for values has no fake result. If the model has values, it 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.autograd import NoDerivative
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import flops
+from fxpipe.profiling.operations import Called, Ran
 from fxpipe.profiling.rounds import Measured
-from fxpipe.progress import progress
+from fxpipe.progress import Step, progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import storage_of, tensors_in
@@ -103,7 +105,7 @@ class _Walk:
     effects: Effects
     leaves: Sequence[Any]
     hardware: Hardware
-    step: Callable[[], object]
+    step: Step
     alike: Alike | None  # None: each node is a kind of its own
     values: dict[fx.Node, Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
@@ -192,20 +194,28 @@ class _Walk:
         with Roofline(self.hardware) as clock:
             with applied(node.meta["state"]):
                 value = call(node, given.__getitem__)
-            forward = clock.seconds
+            forward = clock.take()
             changed = [t for n in written for t in _tensors(given[n])]
             ends = _distinct(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
             starts = {n: [t for t in _tensors(v) if t.requires_grad] for n, v in own.items()}
-            backward = clock.backward_seconds(ends, _distinct(t for ts in starts.values() for t in ts))
+            backward = clock.back(ends, _distinct(t for ts in starts.values() for t in ts))
             others = _distinct(t for n, ts in starts.items() if n not in self.fixed for t in ts)
-            weight = backward
+            to_inputs: tuple[Called, ...] = ()
             if len(others) == sum(map(len, starts.values())):
-                weight = 0.0
+                to_inputs = backward
             elif others:
-                weight = max(0.0, backward - clock.backward_seconds(ends, others))
+                to_inputs = clock.back(ends, others)
         size = sum(t.numel() * t.element_size() for t in tensors_in(value))
         gives_grad = tuple(t.requires_grad for t in _tensors(value))
-        return _Cost(Measured(forward, backward, weight, size), gives_grad, any(t.requires_grad for t in changed))
+        ran = Ran(forward, backward, to_inputs)
+        return _Cost(self._measured(ran, size), gives_grad, any(t.requires_grad for t in changed))
+
+    def _measured(self, ran: Ran, size: int) -> Measured:
+        forward, backward, to_inputs = map(self._seconds, (ran.forward, ran.backward, ran.to_inputs))
+        return Measured(forward, backward, max(0.0, backward - to_inputs), size, ran)
+
+    def _seconds(self, operations: Sequence[Called]) -> float:
+        return math.fsum(self.hardware.seconds(flops, dtype, moved) for dtype, flops, moved in operations)
 
 
 def _alone(value: Value, grads: Sequence[bool]) -> Value:
@@ -232,12 +242,13 @@ def _distinct(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Roofline(TorchDispatchMode):
-    """While it is active, `seconds` is what the operations so far would have taken."""
+    """While it is active, it takes a note of each operation; `seconds` is what those so far would have taken."""
 
     def __init__(self, hardware: Hardware):
         super().__init__()
         self.hardware = hardware
         self.seconds = 0.0
+        self._noted: list[Called] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -247,20 +258,27 @@ class Roofline(TorchDispatchMode):
         moved = traffic(func, args, kwargs, result)
         if moved:  # else it is a view, for which nothing is launched
             arithmetic = flops(func, args, kwargs, result)
-            self.seconds += self.hardware.seconds(arithmetic, _multiplied(func, args) if arithmetic else "", moved)
+            dtype = _multiplied(func, args) if arithmetic else ""
+            self.seconds += self.hardware.seconds(arithmetic, dtype, moved)
+            self._noted.append((dtype, arithmetic, moved))
         return result
 
-    def backward_seconds(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> float:
-        """How long it would take to go back from `ends` to `starts`."""
+    def take(self) -> tuple[Called, ...]:
+        """The operations since the last time."""
+        noted, self._noted = self._noted, []
+        return tuple(noted)
+
+    def back(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> tuple[Called, ...]:
+        """Goes back from `ends` to `starts`."""
         if not ends or not starts:
-            return 0.0
+            return ()
         ones = [torch.ones_like(t) for t in ends]
-        before = self.seconds
+        self.take()
         try:
             torch.autograd.grad(ends, starts, ones, allow_unused=True, retain_graph=True)
         except NoDerivative:
-            return 0.0
-        return self.seconds - before
+            self.take()
+        return self.take()
 
 
 def _multiplied(func: Any, args: tuple[Any, ...]) -> str:

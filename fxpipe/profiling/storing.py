@@ -4,12 +4,16 @@
     fxpipe.Profile.load("profile.json")
 
     {"format": "fxpipe profile", "version": 1, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
-     "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...}, ...],
+     "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
+     "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
+                "work": [[0], [1, 2], [1]]}, ...],
      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 
 Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
-size (`profiling.coefficients`, which also says what becomes of other formulas). What is read is checked piece by piece:
-a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another graph.
+size (`profiling.coefficients`, which also says what becomes of other formulas). The work of a node is said by places
+among the operations: of its forward, of its backward, and of its backward to its inputs only. What is read is checked
+piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another
+graph.
 """
 
 from __future__ import annotations
@@ -17,20 +21,23 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sympy
 
+from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
 from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
+from fxpipe.work import Operation, Work
 
 if TYPE_CHECKING:
     from fxpipe.tracing.traced import Traced
 
-FORMAT, VERSION = "fxpipe profile", 1
+FORMAT, VERSION = "fxpipe profile", 2
 
 _SECONDS = ("forward", "backward", "weight")
 _FORMULAS = (
@@ -42,7 +49,7 @@ _FORMULAS = (
     "temporary_bytes",
     "working_bytes",
 )
-_FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "nodes", "saved")
+_FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "operations", "nodes", "saved")
 
 
 def save(profile: Profile, path: str | Path) -> None:
@@ -55,10 +62,19 @@ def save(profile: Profile, path: str | Path) -> None:
     def numbers(expression: sympy.Expr) -> list[int | str]:
         return as_json(coefficients(expression, profile.batch))
 
-    nodes = [
+    operations: dict[Operation, int] = {}
+
+    def places(work: Work | None) -> list[list[int]] | None:
+        if work is None:
+            return None
+        rows = (work.forward, work.backward, work.to_inputs)
+        return [[operations.setdefault(one, len(operations)) for one in row] for row in rows]
+
+    nodes: list[dict[str, Any]] = [
         {"name": node.name}
         | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
         | {key: numbers(getattr(node, key)) for key in _FORMULAS}
+        | {"work": places(node.work)}
         for node in profile.nodes
     ]
     document = {
@@ -68,6 +84,7 @@ def save(profile: Profile, path: str | Path) -> None:
         "micro_batch": profile.micro_batch,
         "device": profile.device,
         "estimated_for": profile.estimated_for,
+        "operations": list(map(asdict, operations)),
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
     }
@@ -125,8 +142,12 @@ def _profile(document: Any) -> Profile:
     fields = _fields(document, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _count(fields["micro_batch"], "micro_batch", 1)
+    operations = [
+        _operation(one, f"operations[{place}]") for place, one in enumerate(_list(fields["operations"], "operations"))
+    ]
     nodes = tuple(
-        _node(node, batch, micro_batch, f"nodes[{place}]") for place, node in enumerate(_list(fields["nodes"], "nodes"))
+        _node(node, batch, micro_batch, operations, f"nodes[{place}]")
+        for place, node in enumerate(_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
         _saved(one, batch, micro_batch, len(nodes), f"saved[{number}]")
@@ -136,11 +157,29 @@ def _profile(document: Any) -> Profile:
     return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint)
 
 
-def _node(value: Any, batch: sympy.Symbol, samples: int, where: str) -> NodeCost:
-    fields = _fields(value, ("name", *_SECONDS, *_FORMULAS), where)
+def _operation(value: Any, where: str) -> Operation:
+    found = from_document(Operation, value, where)
+    if any(c < 0 for formula in (found.flops, found.moved) for c in formula.coefficients):
+        raise ArgumentError(f"{where}: a coefficient is less than 0")
+    return found
+
+
+def _work(value: Any, operations: Sequence[Operation], where: str) -> Work | None:
+    if value is None:
+        return None
+    rows = _list(value, where)
+    if len(rows) != 3:
+        raise ArgumentError(f"{where}: expected three lists, got {len(rows)}")
+    most = len(operations) - 1
+    return Work(*(tuple(operations[_count(k, where, 0, most)] for k in _list(row, where)) for row in rows))
+
+
+def _node(value: Any, batch: sympy.Symbol, samples: int, operations: Sequence[Operation], where: str) -> NodeCost:
+    fields = _fields(value, ("name", *_SECONDS, *_FORMULAS, "work"), where)
     seconds = {key: _seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
     formulas = {key: _formula(fields[key], batch, samples, f"{where}.{key}") for key in _FORMULAS}
-    return NodeCost(_text(fields["name"], f"{where}.name"), **seconds, **formulas)
+    work = _work(fields["work"], operations, f"{where}.work")
+    return NodeCost(_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
 
 
 def _saved(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str) -> Saved:

@@ -15,7 +15,8 @@ from tabulate import tabulate
 
 from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
-from fxpipe.timelines import Span, timeline
+from fxpipe.text_timelines import timeline
+from fxpipe.timelines import Span
 from fxpipe.units import human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -72,6 +73,11 @@ class StepRecord:
     away: float  # seconds between forward and backward of a drop-in
 
     @property
+    def spans(self) -> tuple[Span, ...]:
+        """When each device ran what, as a `Simulation` has it. Copies run beside the actions, and have no spans."""
+        return tuple(Span(one.action, one.device, one.start, one.end) for one in self.actions)
+
+    @property
     def seconds(self) -> float:
         """From the beginning to the last action's end."""
         return max((a.end for a in self.actions), default=0.0)
@@ -94,6 +100,21 @@ class StepRecord:
 
         write_trace(self, path)
 
+    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
+        """Draws what each device did when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+        """
+        from fxpipe.inspect.pictures import save_timeline
+
+        save_timeline(self, path, title=title)
+
+    def _repr_html_(self) -> str:
+        from fxpipe.inspect.notebook import step_html
+
+        return step_html(self)
+
     def __str__(self) -> str:
         count = f"{len(self.actions)} action{'' if len(self.actions) == 1 else 's'}"
         away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
@@ -110,12 +131,9 @@ class StepRecord:
         ).rstrip()
 
     def _timeline(self) -> Iterator[str]:
-        rows = [[a.action for a in self.actions if a.device == d] for d in range(len(self.devices))]
-        spans = [Span(a.action, a.device, a.start, a.end) for a in self.actions]
-        stages, m = {a.action.stage for a in self.actions}, {a.action.micro_batch for a in self.actions}
-        schedule = Schedule(self.schedule, len(stages), len(m), tuple(map(tuple, rows)))
-        for d, line in enumerate(timeline(schedule, spans, self.seconds)):
-            yield f"device {d}: {line.rstrip()}"
+        count = len(self.devices)
+        for d, line in enumerate(timeline(self.spans, count, self.seconds)):
+            yield f"device {d:>{len(str(count - 1))}}: {line.rstrip()}"
 
 
 # -- made from the notes of a step -----------------------------------------------------------------------------------

@@ -2,22 +2,27 @@
 
 One process is the step, one row (a thread, there) each device. An action is a complete event ("X") with what it was and
 what it moved; an arrow, a pair of flow events ("s", "f"), leads from the action that made a value or a gradient to the
-one that used it. Times are in microseconds. The format: "Trace Event Format", Google, 2016.
+one that used it; the memory of a device is a counter ("C") with its parts, where it is known, as it is of a simulation.
+Times are in microseconds. The format: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fxpipe.runtime.ranges import range_name
-from fxpipe.runtime.record import ActionRecord, StepRecord, TransferRecord
 from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.steps import Arrow, Source, Step, step_of
+from fxpipe.timelines import Memory, Parts, Span
 
 PROCESS = 1
+PARTS = tuple(field.name for field in fields(Parts))
 CATEGORIES = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "recompute",
@@ -27,34 +32,42 @@ CATEGORIES = {
 }
 
 
-def write_trace(record: StepRecord, path: str | Path) -> None:
+def write_trace(source: Source, path: str | Path) -> None:
     """Raises `OSError` where the file cannot be written."""
-    text = json.dumps(trace_of(record))
+    text = trace_text(source)
     try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         error.add_note(f"fxpipe: the trace of a step cannot be written to {str(path)!r}; give the path of a file")
         raise
 
 
-def trace_of(record: StepRecord) -> dict[str, Any]:
+def trace_text(source: Source) -> str:
+    """The file's content."""
+    return json.dumps(trace_of(source), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def trace_of(source: Source) -> dict[str, Any]:
     """The trace as a JSON document."""
-    at = {one.action: one for one in record.actions}
+    step = step_of(source)
+    at = {span.action: span for span in step.spans}
     numbers = count(1)
-    events = [*_names(record), *map(_event, record.actions)]
-    for transfer in record.transfers:
-        events += _arrow(transfer, at, next(numbers))
+    events = [*_names(step), *_actions(step)]
+    for arrow in step.arrows:
+        events += _arrow(arrow, at, next(numbers))
+    for d, memory in enumerate(step.memory):
+        events += _counter(d, memory)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
-        "otherData": {"schedule": record.schedule, "seconds": record.seconds, "seconds left out": record.away},
+        "otherData": {"schedule": step.schedule, "seconds": step.seconds, "seconds left out": step.away},
     }
 
 
-def _names(record: StepRecord) -> Iterator[dict[str, Any]]:
-    yield _about("process_name", 0, name=f"fxpipe {record.schedule}")
-    for d, device in enumerate(record.devices):
-        yield _about("thread_name", d, name=f"device {d}: {device.name}")
+def _names(step: Step) -> Iterator[dict[str, Any]]:
+    yield _about("process_name", 0, name=f"fxpipe {step.schedule}{', simulated' if step.is_simulated else ''}")
+    for d, device in enumerate(step.devices):
+        yield _about("thread_name", d, name=f"device {d}: {device}" if device else f"device {d}")
         yield _about("thread_sort_index", d, sort_index=d)
 
 
@@ -62,39 +75,54 @@ def _about(what: str, device: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": PROCESS, "tid": device, "args": args}
 
 
-def _event(one: ActionRecord) -> dict[str, Any]:
-    action = one.action
-    start, end = _nanoseconds(one)
-    return {
-        "ph": "X",
-        "name": str(action),
-        "cat": CATEGORIES[action.kind],
-        "pid": PROCESS,
-        "tid": one.device,
-        "ts": start / 1e3,
-        "dur": (end - start) / 1e3,
-        "args": {
-            "range": range_name(action),
-            "stage": action.stage,
-            "micro-batch": action.micro_batch,
-            "waited before (us)": round(one.waited * 1e6, 3),
-            "bytes received": one.received,
-            "bytes sent": one.sent,
-        },
-    }
+def _actions(step: Step) -> Iterator[dict[str, Any]]:
+    received: defaultdict[Action, float] = defaultdict(int)
+    sent: defaultdict[Action, float] = defaultdict(int)
+    for arrow in step.arrows:
+        received[arrow.user] += arrow.bytes
+        sent[arrow.maker] += arrow.bytes
+    for span, waited in zip(step.spans, step.waited, strict=True):
+        action = span.action
+        start, end = _nanoseconds(span)
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": CATEGORIES[action.kind],
+            "pid": PROCESS,
+            "tid": span.device,
+            "ts": start / 1e3,
+            "dur": (end - start) / 1e3,
+            "args": {
+                **({} if step.is_simulated else {"range": range_name(action)}),
+                "stage": action.stage,
+                "micro-batch": action.micro_batch,
+                "waited before (us)": round(waited * 1e6, 3),
+                **({"receiving (us)": round(span.receiving * 1e6, 3)} if span.receiving else {}),
+                "bytes received": received[action],
+                "bytes sent": sent[action],
+            },
+        }
 
 
-def _arrow(transfer: TransferRecord, at: dict[Action, ActionRecord], number: int) -> Iterator[dict[str, Any]]:
+def _arrow(arrow: Arrow, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
     """From within the maker's event, at its end, to the start of the user's: an end belongs to the event it lies in."""
-    maker, user = at[transfer.maker], at[transfer.user]
+    maker, user = at[arrow.maker], at[arrow.user]
     start, end = _nanoseconds(maker)
-    kind = "gradient" if transfer.is_gradient else "value"
+    kind = "gradient" if arrow.is_gradient else "value"
     common = {"cat": kind, "name": kind, "id": number, "pid": PROCESS}
-    args = {"value": transfer.value, "bytes": transfer.bytes}
+    args = {**({"value": arrow.value} if arrow.value else {}), "bytes": arrow.bytes}
     yield {"ph": "s", **common, "tid": maker.device, "ts": max(start, end - 1) / 1e3, "args": args}
     yield {"ph": "f", "bp": "e", **common, "tid": user.device, "ts": _nanoseconds(user)[0] / 1e3, "args": args}
 
 
-def _nanoseconds(one: ActionRecord) -> tuple[int, int]:
+def _counter(device: int, memory: Memory) -> Iterator[dict[str, Any]]:
+    """Bytes of all parts that there are at some time; a viewer stacks them."""
+    held = [name for name in PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
+    common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PROCESS, "tid": device}
+    for time, parts in memory.steps:
+        yield {**common, "ts": round(time * 1e9) / 1e3, "args": {name: getattr(parts, name) for name in held}}
+
+
+def _nanoseconds(span: Span) -> tuple[int, int]:
     """Whole ones, at which an arrow and its event meet."""
-    return round(one.start * 1e9), round(one.end * 1e9)
+    return round(span.start * 1e9), round(span.end * 1e9)

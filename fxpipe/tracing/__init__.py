@@ -112,7 +112,7 @@ def trace(
             return traced
 
         whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, finish, in_dims, chunks)
+        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, finish, in_dims, chunks, check)
 
 
 def _needs_inputs(model: nn.Module) -> bool:

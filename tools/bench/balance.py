@@ -56,8 +56,8 @@ def time_steps(names: Sequence[str], rounds: int) -> None:
     print(f"\nload before: {load()}")
     with ExitStack() as stack:
         subjects = {name: Subject(make(name), CHUNKS, BATCH, stack) for name in tqdm(names, desc="plans", disable=None)}
-        found = measure_rounds(subjects, rounds)
-    made = [row for name in names for row in rows(name, found[name])]
+        measure_rounds(subjects, rounds)
+    made = [row for name in names for row in rows(name, subjects[name])]
     print(f"load after: {load()}\n\na step of {BATCH} samples\n\n{table_of(made, HEADERS)}")
 
 

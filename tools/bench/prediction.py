@@ -1,13 +1,16 @@
 """Does a step take as long as the plan says? The simulated step against `forward_backward` on two CPU workers.
 
 A machine's speed drifts, and a plan knows but the speed of the moment in which its profile was taken. So in each round
-every model is profiled once more, one step of each of its pipelines is timed right after that, and what is compared is
+every model is profiled once more, steps of each of its pipelines are timed right after that, and what is compared is
 the ratio within a round. The plan that the pipeline was made with is compared, too.
 
-The profile is taken with one core at work, while a step keeps two busy, which may slow each other down. How much, is
-measured in each round as `throughput.py` does it: a loop of forward and backward alone, and two of them at once in two
-threads. With a slowdown s, the simulated seconds in which both workers compute count s times; there are
-busy_0 + busy_1 - step of them, since in a step of two stages at least one computes at any time.
+A profile takes medians of many short samples in processor time, which leave out what disturbs the machine now and then.
+A step is long enough to be disturbed nearly always, and waits for whichever worker is. So the steps are compared in
+three ways: as they are, the fastest of a round, and the undisturbed step of `processor_time.py`. Where the first is far
+from the last, the machine is not quiet, and the figure says nothing of the plan.
+
+Two cores at work may also slow each other down, while the profile is taken with one. How much, is measured in each
+round: a loop of forward and backward alone, and two of them at once in two threads, each by its processor time.
 """
 
 from __future__ import annotations
@@ -19,30 +22,35 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from processor_time import Work, noted, undisturbed
 from real_models import RealModel
 from timing import SETTLE_SECONDS, ratios, summarise, use_one_thread
 from tqdm import tqdm
 
 import fxpipe
-from fxpipe.inspect.figures import PlanFigures, plan_figures
+from fxpipe.inspect.figures import plan_figures
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.tracing import Traced
 
 WORKERS = 2
+STEPS = 4  # of a pipeline in a round
 HEADERS = (
     "model",
     "chunks",
     "ms predicted",
-    "ms measured",
-    "predicted / measured",
-    "by the first plan",
+    "undisturbed",
+    "fastest",
+    "all",
+    "predicted / undisturbed",
+    "predicted / fastest",
+    "predicted / all",
+    "first plan / undisturbed",
     "slowdown",
-    "with slowdown",
     "ms outside actions",
 )
 
@@ -53,13 +61,30 @@ class Measurement:
 
     predicted: float  # the step, by a profile of this round
     planned: float  # the step, by the plan with which the pipeline was made
-    corrected: float  # predicted, with what is computed at the same time slowed down
-    measured: float
-    outside: float  # of the measured: before the first action and after the last
-    slowdown: float  # of two loops at once over one alone
+    steps: tuple[float, ...]  # as they were
+    outside: float  # of a step: before the first action and after the last
+    slowdown: float  # of two loops at once over one alone, in processor time
+
+    @property
+    def fastest(self) -> float:
+        return min(self.steps)
+
+    @property
+    def typical(self) -> float:
+        return statistics.median(self.steps)
 
 
-Round = dict[int, Measurement]  # of one model; by number of micro-batches
+@dataclass
+class Found:
+    """Of one pipeline in all rounds."""
+
+    plan: Plan
+    rounds: list[Measurement] = field(default_factory=list)
+    work: Work = field(default_factory=dict)  # what its actions took
+
+    @property
+    def undisturbed(self) -> float:
+        return undisturbed(self.plan, self.work)
 
 
 class Subject:
@@ -69,6 +94,7 @@ class Subject:
         self.real, self.samples = real, {c: -(-batch // c) for c in chunks}
         self.traced: Traced = fxpipe.trace(real.model, real.args, real.kwargs, chunks=max(chunks))
         self.pipes = {c: stack.enter_context(self._pipeline(c)) for c in chunks}
+        self.found = {c: Found(pipe.plan) for c, pipe in self.pipes.items()}
         self.copies = [copy.deepcopy(real.model) for _ in range(WORKERS)]
         self.pool = stack.enter_context(ThreadPoolExecutor(WORKERS, initializer=use_one_thread))
 
@@ -83,52 +109,59 @@ class Subject:
             checkpoint="never",
         )
 
-    def measure(self) -> Round:
+    def measure(self, is_kept: bool) -> None:
+        """A round; the first ones warm up, and are not kept."""
         real, smallest = self.real, min(self.samples.values())
         profile = fxpipe.profile(self.traced, real.args, real.kwargs, micro_batch=smallest, threads=1)
-        return {chunks: self._measure(chunks, profile) for chunks in self.pipes}
+        for chunks, found in self.found.items():
+            work: Work = {}
+            measured = self._measure(chunks, profile, work)
+            if is_kept:
+                found.rounds.append(measured)
+                for action, seconds in work.items():
+                    found.work.setdefault(action, []).extend(seconds)
 
-    def _measure(self, chunks: int, profile: Profile) -> Measurement:
+    def _measure(self, chunks: int, profile: Profile, work: Work) -> Measurement:
         pipe = self.pipes[chunks]
         predicted = plan_figures(with_seconds(pipe.plan, profile, self.samples[chunks]))
-        measured, outside = self._step(pipe)
-        slowdown = self._loops(chunks, WORKERS) / self._loops(chunks, 1)
+        self._step(pipe)  # its memory is cold, after other models
+        with noted(work):
+            steps = [self._step(pipe) for _ in range(STEPS)]
+        alone, both = (statistics.mean(self._loops(chunks, number)) for number in (1, WORKERS))
         return Measurement(
             predicted=predicted.step_seconds,
             planned=plan_figures(pipe.plan).step_seconds,
-            corrected=slowed(predicted, slowdown),
-            measured=measured,
-            outside=outside,
-            slowdown=slowdown,
+            steps=tuple(seconds for seconds, _ in steps),
+            outside=statistics.median(outside for _, outside in steps),
+            slowdown=both / alone,
         )
 
     def _step(self, pipe: Any) -> tuple[float, float]:
-        """Seconds of a step, and how many of them lie outside its actions."""
+        """Seconds of a step, from its first action to its last, and of what lies outside these."""
         real = self.real
         pipe.zero_grad(set_to_none=True)
         time.sleep(SETTLE_SECONDS)
         begin = time.perf_counter()
         pipe.forward_backward(*real.args, target=real.target, loss_fn=real.loss_fn, **real.kwargs)
         took = time.perf_counter() - begin
-        return took, took - pipe.last_step.seconds
+        return pipe.last_step.seconds, took - pipe.last_step.seconds
 
-    def _loops(self, chunks: int, number: int) -> float:
-        """Seconds in which as many threads each run half of the micro-batches through a copy of the model."""
+    def _loops(self, chunks: int, number: int) -> list[float]:
+        """As many threads each run half of the micro-batches through a copy of the model: their processor seconds."""
         for model in self.copies:
             model.zero_grad(set_to_none=True)
         time.sleep(SETTLE_SECONDS)
-        begin = time.perf_counter()
-        for future in [self.pool.submit(self._loop, model, chunks) for model in self.copies[:number]]:
-            future.result()
-        return time.perf_counter() - begin
+        return [f.result() for f in [self.pool.submit(self._loop, m, chunks) for m in self.copies[:number]]]
 
-    def _loop(self, model: torch.nn.Module, chunks: int) -> None:
+    def _loop(self, model: torch.nn.Module, chunks: int) -> float:
         real = self.real
         args = [x.tensor_split(chunks) for x in real.args]
         kwargs = {name: x.tensor_split(chunks) for name, x in real.kwargs.items()}
+        begin = time.thread_time()
         for i, target in enumerate(real.target.tensor_split(chunks)[: chunks // 2]):
             output = model(*(parts[i] for parts in args), **{name: parts[i] for name, parts in kwargs.items()})
             real.loss_fn(output, target).backward()
+        return time.thread_time() - begin
 
 
 def with_seconds(plan: Plan, profile: Profile, samples: int) -> Plan:
@@ -142,49 +175,34 @@ def with_seconds(plan: Plan, profile: Profile, samples: int) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def slowed(figures: PlanFigures, slowdown: float) -> float:
-    """The step, if what two workers compute at the same time takes so many times as long."""
-    step = figures.step_seconds
-    both = sum(step * (1 - bubble) for bubble in figures.bubble) - step
-    return step + both * (slowdown - 1)
-
-
-def measure_rounds(
-    subjects: dict[str, Subject], rounds: int, warm_up: int = 1
-) -> dict[str, list[dict[int, Measurement]]]:
+def measure_rounds(subjects: dict[str, Subject], rounds: int, warm_up: int = 1) -> None:
     """Models take turns; each round begins with another one; the warm-up is dropped."""
-    found: dict[str, list[dict[int, Measurement]]] = {name: [] for name in subjects}
     names = list(subjects)
     for r in tqdm(range(-warm_up, rounds), desc="rounds", disable=None):
         first = r % len(names)
         for name in names[first:] + names[:first]:
-            measured = subjects[name].measure()
-            if r >= 0:
-                found[name].append(measured)
-    return found
+            subjects[name].measure(is_kept=r >= 0)
 
 
-def rows(name: str, found: Sequence[Round]) -> list[list[str]]:
+def rows(name: str, subject: Subject) -> list[list[str]]:
     """A row for each number of micro-batches."""
-    made = []
-    for chunks in found[0]:
-        of = [one[chunks] for one in found]
-        measured = [m.measured for m in of]
-        middle = summarise(measured)
-        made.append(
-            [
-                name,
-                str(chunks),
-                f"{1e3 * statistics.median(m.predicted for m in of):.0f}",
-                f"{1e3 * middle.median:.0f}  {1e3 * middle.first_quartile:.0f}–{1e3 * middle.third_quartile:.0f}",
-                str(summarise(ratios([m.predicted for m in of], measured))),
-                str(summarise(ratios([m.planned for m in of], measured))),
-                str(summarise([m.slowdown for m in of])),
-                str(summarise(ratios([m.corrected for m in of], measured))),
-                f"{1e3 * statistics.median(m.outside for m in of):.1f}",
-            ]
-        )
-    return made
+    return [[name, str(chunks), *_figures(found)] for chunks, found in subject.found.items()]
+
+
+def _figures(found: Found) -> list[str]:
+    of, quiet = found.rounds, found.undisturbed
+    predicted, planned = [m.predicted for m in of], [m.planned for m in of]
+    fastest, typical = [m.fastest for m in of], [m.typical for m in of]
+    ms = [f"{1e3 * statistics.median(seconds):.0f}" for seconds in (predicted, [quiet], fastest, typical)]
+    return [
+        *ms,
+        str(summarise([one / quiet for one in predicted])),
+        str(summarise(ratios(predicted, fastest))),
+        str(summarise(ratios(predicted, typical))),
+        f"{statistics.median(planned) / quiet:.2f}",
+        str(summarise([m.slowdown for m in of])),
+        f"{1e3 * statistics.median(m.outside for m in of):.1f}",
+    ]
 
 
 def load() -> str:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe.progress import progress
+from fxpipe.progress import Step, progress
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, outputs_in, run
 from fxpipe.tracing.recording.draws import Draws
@@ -104,7 +104,7 @@ def watch(
     return Effects(nodes, place, last, alias, same, writes, seen.requires_grad), runs
 
 
-def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step: Callable[[], object]) -> Run:
+def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step: Step) -> Run:
     """Every value lives until the end of the run: else one address would name two storages."""
     values: Values = {}
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
@@ -135,7 +135,12 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step:
         step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    return Run(outputs_in(traced, values), after)
+    return Run([_bare(output) for output in outputs_in(traced, values)], after)
+
+
+def _bare(value: Any) -> Any:
+    """A tensor without what it was made of, which would take memory as long as it lives."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _observed(

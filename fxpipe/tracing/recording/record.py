@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.objects import holds
+from fxpipe.progress import Step, progress
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input
@@ -101,14 +102,28 @@ def record(
         Exception: whatever the model raises on these inputs, with a note.
     """
     refuse_model(model)
+    with progress("recording", None) as step:
+        return _recorded(model, args, kwargs, run, held, whole, seed, step)
+
+
+def _recorded(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any] | None,
+    held: Mapping[str, torch.Tensor] | None,
+    whole: Mapping[str, str] | None,
+    seed: int,
+    step: Step,
+) -> Traced:
     hashable = False
     try:
-        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable)
+        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable, step)
     except _HashedError:
         hashable = True
-        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable)
+        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable, step)
     if foreign:
-        again = _record(model, args, kwargs, run, held, whole, seed, hashable)[1]
+        again = _record(model, args, kwargs, run, held, whole, seed, hashable, step)[1]
         for (tensor, error), (other, _) in zip(foreign, again, strict=True):
             if tensor is not other:
                 raise error
@@ -128,11 +143,12 @@ def _record(
     whole: Mapping[str, str] | None,
     seed: int,
     hashable: bool,
+    step: Step,
 ) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    recorder = Recorder(model, held, whole, seed, hashable)
+    recorder = Recorder(model, held, whole, seed, hashable, step)
     copies = list(map(copy_of_input, values))
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:

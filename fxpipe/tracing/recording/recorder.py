@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.progress import Step, nothing
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.functions import opname
@@ -63,6 +64,7 @@ class Recorder(TorchFunctionMode):
         whole: Mapping[str, str] | None = None,
         seed: int = 0,
         hashable: bool = False,
+        step: Step = nothing,
     ):
         """
         Args:
@@ -71,11 +73,12 @@ class Recorder(TorchFunctionMode):
             whole: paths of modules to keep whole, and why.
             seed: of the numbers that forward draws and reads.
             hashable: sizes can be keys.
+            step: to be called for each node.
         """
         super().__init__()
         self.model = model
         self.graph = Graph()
-        self.recording = True
+        self.recording, self._step = True, step
         self.hashable, self.was_hashed = hashable, False
         self.whole = whole or {}
         self.size_reads: list[SizeRead] = []
@@ -231,6 +234,7 @@ class Recorder(TorchFunctionMode):
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
         node.meta["marks"] = len(self.marks)
         node.meta["changes"], self._changed = self._changed, frozenset()
+        self._step()
         return node
 
     def keep(self, value: Any, node: fx.Node) -> None:

@@ -1,0 +1,166 @@
+"""`hf:gpt2`: a model of a type that the installed transformers knows, with random weights; nothing is downloaded.
+
+The configuration is the type's default one, with fields of the user's (`--kwargs n_layer=4`). The class is the one that
+such a model is trained as: a language model where the type has one, else the classifier, else the bare model. Where the
+user gives no inputs, tensors of the configuration's own sizes are drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.inputs import Input, Shape
+from fxpipe.inspect.words import close_to, describe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PREFIX = "hf:"
+BATCH, LENGTH = 8, 128  # of a text that is drawn
+RAW_AUDIO = 16_000  # samples: one second
+NO_FIELDS = ("attn_implementation",)  # that a configuration takes and shows under another name
+
+
+@dataclass(frozen=True, slots=True)
+class ModelType:
+    """The `model_type` of a configuration of transformers."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.name}"
+
+
+def parse_model_type(text: str) -> ModelType:
+    """`hf:gpt2` -> ModelType("gpt2")."""
+    name = text.removeprefix(PREFIX)
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ArgumentError(f"{text!r}: expected the type of a model of transformers, as in hf:gpt2")
+    return ModelType(name)
+
+
+def load_shipped(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model, in training mode, from its default configuration with these fields."""
+    config = _config(model_type, kwargs)
+    name = _class_name(config)
+    try:
+        import transformers
+
+        model: nn.Module = getattr(transformers, name).from_config(config)
+    except Exception as error:
+        raise ArgumentError(f"{model_type}: {name} cannot be made of its configuration: {describe(error)}") from error
+    return model.train()
+
+
+def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[Input, ...]:
+    """Named shapes for the model, of at least so many samples."""
+    config: Any = model.config
+    wanted = _wanted(model)
+    batch = max(BATCH, least_batch)
+    makers: dict[str, Callable[[Any, int], Shape]] = {
+        "input_ids": _text,
+        "decoder_input_ids": _text,
+        "pixel_values": _image,
+        "input_features": _spectrogram,
+        "input_values": _waveform,
+    }
+    try:
+        return tuple(Input(makers[name](config, batch), name) for name in wanted)
+    except (KeyError, AttributeError, TypeError):
+        names = " ".join(f"--input {name}=..." for name in wanted)
+        raise ArgumentError(
+            f"hf:{config.model_type}: fxpipe.inspect knows no example inputs for {type(model).__name__}; give {names}"
+        ) from None
+
+
+def vocabulary(model: nn.Module) -> int:
+    """Integers below this are tokens; 2 where the configuration names no vocabulary."""
+    config = _text_config(model.config)
+    return max(2, getattr(config, "vocab_size", None) or 2)
+
+
+def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise ArgumentError(f"{model_type} needs transformers: pip install transformers") from None
+    transformers.logging.set_verbosity_error()  # it warns of defaults
+    known = list(transformers.CONFIG_MAPPING)
+    if model_type.name not in known:
+        close = close_to(model_type.name, known) or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"
+        raise ArgumentError(f"transformers {transformers.__version__} has no model type {model_type.name!r}{close}")
+    try:
+        made = transformers.CONFIG_MAPPING[model_type.name]
+        default = made()
+        for name in kwargs:
+            if not hasattr(default, name) and name not in NO_FIELDS:
+                close = close_to(name, (field for field in default.to_dict() if not field.startswith("_")))
+                raise ArgumentError(f"--kwargs: the configuration of {model_type} has no field {name!r}{close}")
+        # Keys and values kept for generation are nothing that training returns.
+        off = {"use_cache": False} if hasattr(default, "use_cache") else {}
+        return made(**off | dict(kwargs))
+    except ArgumentError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"{model_type}: its configuration raised {describe(error)}") from error
+
+
+def _class_name(config: Any) -> str:
+    """The auto class that makes of this configuration what is trained; many types are in the tables of several."""
+    from transformers.models.auto import modeling_auto as known
+
+    tables = {
+        "AutoModelForSeq2SeqLM": known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        "AutoModelForSpeechSeq2Seq": known.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+        "AutoModelForMaskedLM": known.MODEL_FOR_MASKED_LM_MAPPING,
+        "AutoModelForCausalLM": known.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageClassification": known.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    }
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    names = list(tables)
+    if not is_encoder_decoder:
+        names = [name for name in names if "Seq2Seq" not in name]
+    if getattr(config, "is_decoder", False):  # of encoders, which the user wants otherwise
+        names.remove("AutoModelForMaskedLM")
+    return next((name for name in names if type(config) in tables[name]), "AutoModel")
+
+
+def _wanted(model: Any) -> list[str]:
+    """What the model must be given."""
+    config = model.config
+    main = getattr(model, "main_input_name", "input_ids")
+    wanted = [main]
+    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
+        wanted = ["input_ids", "pixel_values"]
+    if getattr(config, "is_encoder_decoder", False):
+        wanted.append("decoder_input_ids")
+    return wanted
+
+
+def _text_config(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
+
+
+def _text(config: Any, batch: int) -> Shape:
+    most = [getattr(_text_config(config), name, None) for name in ("max_position_embeddings", "n_positions")]
+    most += [getattr(config, "max_target_positions", None)]
+    return Shape((batch, min([LENGTH, *(size for size in most if isinstance(size, int) and size > 0)])), "int64")
+
+
+def _image(config: Any, batch: int) -> Shape:
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    return Shape((batch, getattr(vision, "num_channels", 3), int(height), int(width)), "float32")
+
+
+def _spectrogram(config: Any, batch: int) -> Shape:
+    return Shape((batch, config.num_mel_bins, 2 * config.max_source_positions), "float32")
+
+
+def _waveform(config: Any, batch: int) -> Shape:
+    return Shape((batch, RAW_AUDIO), "float32")

@@ -1,0 +1,109 @@
+"""From a request to the plan: the model, its example inputs, the plan that they have."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.inspect.devices import planned_devices, resolve_devices
+from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
+from fxpipe.inspect.inputs import Arguments, Input, make_arguments
+from fxpipe.inspect.request import PlanFile, Request
+from fxpipe.inspect.target import load_model
+from fxpipe.inspect.words import describe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxpipe.planning import Studied
+    from fxpipe.plans import Plan
+    from fxpipe.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model and a mini-batch for it."""
+
+    model: nn.Module
+    arguments: Arguments
+    drawn: tuple[Input, ...]  # inputs that nobody asked for
+
+
+def check_code(request: Request, stages: int) -> None:
+    """Raises `ArgumentError` if the code of a stage is asked for that there is not."""
+    if request.code is not None and not 0 <= request.code < stages:
+        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
+
+
+def devices_of(request: Request) -> tuple[str, ...]:
+    """For each worker its device."""
+    hardware = request.options.get("hardware")
+    return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
+
+
+def load(request: Request) -> Loaded:
+    """The model in the mode that was asked for, and its inputs."""
+    import torch
+
+    assert not isinstance(request.subject, PlanFile)
+    is_shipped = isinstance(request.subject, ModelType)
+    with torch.device("meta") if request.on_meta else contextlib.nullcontext():
+        if isinstance(request.subject, ModelType):
+            model = load_shipped(request.subject, request.kwargs)
+        else:
+            model = load_model(request.subject, request.kwargs)
+    if request.evaluating:
+        model.eval()
+    drawn: tuple[Input, ...] = ()
+    if is_shipped and not request.inputs:
+        drawn = example_inputs(model, request.options.get("chunks", 1))
+    below = vocabulary(model) if is_shipped else 2
+    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.on_meta)
+    return Loaded(model, arguments, drawn)
+
+
+def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
+    """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
+    from fxpipe.planning import plan
+    from fxpipe.settings import make_settings
+
+    assert plan.__kwdefaults__ is not None
+    usual = {name: value for name, value in plan.__kwdefaults__.items() if not name.startswith("example_")}
+    given = {"stages_per_device": request.stages_per_device, **request.options}
+    is_elsewhere = "hardware" in request.options
+    return make_settings(**usual | given | {"devices": devices, "anywhere": is_elsewhere} | others)
+
+
+def look_at(loaded: Loaded, settings: Settings) -> Studied:
+    """Trace and profile what was loaded."""
+    from fxpipe import planning
+
+    arguments = loaded.arguments
+    try:
+        return planning.study(loaded.model, arguments.args, arguments.kwargs, settings)
+    except FxpipeError:
+        raise
+    except Exception:
+        _raise_if_model_fails(loaded.model, arguments)
+        raise
+
+
+def plan_again(loaded: Loaded, studied: Studied, settings: Settings) -> Plan:
+    """A plan for other settings, of what is known; measures again where workers are others."""
+    from fxpipe import planning
+
+    again = planning.studied_again(studied, loaded.arguments.args, loaded.arguments.kwargs, settings)
+    return planning.planned(again, settings).plan
+
+
+def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:
+    """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    try:
+        model(*arguments.args, **arguments.kwargs)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
+        raise ArgumentError(f"the model raises {describe(error)} ({place.filename}:{place.lineno}) {given}") from error

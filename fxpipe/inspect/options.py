@@ -1,0 +1,241 @@
+"""The options of the command, in groups, and how each is read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.devices import parse_devices
+from fxpipe.inspect.inputs import ACCEPTED, parse_input
+from fxpipe.inspect.request import parse_subject
+from fxpipe.inspect.target import FORMS
+from fxpipe.inspect.values import parse_keyword
+from fxpipe.scheduling import SCHEDULES
+
+T = TypeVar("T")
+
+CHECKPOINTS = ("auto", "never", "except_last", "always")
+TRACERS = ("auto", "record", "export", "fx")
+BALANCES = ("auto", "block", "optimal")  # any other word is the name of a node or module
+HARDWARE = ("a100-80gb", "h100", "h200", "cpu")
+
+DESCRIPTION = """\
+Plan the pipeline of a model and see it before it runs: its stages, what they take and send, how long a step is, how
+much of it the devices idle, whether it fits. Nothing is trained, and the devices need not be here (--hardware).
+"""
+EXAMPLES = """\
+examples:
+  a factory of yours, on four devices
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8
+  with arguments, and integers as input
+    python -m fxpipe.inspect models/gpt.py:build --kwargs depth=4 name=small --input 8x128:int64
+  a type of transformers, with random weights; nothing is downloaded
+    python -m fxpipe.inspect hf:gpt2 --kwargs n_layer=4 --devices 4 --schedule zero_bubble
+  70 G parameters on a laptop, for hardware that is elsewhere
+    python -m fxpipe.inspect hf:llama --meta --hardware h200 --devices 8 --chunks 32 --input input_ids=64x2048:int64
+        --kwargs hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64
+        num_key_value_heads=8 vocab_size=128256 dtype=bfloat16
+  how many devices? which schedule? how many micro-batches?
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --sweep
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --devices 4 --tune
+  pictures, and one page with everything
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --timeline t.svg --graph g.svg --report report.html
+  save a plan, look at it again without the model, see what another one changes
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --save plan.json
+    python -m fxpipe.inspect plan.json --schedule gpipe
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --balance optimal --diff plan.json
+
+exit status: 0, or 2 with one line on standard error where something has to be mended, or 130 if interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with this command's way of refusing: one line and no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fxpipe.inspect",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    _add_pipeline(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        type=_value(parse_subject),
+        metavar="TARGET",
+        help=f"{FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a model type of the "
+        "installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
+    )
+    add = parser.add_argument_group("the model").add_argument
+    add(
+        "--kwargs",
+        action="extend",
+        nargs="+",
+        default=[],
+        type=_value(parse_keyword),
+        metavar="NAME=VALUE",
+        help="arguments of the factory, or fields of the configuration of hf:TYPE; values as in JSON or Python, "
+        "anything else is text: depth=4 rate=0.1 flag=true sizes=[8,16] name=small",
+    )
+    add(
+        "--input",
+        action="append",
+        default=[],
+        type=_value(parse_input),
+        metavar="INPUT",
+        help=f"an example input, a whole mini-batch; repeat it for more arguments. {ACCEPTED.capitalize()} which "
+        "returns a tensor, a tuple of positional arguments or a dict of keyword arguments. Integers are drawn from 0 "
+        "and 1, those of hf:TYPE from its vocabulary; there, inputs are drawn if none are given",
+    )
+    add(
+        "--meta",
+        action="store_true",
+        help="build the model without memory for its weights, under torch.device('meta'); seconds are estimates",
+    )
+    add("--eval", action="store_true", help="call model.eval() first")
+    add("--tracer", choices=TRACERS, help="how the graph is made; auto takes the first way that is right")
+    add(
+        "--leaf",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="name of a module to keep whole, as one node; repeat it for more",
+    )
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the pipeline").add_argument
+    add(
+        "--devices",
+        type=_value(parse_devices),
+        metavar="N|LIST",
+        help="number of workers, or the device of each: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, "
+        "or CPU workers where CUDA is absent. Default: all CUDA devices, or two CPU workers",
+    )
+    add(
+        "--hardware",
+        choices=HARDWARE,
+        help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it",
+    )
+    add("--chunks", type=_value(_parse_chunks), metavar="M", help="number of micro-batches")
+    add("--schedule", choices=[name for name in SCHEDULES if name != "inference"], help="order of forward and backward")
+    add("--checkpoint", choices=CHECKPOINTS, help="which micro-batches are recomputed in backward")
+    add(
+        "--stages-per-device",
+        type=_value(_parse_stages_per_device),
+        metavar="K",
+        help="number of stages of each worker, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
+    )
+    add(
+        "--balance",
+        type=_value(parse_balance),
+        metavar="HOW",
+        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; or by "
+        "hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a stage ends "
+        "(layer2,layer3)",
+    )
+    add(
+        "--pin",
+        action="append",
+        default=[],
+        type=_value(parse_pin),
+        metavar="NAME=DEVICE",
+        help="put a module or node on a device, by its number or name (lm_head=0); repeat it for more",
+    )
+    add("--memory-limit", metavar="SIZE", help="what stages may take on each device, as in 70GiB")
+    add(
+        "--optimizer-state",
+        type=_value(_parse_optimizer_state),
+        metavar="X",
+        help="bytes of the optimizer's state for each byte of a parameter: 2 for Adam (the default), 0 for SGD",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to show")
+    add = group.add_argument
+    add(
+        "--sweep",
+        action="store_true",
+        help="compare 1, 2, 4, 8 ... devices, up to --devices, and schedules: step, speed-up, bubble, memory",
+    )
+    add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
+    add(
+        "--diff",
+        type=Path,
+        metavar="PLAN.json",
+        help="compare with a saved plan: what moved, seconds, bytes, memory, schedule",
+    )
+    alone = group.add_mutually_exclusive_group()
+    alone.add_argument("--json", action="store_true", help="print it all as JSON")
+    alone.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
+    add("--save", type=Path, metavar="PLAN.json", help="write the plan to a file")
+    add("--timeline", type=Path, metavar="FILE", help="draw a step: .png, .pdf, .svg, .html, or .json for Perfetto")
+    add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg or .html")
+    add("--report", type=Path, metavar="FILE", help="write one page with all of it, for a browser: .html")
+    add("--no-progress", action="store_true", help="show no progress bars")
+
+
+def parse_pin(text: str) -> tuple[str, int | str]:
+    """`lm_head=0` -> ("lm_head", 0); `encoder=cuda:1` -> ("encoder", "cuda:1")."""
+    name, equals, device = (part.strip() for part in text.rpartition("="))
+    if not name or not equals or not device:
+        raise ArgumentError(f"{text!r}: expected the name of a module or node and a device, as in lm_head=0")
+    return name, int(device) if device.isdecimal() else device
+
+
+def parse_balance(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
+    """`block` and the like are themselves; `10,12,9` are numbers of nodes; any other list has names."""
+    if text in BALANCES:
+        return text
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ArgumentError(f"{text!r}: expected block, counts of nodes (10,12,9), or names (layer2,layer3)")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
+
+
+def _parse_optimizer_state(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
+
+
+def _parse_chunks(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
+        raise ArgumentError(f"{text!r}: expected the number of micro-batches, at least 1")
+    return int(text)
+
+
+def _parse_stages_per_device(text: str) -> int:
+    if not re.fullmatch(r"0*[1-9]\d{0,3}", text):
+        raise ArgumentError(f"{text!r}: expected the number of stages of a device, at least 1")
+    return int(text)
+
+
+def _value(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` for argparse, which would hide the message of a ValueError behind one of its own."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ArgumentError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed

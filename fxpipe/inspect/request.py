@@ -1,0 +1,136 @@
+"""What a command line asks for, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.devices import Devices
+from fxpipe.inspect.files import SUFFIXES, Output
+from fxpipe.inspect.hugging_face import PREFIX, ModelType, parse_model_type
+from fxpipe.inspect.inputs import Input
+from fxpipe.inspect.target import FORMS, Target, parse_target
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan that was saved."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Subject: TypeAlias = Target | ModelType | PlanFile
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An option that was not given is None or empty, and `fxpipe.plan` has the say."""
+
+    subject: Subject
+    kwargs: dict[str, Any] = field(default_factory=dict)  # of the factory, or fields of the configuration
+    inputs: tuple[Input, ...] = ()
+    on_meta: bool = False  # build the model without memory
+    evaluating: bool = False
+    devices: Devices | None = None
+    stages_per_device: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of `fxpipe.plan`: those that were given
+    json: bool = False
+    code: int | None = None  # the stage whose code is to be printed
+    diff: Path | None = None  # the plan to compare with
+    sweep: bool = False
+    tune: bool = False
+    outputs: tuple[Output, ...] = ()
+    progress: bool = True
+
+    @property
+    def needs_plan(self) -> bool:
+        """Is anything asked for that takes a plan that fits?"""
+        return bool(self.json or self.code is not None or self.diff or self.outputs)
+
+
+OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
+OF_A_STEP = ("chunks", "schedule", "checkpoint", "hardware")  # that another step of a plan may have, as it is
+
+
+def parse_request(argv: Sequence[str]) -> Request:
+    """The command line as data; nothing of the user's has been looked at yet."""
+    from fxpipe.inspect.options import make_parser
+
+    found = make_parser().parse_args(argv)
+    given = {name: getattr(found, name) for name in OPTIONS}
+    given["leaf_modules"] = tuple(found.leaf) or None
+    given["pin"] = dict(found.pin) or None
+    request = Request(
+        subject=found.target,
+        kwargs=_keywords(found.kwargs),
+        inputs=tuple(found.input),
+        on_meta=found.meta,
+        evaluating=found.eval,
+        devices=found.devices,
+        stages_per_device=found.stages_per_device,
+        options={name: value for name, value in given.items() if value is not None},
+        json=found.json,
+        code=found.code,
+        diff=found.diff,
+        sweep=found.sweep,
+        tune=found.tune,
+        outputs=tuple(Output(name, path) for name in SUFFIXES if (path := getattr(found, name)) is not None),
+        progress=not found.no_progress,
+    )
+    _check_together(request)
+    return request
+
+
+def parse_subject(text: str) -> Subject:
+    """`hf:gpt2`, `plan.json`, or a factory."""
+    if text.startswith(PREFIX):
+        return parse_model_type(text)
+    if text.endswith(".json"):
+        return PlanFile(Path(text))
+    try:
+        return parse_target(text)
+    except ArgumentError:
+        raise ArgumentError(f"{text!r}: expected {FORMS}, hf:gpt2 or another type, or a saved plan.json") from None
+
+
+def _keywords(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ArgumentError(f"--kwargs: {name!r} is given twice")
+        found[name] = value
+    return found
+
+
+def _check_together(request: Request) -> None:
+    """A saved plan is made already; code goes alone."""
+    if request.code is not None and (request.json or request.diff or request.sweep or request.tune):
+        other = "json" if request.json else "diff" if request.diff else "sweep" if request.sweep else "tune"
+        raise ArgumentError(f"--code prints the code of a stage and nothing else; leave --{other} out")
+    if request.sweep and request.tune:
+        raise ArgumentError("--sweep and --tune are two questions: ask one after the other")
+    if not isinstance(request.subject, PlanFile):
+        return
+    of_the_model = {
+        "--kwargs": request.kwargs,
+        "--input": request.inputs,
+        "--meta": request.on_meta,
+        "--eval": request.evaluating,
+        "--devices": request.devices,
+        "--stages-per-device": request.stages_per_device,
+        "--sweep": request.sweep,
+        **{f"--{name.replace('_', '-')}": name in request.options for name in OPTIONS if name not in OF_A_STEP},
+        "--leaf": "leaf_modules" in request.options,
+        "--pin": "pin" in request.options,
+    }
+    for name, is_given in of_the_model.items():
+        if is_given:
+            raise ArgumentError(
+                f"{name} needs the model, and {request.subject} is a plan that is made already; give the factory"
+            )

@@ -1,0 +1,31 @@
+"""Words of messages: what was meant, what came, what was raised."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def close_to(name: str, names: Iterable[str]) -> str:
+    """`; did you mean make or made?`: names like this one, or nothing."""
+    found = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def describe(error: BaseException) -> str:
+    """`KeyError: 'width'`: an exception in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def an(value: object) -> str:
+    """`an int`, `a list`: what came instead."""
+    kind = type(value).__name__
+    if value is None:
+        return kind
+    return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
+
+
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """`1 stage`, `2 stages`."""
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -1,0 +1,15 @@
+"""Tuning: which schedule, how many micro-batches, what is recomputed, how many stages on a device.
+
+    tuning = fxpipe.tune(model, ["cuda:0", "cuda:1"], example_args=(x,))
+    print(tuning)                                               # the table that it chose from
+    pipe = fxpipe.pipeline(model, **tuning.best.arguments)
+
+`candidates.py` says what is tried, `plans.py` makes the plans that are simulated, `search.py` goes through them and
+`result.py` is what it finds. `measuring.py` runs the best few. `choosing.py` is what `chunks="auto"` and
+`schedule="auto"` do in `fxpipe.pipeline`.
+"""
+
+from fxpipe.tuning.result import Row, Tuning
+from fxpipe.tuning.tuner import tune
+
+__all__ = ["Row", "Tuning", "tune"]

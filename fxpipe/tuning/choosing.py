@@ -1,0 +1,84 @@
+"""What was left to planning (`chunks="auto"`, `schedule="auto"`) chosen by the tuner, once a model has been studied.
+
+The choice hangs on the profile alone: the same profile, the same choice. The graph was compared with the model for the
+usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model there,
+or the model refuses them (batch norm, of a single value), the next best way is tried. Where no way fits into memory
+planning goes on with the usual values, and says what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from fxpipe.deciding.sites import workers_of
+from fxpipe.placing import TRAINING_SCHEDULES
+from fxpipe.planning import Prepared, Studied, is_the_model, planned
+from fxpipe.plans import Plan
+from fxpipe.progress import progress
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.settings import USUAL_SCHEDULE, Settings
+from fxpipe.tuning.candidates import (
+    PER_WORKER,
+    STAGES_PER_DEVICE,
+    Candidate,
+    candidates,
+    candidates_of_plan,
+    chunks_for_batch,
+)
+from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
+from fxpipe.tuning.result import preferred
+from fxpipe.tuning.search import Limits, search
+
+
+def planned_best(studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings) -> Prepared:
+    """The plan with what `settings.left` names as the tuner would have it."""
+    usual = replace(settings, left=frozenset())
+    plans = OfModel(studied, usual)
+    limits: Limits = [worker.memory for worker in workers_of(usual)]
+    found = list(_candidates(studied, settings))
+    with progress("tuning", len(found), "candidates") as step:
+        rows = search(found, plans, limits, modes=_modes(settings), step=step)
+    for row in preferred(rows):
+        assert row.plan is not None
+        ready = plans.prepared(row.plan)
+        ready = replace(ready, plan=with_limits(row.plan, limits))
+        are_usual = ready.settings.micro_batches(studied.batch) == usual.micro_batches(studied.batch)
+        if are_usual or is_the_model(studied, args, kwargs, row.chunks, settings):
+            return _for_other_batches(ready, usual, studied.batch) if "chunks" in settings.left else ready
+    return planned(studied, usual)
+
+
+def _for_other_batches(ready: Prepared, usual: Settings, batch: int) -> Prepared:
+    """Where each sample is a micro-batch already, more of them may be better for larger mini-batches."""
+    if ready.settings.chunks < batch or usual.chunks <= batch:
+        return ready
+    settings = replace(ready.settings, chunks=usual.chunks)
+    return replace(ready, settings=settings, plan=replace(ready.plan, chunks=usual.chunks))
+
+
+def _candidates(studied: Studied, settings: Settings) -> Iterable[Candidate]:
+    left, workers = settings.left, len(settings.workers)
+    each = len(settings.placement) // workers
+    return candidates(
+        TRAINING_SCHEDULES if "schedule" in left else (settings.schedule,),
+        chunks_for_batch(studied.batch, PER_WORKER * workers) if "chunks" in left else (settings.chunks,),
+        STAGES_PER_DEVICE if "stages_per_device" in left else (each,),
+    )
+
+
+def _modes(settings: Settings) -> tuple[str, ...] | None:
+    if settings.checkpoint == "auto":
+        return None
+    return (settings.checkpoint,) if isinstance(settings.checkpoint, str) else ("never",)  # these are in the settings
+
+
+def schedule_for(plan: Plan, chunks: int, checkpoint: Any) -> ScheduleLike:
+    """The schedule that suits the stages of a plan best; the usual one where none fits into memory."""
+    batch = plan.batch or chunks * plan.micro_batch
+    modes = None if checkpoint in ("auto", None) else (checkpoint,)
+    rows = search(
+        candidates_of_plan(plan, TRAINING_SCHEDULES, (chunks,)), OfPlan(plan, batch), limits_of(plan), modes=modes
+    )
+    return next((row.schedule for row in preferred(rows)), USUAL_SCHEDULE)

@@ -1,0 +1,304 @@
+"""`fxpipe.tune`: its arguments, and the search for a model or for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.arguments import parse_given_hardware, parse_several, parse_switch
+from fxpipe.counts import whole_number
+from fxpipe.deciding.sites import workers_of
+from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
+from fxpipe.hardware import Hardware
+from fxpipe.limits import parse_memory_limit
+from fxpipe.placing import TRAINING_SCHEDULES
+from fxpipe.planning import Studied, is_the_model, study
+from fxpipe.plans import Plan
+from fxpipe.profiling import Profile
+from fxpipe.progress import progress as bar
+from fxpipe.progress import showing
+from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.settings import Settings, make_settings
+from fxpipe.tracing.checking.check import is_same_graph
+from fxpipe.tracing.ways import Tracer
+from fxpipe.tuning.candidates import (
+    PER_WORKER,
+    STAGES_PER_DEVICE,
+    Candidate,
+    candidates,
+    candidates_of_plan,
+    chunks_for_batch,
+)
+from fxpipe.tuning.measuring import CONTESTANTS, Loss, measured
+from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
+from fxpipe.tuning.result import Row, Tuning, in_order, preferred
+from fxpipe.tuning.search import Limits, search
+from fxpipe.tuning.shortage import least_that_would
+
+BALANCES = ("auto", "block", "optimal")
+
+
+def tune(
+    model_or_plan: nn.Module | Plan,
+    devices: Sequence[str | torch.device] | None = None,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    batch_size: int | None = None,
+    memory_limit: Any = None,
+    schedules: Sequence[str] | None = None,
+    chunks: Sequence[int] | None = None,
+    checkpoint: Sequence[str] | None = None,
+    stages_per_device: Sequence[int] | None = None,
+    hardware: str | Hardware | None = None,
+    optimizer_state: float = 2.0,
+    balance: str = "auto",
+    measure: bool = False,
+    target: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    reduction: str = "mean",
+    profile: Profile | str | Path | None = None,
+    profile_budget: float | None = None,
+    tracer: Tracer = "auto",
+    in_dims: Any = None,
+    out_dims: Any = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
+    progress: bool = True,
+) -> Tuning:
+    """Finds how a model trains fastest: the least simulated step of `forward_backward` that fits into memory.
+
+        tuning = fxpipe.tune(model, ["cuda:0", "cuda:1"], example_args=(x,), memory_limit="70GiB")
+        print(tuning)                                           # what was tried; the choice is marked
+        pipe = fxpipe.pipeline(model, **tuning.best.arguments)
+
+    Every combination is tried of the schedules, of 1, 2, 4, ... micro-batches up to the samples of the mini-batch, and
+    of 1, 2 or 4 stages on a device; each on the cut that is best for it. A candidate that does not fit into memory is
+    tried with stages that recompute: all of them, all but the last micro-batch, and those that have to.
+
+    Not tried: other orders of the devices, and fewer of them; cuts by hand and pins (for them write chunks="auto",
+    schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device unless
+    nothing fits otherwise; recomputing where a candidate fits as it is, or would be slower than the best even with all
+    the memory it likes. Nor is a candidate cut that would be slower than the best even with all work shared out evenly
+    and nothing to send; its row says so. The choice hangs on the profile and nothing else: the same profile, the same
+    choice.
+
+    Args:
+        model_or_plan: a module, which is traced, profiled and left as it was; or a plan, of which the stages stay where
+            they are, and schedules, micro-batches and checkpoint modes are tried.
+        devices: as for `fxpipe.pipeline`. With `hardware` they need not be here. Not beside a plan.
+        example_args, example_kwargs: a mini-batch as training will use it.
+        batch_size: samples of the mini-batch, if it is not that of the example.
+        memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
+        schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
+            and "always", and of those given each is tried.
+        hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
+        balance: how stages are cut: "auto", "block" or "optimal".
+        measure: run the best few for real, on the devices and with the model's values, in alternation, and choose by
+            the median of what they take. They run `forward_backward`; parameters, gradients, buffers and random
+            numbers are left as they were.
+        target, loss_fn, reduction: of `forward_backward`, to measure with. Without a `loss_fn` the model's output is
+            the loss if it is a scalar, and the mean of the squares of all outputs if not.
+        optimizer_state, profile, profile_budget, tracer, in_dims, out_dims, leaf_modules, check: as for
+            `fxpipe.pipeline`.
+        progress: show bars, where stderr is a terminal.
+
+    Returns:
+        A `Tuning`: `best`, a row with its plan, and `rows`, one for each candidate. `best.arguments` are those for
+        `fxpipe.pipeline`; its drop-in call runs gpipe's order whatever was chosen, and its memory is then gpipe's.
+
+    Raises:
+        MemoryLimitError: nothing fits; says what is the least that would.
+        FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
+    """
+    with showing(parse_switch("progress", progress)):
+        parse_switch("measure", measure)
+        names = parse_several("schedules", schedules, TRAINING_SCHEDULES)
+        modes = None if checkpoint is None else parse_several("checkpoint", checkpoint, CHECKPOINTS)
+        counts = None if chunks is None else _counts("chunks", chunks)
+        each = None if stages_per_device is None else _counts("stages_per_device", stages_per_device)
+        size = None if batch_size is None else _counts("batch_size", [batch_size])[0]
+        if isinstance(model_or_plan, Plan):
+            given = {
+                "devices": devices,
+                "example_args": example_args or None,
+                "example_kwargs": example_kwargs or None,
+                "stages_per_device": stages_per_device,
+                "hardware": hardware,
+                "profile": profile,
+                "measure": measure or None,
+            }
+            for name, value in given.items():
+                if value is not None:
+                    raise ArgumentError(
+                        f"{name} beside a plan, which has its stages: give the model, or leave {name} out"
+                    )
+            return _of_plan(model_or_plan, size, memory_limit, names, counts, modes)
+        if not isinstance(model_or_plan, nn.Module):
+            raise ArgumentTypeError(
+                f"model_or_plan is a {type(model_or_plan).__name__}; expected a torch.nn.Module or a fxpipe.Plan"
+            )
+        if not (example_args or example_kwargs):
+            raise ArgumentError("example_args is empty: give a mini-batch to study the model with, as in (x,)")
+        if balance not in BALANCES:
+            raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
+        found_hardware = parse_given_hardware(hardware)
+        if measure and found_hardware is not None:
+            raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
+        for_tracing = {
+            "tracer": tracer,
+            "in_dims": in_dims,
+            "out_dims": out_dims,
+            "leaf_modules": leaf_modules,
+            "check": check,
+        }
+        settings = make_settings(
+            devices=devices,
+            chunks="auto",
+            schedule="1f1b",
+            checkpoint="auto",
+            balance=balance,
+            stages_per_device=None,
+            pin=None,
+            memory_limit=memory_limit,
+            optimizer_state=optimizer_state,
+            hardware=found_hardware,
+            profile=profile,
+            profile_budget=profile_budget,
+            anywhere=found_hardware is not None,
+            **for_tracing,
+        )
+        kwargs = example_kwargs or {}
+        settings = replace(settings, left=frozenset())
+        studied = _resized(study(model_or_plan, example_args, kwargs, settings), size)
+        usual = {"tracer": "auto", "in_dims": None, "out_dims": None, "leaf_modules": (), "check": True}
+        others = {name: value for name, value in for_tracing.items() if value != usual[name]}
+        plans, limits = OfModel(studied, settings), [worker.memory for worker in workers_of(settings)]
+        rows = _searched(
+            lambda count: candidates(names, count, each or STAGES_PER_DEVICE),
+            plans,
+            limits,
+            counts,
+            studied.batch,
+            modes,
+            others,
+        )
+        if not any(row.fits for row in rows):
+            raise _nothing(rows, limits)
+        rows = _that_run(rows, CONTESTANTS if measure else 1, studied, example_args, kwargs, settings)
+        if measure:
+            loss = Loss(loss_fn, target, reduction)
+            rows = measured(rows, preferred(rows)[:CONTESTANTS], plans, (example_args, kwargs), loss)
+        return _tuning(rows, limits, studied.batch)
+
+
+def _of_plan(
+    plan: Plan,
+    size: int | None,
+    memory_limit: Any,
+    names: Sequence[str],
+    counts: Sequence[int] | None,
+    modes: Sequence[str] | None,
+) -> Tuning:
+    batch = size or plan.batch or plan.chunks * plan.micro_batch
+    given = parse_memory_limit(memory_limit, len(plan.workers))
+    limits: Limits = limits_of(plan) if given is None else given
+    rows = _searched(
+        lambda count: candidates_of_plan(plan, names, count), OfPlan(plan, batch), limits, counts, batch, modes, {}
+    )
+    if not any(row.fits for row in rows):
+        raise _nothing(rows, limits)
+    return _tuning(rows, limits, batch)
+
+
+def _searched(
+    of: Callable[[Sequence[int]], Any],
+    plans: OfModel | OfPlan,
+    limits: Limits,
+    counts: Sequence[int] | None,
+    batch: int,
+    modes: Sequence[str] | None,
+    others: dict[str, Any],
+) -> tuple[Row, ...]:
+    """The rows; of more micro-batches than are of use otherwise if nothing fits without."""
+    all_counts = chunks_for_batch(batch, batch) if counts is None else tuple(counts)
+    most = PER_WORKER * len(limits)
+    usual = [count for count in all_counts if counts is not None or count <= most]
+    rows: tuple[Row, ...] = ()
+    for some in (usual, [count for count in all_counts if count not in usual]):
+        tried: list[Candidate] = list(of(some))
+        with bar("tuning", len(tried), "candidates") as step:
+            rows += search(tried, plans, limits, modes=modes, others=others, step=step)
+        if any(row.fits for row in rows):
+            break
+    return rows
+
+
+def _tuning(rows: Sequence[Row], limits: Limits, batch: int) -> Tuning:
+    best = preferred(rows)[0]
+    assert best.plan is not None
+    limited = replace(best, plan=with_limits(best.plan, limits))
+    ordered = in_order(limited if row is best else row for row in rows)
+    return Tuning(limited, ordered, batch, best.plan.workers, best.plan.estimated_for)
+
+
+def _nothing(rows: Sequence[Row], limits: Limits) -> ArgumentError | MemoryLimitError:
+    """The error where no row fits."""
+    if any(row.plan is not None for row in rows):
+        return MemoryLimitError(least_that_would(rows, limits))
+    whys = dict.fromkeys(row.why for row in rows)
+    return ArgumentError(
+        "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
+    )
+
+
+def _resized(studied: Studied, size: int | None) -> Studied:
+    if size is None or size == studied.batch:
+        return studied
+    if not is_same_graph(studied.traced, size):
+        raise ArgumentError(
+            f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
+            f"example of {studied.batch}: give example_args of {size} samples"
+        )
+    return replace(studied, batch=size)
+
+
+def _that_run(
+    rows: Sequence[Row],
+    wanted: int,
+    studied: Studied,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+) -> tuple[Row, ...]:
+    """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
+    runs: dict[int, bool] = {}  # by number of micro-batches
+    accepted = 0
+    for row in preferred(rows):
+        if row.chunks not in runs:
+            runs[row.chunks] = is_the_model(studied, args, kwargs, row.chunks, settings)
+        accepted += runs[row.chunks]
+        if accepted == wanted:
+            break
+    if not accepted:
+        raise ArgumentError(
+            f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
+            "there than on whole mini-batches: give other chunks, or a larger batch_size"
+        )
+    why = "the model does not take micro-batches of this size, or does something else there"
+    return tuple(row if runs.get(row.chunks, True) else replace(row, plan=None, why=why) for row in rows)
+
+
+def _counts(argument: str, given: Any) -> tuple[int, ...]:
+    """Whole numbers, at least 1, each once."""
+    if isinstance(given, (str, int)) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"{argument}={given!r}: expected a list of whole numbers, as in [1, 2, 4]")
+    found = [whole_number(one) for one in given]
+    if not found or any(one is None or one < 1 for one in found):
+        raise ArgumentError(f"{argument}={list(given)!r}: expected whole numbers, at least 1")
+    return tuple(dict.fromkeys(one for one in found if one is not None))

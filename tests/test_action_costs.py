@@ -1,0 +1,54 @@
+"""What an action costs beside the operations of its stage: each has it, on the CPU only, however short it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.action_costs import ON_CPU, action_seconds
+from fxpipe.resizing import resized
+from fxpipe.scheduling import Kind, make_schedule
+from fxpipe.simulation import StageCost, simulate_schedule
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", ON_CPU), ("cpu:0", ON_CPU), ("cuda", 0.0), ("cuda:1", 0.0)])
+def test_the_host_is_waited_for_on_the_cpu_only(device: str, seconds: float) -> None:
+    assert action_seconds(device) == seconds
+
+
+def test_each_action_has_it() -> None:
+    cost = StageCost(forward=4, backward=8, weight=3, recompute=2, update=7, action=1)
+    spans = [
+        *simulate_schedule(make_schedule("zero_bubble", 2, 4), [cost] * 2).spans,
+        *simulate_schedule(make_schedule("1f1b", 2, 4, "always"), [cost] * 2).spans,
+    ]
+    found = {kind: {span.seconds for span in spans if span.action.kind is kind} for kind in Kind}
+    assert found[Kind.FORWARD] == {5}
+    assert found[Kind.RECOMPUTE] == {3}
+    assert found[Kind.WEIGHT] == {4}
+    assert found[Kind.BACKWARD] == {6, 9}  # without W, and with it
+
+
+def test_more_micro_batches_cost_more_than_they_gain_where_stages_are_short() -> None:
+    def step(m: int, action: float) -> float:
+        stages = [StageCost(forward=32 / m, backward=32 / m, action=action)] * 2
+        return simulate_schedule(make_schedule("1f1b", 2, m), stages).step_seconds
+
+    assert step(32, 0) < step(8, 0)
+    assert step(32, 1) > step(8, 1)
+
+
+def test_a_plan_has_it_where_its_stages_run() -> None:
+    x = torch.randn(8, 4)
+    plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="cpu")
+    assert [stage.action_seconds for stage in plan.stages] == [ON_CPU] * 2
+    assert [cost.action for cost in plan.costs()[0]] == [ON_CPU] * 2
+    assert [stage.action_seconds for stage in resized(plan, 1).stages] == [ON_CPU] * 2
+
+
+def test_a_plan_for_gpus_has_none() -> None:
+    x = torch.randn(8, 4)
+    plan = fxpipe.plan(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2, example_args=(x,), chunks=2, hardware="h100")
+    assert [cost.action for cost in plan.costs()[0]] == [0.0] * 2

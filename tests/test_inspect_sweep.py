@@ -1,0 +1,204 @@
+"""Schedules and numbers of devices compared, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from inspected import MIB, make_plan, refusal
+
+import fxpipe
+from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.inspect.cli import main
+from fxpipe.inspect.comparing import compare_schedules, run_of
+from fxpipe.inspect.devices import more_like, most_like
+from fxpipe.inspect.finding import size_at_least
+from fxpipe.inspect.simulated import device_table, runs_text, step_text
+from fxpipe.inspect.sweep import counts_up_to, sweep
+from fxpipe.inspect.sweep_table import sweep_table
+from fxpipe.plans import Plan
+from fxpipe.scheduling import SCHEDULES
+
+SCHEDULES_HERE = ("1f1b", "gpipe", "zbv")
+
+
+def limited(plan: Plan, limit: int) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, memory_limit=limit) for stage in plan.stages))
+
+
+# One plan, several schedules
+
+
+def test_schedules_on_the_stages_of_a_plan() -> None:
+    plan = replace(plan_for(4, "1f1b"), chunks=8)
+    runs = compare_schedules(plan, fxpipe.simulate(plan))
+    assert runs[0].schedule == "1f1b"
+    assert {run.schedule for run in runs} == {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p"}  # the others want two
+    assert [run.step_seconds for run in runs[1:]] == sorted(run.step_seconds for run in runs[1:])
+    by_name = {run.schedule: run for run in runs}
+    assert by_name["gpipe"].peak_bytes > by_name["1f1b"].peak_bytes
+    assert by_name["zero_bubble"].bubble < by_name["1f1b"].bubble
+    text = runs_text(runs)
+    assert text.startswith("these stages in other schedules, 8 micro-batches\n")
+    assert "yes" not in text  # no limit is known
+
+
+def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
+    plan = limited(make_plan(3, 8), 60 * MIB)
+    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], memory_limit=20 * MIB)))
+    simulation = fxpipe.simulate(plan)
+    run = run_of(simulation, plan)
+    peak = simulation.memory[2].peak
+    assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
+    text = step_text(simulation, plan)
+    assert "- takes most memory on worker 2: " in text
+    assert "of 20.0 MiB, over by" in text
+    assert "of 20.0 MiB" in device_table(simulation)
+
+
+def test_of_many_devices_those_with_most_memory_are_shown() -> None:
+    plan = make_plan(64, 128)
+    text = device_table(fxpipe.simulate(plan))
+    assert "and 48 workers that hold less" in text
+    assert len(text.splitlines()) < 30
+    assert max(map(len, text.splitlines())) <= 120
+
+
+# Numbers of devices
+
+
+def test_counts() -> None:
+    assert counts_up_to(1) == (1,)
+    assert counts_up_to(8) == (1, 2, 4, 8)
+    assert counts_up_to(6) == (1, 2, 4, 6)
+
+
+def test_devices_of_a_sweep() -> None:
+    assert most_like(("cpu", "cpu"), 8, None) == 8
+    assert most_like(("cuda:0", "cuda:1"), 8, None) == 2  # there are no more here, or none are to be used
+    assert most_like(("cuda:0", "cuda:1"), 8, "h100") == 8
+    assert most_like(("cpu",) * 16, 8, None) == 16
+    assert more_like(("cuda:1", "cuda:0"), 1, None) == ("cuda:1",)
+    assert more_like(("cpu", "cpu"), 3, None) == ("cpu",) * 3
+    assert more_like(("cuda:0",), 2, "h100") == ("cuda:0", "cuda:1")
+
+
+def plan_for(devices: int, schedule: str) -> Plan:
+    """Of work for 12 ms, shared out evenly."""
+    recipe = SCHEDULES[schedule]
+    stages = devices * recipe.per_device
+    plan = make_plan(stages, 16, schedule)
+    seconds = {"forward_seconds": 4e-3 / stages, "backward_seconds": 8e-3 / stages, "weight_seconds": 4e-3 / stages}
+    even = tuple(replace(stage, **seconds) for stage in plan.stages)
+    return replace(plan, stages=even, placement=recipe.placement(devices, recipe.per_device))
+
+
+def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
+    rows = sweep((1, 2, 4), SCHEDULES_HERE, None, plan_for)
+    assert [(row.devices, row.schedule) for row in rows] == [(1, "1f1b")] + [
+        (count, name) for count in (2, 4) for name in SCHEDULES_HERE
+    ]
+    # Of n equal stages and m micro-batches a step takes (m + n - 1) / m of an even share.
+    assert [row.speedup for row in rows if row.schedule == "1f1b"] == pytest.approx([1, 2 * 16 / 17, 4 * 16 / 19])
+    text = sweep_table(rows)
+    marked = [line.split() for line in text.splitlines() if " * " in line]
+    assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
+
+
+def test_a_plan_is_shared_where_stages_are_in_the_same_places_and_fit() -> None:
+    asked = []
+
+    def counted(devices: int, schedule: str) -> Plan:
+        asked.append((devices, schedule))
+        return plan_for(devices, schedule)
+
+    sweep((2,), ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b", "zbv"), None, counted)
+    assert asked == [(2, "1f1b"), (2, "interleaved_1f1b"), (2, "zbv")]
+
+    def tight(devices: int, schedule: str) -> Plan:  # what 1F1B holds, and no more
+        asked.append((devices, schedule))
+        return limited(plan_for(devices, schedule), 30 * MIB)
+
+    asked.clear()
+    rows = sweep((2,), ("1f1b", "gpipe"), None, tight)
+    assert asked == [(2, "1f1b"), (2, "gpipe")]
+    assert [row.fits for row in rows] == [True, False]
+    assert rows[1].over_bytes > 0
+
+
+def test_what_does_not_fit_and_what_cannot_be_cut_are_rows() -> None:
+    def hard(devices: int, schedule: str) -> Plan:
+        if devices == 1:
+            raise MemoryLimitError("a table", "no cut fits", 3 * 2**30)
+        if devices == 4:
+            raise PartitionError("only 3 nodes")
+        return plan_for(devices, schedule)
+
+    rows = sweep((1, 2, 4), ("1f1b",), None, hard)
+    assert [row.fits for row in rows] == [False, True, False]
+    assert all(row.speedup is None for row in rows)
+    text = sweep_table(rows)
+    assert "over by 3.0 GiB" in text
+    assert text.endswith("no plan for\n- 4 devices, 1f1b: only 3 nodes")
+    assert "nothing fits" in sweep_table(rows[:1])
+
+
+# The command
+
+MLP = "from torch import nn\ndef make(n=6): return nn.Sequential(*[nn.Linear(64, 64) for _ in range(n)])\n"
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> list[str]:
+    (tmp_path / "mlp.py").write_text(MLP)
+    return [f"{tmp_path}/mlp.py:make", "--input", "16x64", "--hardware", "h100"]
+
+
+def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*mlp, "--sweep"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("numbers of devices and schedules")
+    assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d", line)] == ["1", "2", "4", "8"]
+    assert "no plan for\n- 4 devices, interleaved_1f1b, zbv: stages=8, but the 6 nodes can be cut into 6 at" in printed
+    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p: stages=8, but the 6" in printed
+    assert main([*mlp, "--sweep", "--json", "--devices", "2", "--schedule", "gpipe"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schedule"] == "gpipe"
+    assert document["sweep"][0]["speedup"] == 1
+    assert {row["devices"] for row in document["sweep"]} == {1, 2, 4, 8}
+    assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
+
+
+def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--memory-limit"]
+    line = refusal([*argv, "60KiB"], capsys)
+    assert "no cut into 2 stages fits into memory; the best one is over by" in line
+    least = re.search(r"The least limit that would do: --memory-limit (\S+?)\.$", line)
+    assert least is not None, line
+    assert main([*argv, least[1]]) == 0
+    capsys.readouterr()
+
+
+def test_a_sweep_goes_on_where_the_plan_does_not_fit(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--sweep", "--memory-limit", "160KiB"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "over by" in printed
+    assert "* the fastest that fits" in printed
+    assert "no cut into 2 stages fits" in refusal([*argv, "--json"], capsys)
+
+
+def test_more_devices_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([*mlp, "--devices", "7"], capsys)
+    assert "--devices 7: stages=7, but the 6 nodes can be cut into 6 at most" in line
+
+
+def test_sizes_are_rounded_up() -> None:
+    assert size_at_least(1024) == "1.0KiB"
+    assert size_at_least(1025) == "1.1KiB"
+    assert size_at_least(1000 * 1024) == "1.0MiB"
+    assert size_at_least(70 * 2**30 + 1) == "70.1GiB"
+    assert size_at_least(5000 * 2**40) == "5000.0TiB"
