@@ -396,7 +396,7 @@ def _profiles(
                 traced,
                 args,
                 kwargs,
-                micro_batch=settings.largest_micro_batch(batch),
+                micro_batch=_samples_to_measure(traced, batch, settings),
                 budget=settings.profile_budget / len(kinds),
                 threads=threads,
                 hardware=settings.hardware,
@@ -406,6 +406,15 @@ def _profiles(
         )
     is_measured = settings.hardware is None and not profiles[0].estimated_for
     return names, threads if is_measured and "cpu" in names else None, profiles
+
+
+def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
+    """Those of a micro-batch. Where these are to be chosen yet not a single one, which not every model takes."""
+    from fxpipe.tracing.checking.check import is_same_graph
+
+    samples = settings.largest_micro_batch(batch)
+    is_free = "chunks" in settings.left and samples == 1 < batch
+    return 2 if is_free and is_same_graph(traced, 2) else samples
 
 
 def prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
