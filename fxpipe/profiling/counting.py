@@ -15,7 +15,8 @@ What cannot be exact:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
 
@@ -30,12 +31,13 @@ from fxpipe.profiling.saving import Followed, OfValue, Seen, follow
 from fxpipe.profiling.working import Storage, Temporary, total, working
 from fxpipe.tracing.checking.check import is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.recording.fake import is_faked, running
+from fxpipe.tracing.recording.fake import faked, is_faked, running
 from fxpipe.tracing.sizing.alike import ChangedInPlaceError
 from fxpipe.tracing.sizing.shapes import bytes_for
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
 
+LONG = 1.0  # seconds of a run from which on one on fake tensors takes less
 MOST = 13  # samples that are tried in other runs, where there are fewer in a micro-batch
 
 
@@ -108,24 +110,56 @@ def count(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int)
 
 
 def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, Followed]:
-    """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
+    """By number of samples: that of a micro-batch, two others, and a third where these make no line.
+
+    At the others fake tensors do where real ones take long, if they show the same for a micro-batch: that takes no
+    arithmetic. Nodes of which they show something else (some functions of attention) are looked at on zeros there.
+    """
+    start = time.perf_counter()
     runs = {samples: _run(traced, effects, leaves, samples)}
+    if time.perf_counter() - start > LONG and not is_faked():
+        with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes, running():
+            real, fake = runs[samples], _run(traced, effects, fakes, samples, once=True)
+            if all(seen.bytes == fake.bytes(seen.label) for seen in real.seen.values()):
+                unlike = [node for node in real.probes if real.probes[node] != fake.probes[node]]
+                found = _other_runs(traced, effects, fakes, runs, unlike)
+                if len(found) > 2:
+                    return found
+    return _other_runs(traced, effects, leaves, runs)
+
+
+def _other_runs(
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    runs: dict[int, Followed],
+    on_zeros: Collection[fx.Node] = (),
+) -> dict[int, Followed]:
+    (samples,) = runs
+    runs = dict(runs)
     for size in _other_sizes(traced, samples):
         if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
             break
         try:
-            runs[size] = _run(traced, effects, leaves, size, once=is_faked())
+            runs[size] = _run(traced, effects, leaves, size, is_faked(), on_zeros)
         except Exception:  # a size that the model refuses, or samples for which it is another graph
             continue
     return runs
 
 
-def _run(traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, once: bool = False) -> Followed:
+def _run(
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    size: int,
+    once: bool = False,
+    on_zeros: Collection[fx.Node] = (),
+) -> Followed:
     sample = take(traced, leaves, 0, size)
     with undone(traced.model):  # a module kept whole may write to what is not its own
         if once:
             with contextlib.suppress(ChangedInPlaceError):
-                return follow(traced, effects, sample, once)
+                return follow(traced, effects, sample, once, on_zeros)
         return follow(traced, effects, sample)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,12 +48,13 @@ def measure(
     """
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend:
-        clock, deadline = Clock.on(device), time.perf_counter() + budget
-        step = _spending(budget, spend)
+        clock, step = Clock.on(device), _spending(budget, spend)
+
+        deadline = time.perf_counter() + budget
 
         def rounds_of(size: int) -> Rounds:
-            sample = take(traced, leaves, 0, size)
-            return Rounds(traced, effects, sample, clock, repeats, deadline, step, device=device)
+            sample, to_inputs = take(traced, leaves, 0, size), size == micro_batch
+            return Rounds(traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs)
 
         rounds = {micro_batch: rounds_of(micro_batch)}
         rounds[micro_batch].round()
@@ -67,7 +69,18 @@ def measure(
         # A list: all take their turn in each round.
         while any([r.round() for r in rounds.values()]):
             pass
-    return {size: {node: r.measured(node) for node in effects.nodes} for size, r in rounds.items()}
+    here = {node: rounds[micro_batch].measured(node) for node in effects.nodes}
+    found = {micro_batch: here}
+    for size, other in rounds.items():
+        if size != micro_batch:
+            found[size] = {node: _shared(other.measured(node), here[node]) for node in effects.nodes}
+    return found
+
+
+def _shared(found: Measured, like: Measured) -> Measured:
+    """With the share of gradients of parameters in backward that was seen in a micro-batch."""
+    share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
+    return replace(found, weight_seconds=share * found.backward_seconds)
 
 
 def _spending(budget: float, spend: Step) -> Callable[[], object]:

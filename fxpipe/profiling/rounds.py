@@ -14,8 +14,10 @@ leaves it after its last user. So no more is there than one node and the values 
 device can be measured on one. Nothing is timed but the nodes.
 
 The first sample of a kind of nodes warms up and is dropped. A kind has enough when its samples agree, or once the
-budget is spent and it has one; its nodes then only make their values. So twelve equal blocks are measured in little
-more than one round, and the samples of a node without equals lie apart in time: a short disturbance misses most.
+budget is spent and it has one; its nodes then only make their values, or take that of another node of their kind
+(`alike`). So twelve equal blocks are measured in little more than one round, in which few of them run, and the samples
+of a node without equals lie apart in time: a short disturbance misses most. Of a node that takes long fewer samples are
+enough, and the first counts.
 
 What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
 themselves. The model is only read.
@@ -30,7 +32,7 @@ What no node does by itself counts for the node that makes it happen:
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpipe.profiling.alike import Alike
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.going_back import GoingBack, Sums, Waiting, named
 from fxpipe.profiling.operations import Ran
@@ -62,6 +65,8 @@ from fxpipe.tracing.traced import WORKING, Traced, lookup
 WINDOW = 32 << 20  # bytes made by nodes that have still to go back
 _NOTE = "fxpipe: while measuring "
 _SUMS = 5  # samples of how long it takes to add gradients of one kind
+LONG = 0.05  # seconds of a node from which on what disturbs is small beside it, being cold included
+OF_LONG = 2  # samples of such a node
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,7 @@ class Rounds:
     step: Callable[[], object]  # called after each node
     warms_up: bool = True  # is the first sample of a kind unlike the others
     device: torch.device | None = None  # to run on; None: where model and inputs are
+    goes_to_inputs: bool = True  # also, where there are gradients of parameters, without them
     samples: dict[Hashable, Samples] = field(default_factory=dict)
     kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
     bytes: dict[fx.Node, int] = field(default_factory=dict)
@@ -99,7 +105,9 @@ class Rounds:
     _sums: Sums = field(init=False)
     _sums_of: dict[fx.Node, float] = field(default_factory=dict)
     _back: GoingBack = field(init=False)
-    _left: dict[Hashable, int] = field(default_factory=dict)  # samples of a kind to take in this round
+    _chosen: set[fx.Node] = field(default_factory=set)  # of which to take a sample in this round
+    _taken: Counter[fx.Node] = field(default_factory=Counter)  # samples
+    _alike: Alike = field(init=False)
     _negligible: float = 0.0  # seconds, for all nodes of a kind
 
     def __post_init__(self) -> None:
@@ -107,6 +115,7 @@ class Rounds:
         self._back, self._sums = GoingBack(self.clock), Sums(self.clock)
         self._written = set().union(*self.effects.writes)
         self._of_inputs = made_of(self.traced, self.traced.placeholders.values())
+        self._alike = Alike(self.traced, self.effects)
 
     def run(self) -> None:
         while self.round():
@@ -114,9 +123,18 @@ class Rounds:
 
     def round(self) -> bool:
         """One more round, if any node needs another sample; was there one?"""
+        try:
+            return self._round()
+        except Exception:
+            if not self._alike.were_taken:
+                raise
+            self._alike.forbid()  # values that stand for others may be the reason
+            return self._round()
+
+    def _round(self) -> bool:
         nodes = self.effects.nodes
-        self._left = {kind: self._missing(kind) for kind in self.samples}
-        stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or self._left[self.kind[n]]), default=0)
+        self._choose()
+        stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or n in self._chosen), default=0)
         try:
             for place, node in enumerate(nodes[:stop]):
                 with named(node):
@@ -129,6 +147,7 @@ class Rounds:
         finally:
             self.values.clear()
             self._back.clear()
+            self._alike.clear()
         if stop:
             self._negligible = NEGLIGIBLE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
@@ -138,6 +157,19 @@ class Rounds:
         backward = samples.backward_seconds + self._sums_of[node]
         return Measured(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
 
+    def _choose(self) -> None:
+        """Nodes of which to take a sample in the next round: of each kind those that have had the fewest."""
+        of_kind: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for node, kind in self.kind.items():
+            of_kind[kind].append(node)
+        self._chosen = set()
+        for kind, nodes in of_kind.items():
+            self._chosen.update(sorted(nodes, key=self._taken.__getitem__)[: self._missing(kind)])
+
+    def _wants(self, node: fx.Node) -> bool:
+        is_over = bool(self.samples[self.kind[node]].forward) and time.perf_counter() >= self.deadline
+        return node in self._chosen and not is_over
+
     def _missing(self, kind: Hashable) -> int:
         """How many samples of a kind to take in the next round."""
         samples = self.samples[kind]
@@ -146,14 +178,17 @@ class Rounds:
             return 1
         if found >= MOST or samples.is_seldom or time.perf_counter() >= self.deadline:
             return 0
-        if found < self.repeats:
-            return self.repeats - found
+        repeats = self.repeats if samples.forward_seconds < LONG else min(self.repeats, OF_LONG)
+        if found < repeats:
+            return repeats - found
         return 0 if samples.are_close(max(self._negligible / self._number[kind], UNIMPORTANT)) else self.repeats
 
     # -- one round -----------------------------------------------------------------------------------------------------
 
     def _visit(self, node: fx.Node, place: int) -> None:
         """Makes the value of a node, and takes a sample where one is wanted."""
+        if node in self.kind and not self._wants(node) and self._has_taken_alike(node):
+            return
         for source in node.all_input_nodes:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
                 self.values[source] = self._held(source)
@@ -162,24 +197,37 @@ class Rounds:
             self._keep_waiting(written)
         if node not in self.kind:
             self._meet(node, written)
-        kind = self.kind[node]
-        samples, made = self.samples[kind], None
-        if self._left[kind] and not (samples.forward and time.perf_counter() >= self.deadline):
-            self._left[kind] -= 1
+        samples, made = self.samples[self.kind[node]], None
+        if self._wants(node):
+            self._taken[node] += 1
             made = self._sample(node, written, samples)
         if node not in self._sums_of:
             self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
         if made is None and not node.users and not written and node in self.bytes:
+            return
+        if made is None and self._has_taken_alike(node):
             return
         if made is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
             with applied(node.meta["state"]), torch.no_grad():
                 made = (function(*args, **kwargs),)
         (value,) = made
-        self.bytes.setdefault(node, sum(t.numel() * t.element_size() for t in tensors_in(value)))
-        grads = iter(samples.gives_grad)
-        self.values[node] = mapped(lambda t: t.detach().requires_grad_(next(grads)), value)
+        self._note(node, value)
+        self._alike.keep(node, self.kind[node], self.values[node])
         self._spread_grad(written, samples.leaves_grad)
+
+    def _note(self, node: fx.Node, value: Value) -> None:
+        self.bytes.setdefault(node, sum(t.numel() * t.element_size() for t in tensors_in(value)))
+        grads = iter(self.samples[self.kind[node]].gives_grad)
+        self.values[node] = mapped(lambda t: t.detach().requires_grad_(next(grads)), value)
+
+    def _has_taken_alike(self, node: fx.Node) -> bool:
+        """Is there a value of its kind in this round, which stands for the node's own?"""
+        value = self._alike.take(node, self.kind[node])
+        if value is None:
+            return False
+        self._note(node, value)
+        return True
 
     def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
         """What waits to go back keeps what it has seen: the node will write to a copy, or else the others go first."""
@@ -201,7 +249,7 @@ class Rounds:
             # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
             is_seldom = "hook" in node.meta
             self.samples[kind] = Samples(is_seldom or not self.warms_up, is_seldom)
-            self._left[kind] = 1
+            self._chosen.add(node)
 
     def _held(self, node: fx.Node) -> torch.Tensor:
         """An input or a tensor of the model, on the device: a copy of what a node will write to."""
@@ -234,12 +282,12 @@ class Rounds:
         every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
         seconds, value, ends = self._forward(node, written, samples)
         samples.has_inputs, samples.has_parameters = bool(ends and inputs), bool(ends) and len(inputs) < len(every)
-        is_kept, samples.is_warm = samples.is_warm, True
+        is_kept, samples.is_warm = samples.is_warm or seconds > LONG, True
         if is_kept:
             samples.forward.append(seconds)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
         self._back.wait(Waiting(node, ends, every, totals, samples.backward if is_kept else []))
-        if samples.has_both and is_kept:
+        if samples.has_both and is_kept and self.goes_to_inputs:
             again = self._forward(node, written, samples)[2]
             self._back.wait_again(Waiting(node, again, inputs, [], samples.to_inputs), ends)
         if self._back.is_full:

@@ -84,6 +84,8 @@ class Samples:
         """The part of backward that goes to parameters."""
         if not self.has_both:
             return self.backward_seconds if self.has_parameters else 0.0
+        if not self.to_inputs:  # nobody asked
+            return 0.0
         return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
 
     def are_close(self, negligible: float) -> bool:

@@ -16,7 +16,7 @@ The hooks keep nothing, so the run takes the memory of a forward without gradien
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe.profiling.kinds import Kinds
-from fxpipe.profiling.probing import Probe, probe
+from fxpipe.profiling.probing import Probe, probe, probe_on_zeros
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
@@ -92,30 +92,33 @@ class Followed:
         return None if found is None else found.bytes
 
 
-def follow(traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False) -> Followed:
+def follow(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False, on_zeros: Collection[fx.Node] = ()
+) -> Followed:
     """Runs the graph, and of each kind of node one by itself, forward and back (`probe`).
 
     Args:
         leaves: flattened inputs.
         once: run of each kind just one node, and take its value for that of the others. For tensors without values,
             and where it does not matter which of them share memory.
+        on_zeros: nodes to be looked at (`probe`) on zeros in place of fake tensors, which do not show all of them.
 
     To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
 
     Raises:
         ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
     """
-    return _Run(traced, effects, once).run(leaves)
+    return _Run(traced, effects, once, on_zeros).run(leaves)
 
 
 class _Run:
     """One run: values live until their last user has run."""
 
-    def __init__(self, traced: Traced, effects: Effects, once: bool):
+    def __init__(self, traced: Traced, effects: Effects, once: bool, on_zeros: Collection[fx.Node]):
         self.traced, self.effects = traced, effects
         self.kinds = Kinds(effects)
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
-        self.once = once
+        self.once, self.on_zeros = once, on_zeros
         self.storages = Storages()
         self.own: set[int] = set()  # numbers of the storages of the model's tensors
         self.seen: dict[int, Seen] = {}  # by number: all others
@@ -150,7 +153,7 @@ class _Run:
                 return
         else:
             written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
-            self.probes[node] = probe(node, written, self.values)
+            self.probes[node] = (probe_on_zeros if node in self.on_zeros else probe)(node, written, self.values)
         before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
         self.values[node] = self._step(node, place)
         if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:

@@ -104,6 +104,7 @@ class Traced:
     # whose micro-batches are of such sizes.
     recorded_sizes: tuple[int, ...] = ()
     recorded_batches: tuple[int, ...] = ()
+    recorded_on: int | None = None  # samples, where these were not all of the example's
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording

@@ -28,6 +28,7 @@ from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
 from fxpipe.tracing.recording.general import general_paths
 from fxpipe.tracing.recording.kept import all_kept
 from fxpipe.tracing.recording.marks import refusing_missed
+from fxpipe.tracing.recording.on_a_part import on_a_part
 from fxpipe.tracing.recording.record import record
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import ASKED
@@ -48,8 +49,11 @@ def find_graph(
     finish: Callable[[Traced], Traced],
     in_dims: Any = None,
     chunks: int = 1,
+    in_parts: bool = False,
 ) -> Traced:
     """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
+
+    `in_parts`: it compares graph and model, so that it may be enough to record on a part of the samples.
 
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.
@@ -64,7 +68,7 @@ def find_graph(
         return _holding(finish(_unmarked(symbolic, model, args, kwargs)))
 
     def record_it(in_stages: bool = False) -> Traced:
-        return _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_stages)
+        return _recorded(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_parts, in_stages)
 
     try:
         recorded = record_it()
@@ -130,6 +134,7 @@ def _recorded(
     finish: Callable[[Traced], Traced],
     in_dims: Any,
     chunks: int,
+    in_parts: bool,
     in_stages: bool,
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -143,7 +148,8 @@ def _recorded(
     general = False
     while True:
         try:
-            traced = with_batch_numbers(record_on, finish, args, kwargs, in_dims, chunks)
+            part = on_a_part(model, record_on, finish, args, kwargs, in_dims, chunks) if in_parts else None
+            traced = part or with_batch_numbers(record_on, finish, args, kwargs, in_dims, chunks)
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.final:
                 raise

@@ -26,6 +26,11 @@ from fxpipe.trees import DiffersError, leaves_like
 
 def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
     """Samples start..stop of flattened inputs; those after the last are the first again."""
+    return samples_of(leaves, traced.in_dims, start, stop)
+
+
+def samples_of(leaves: Sequence[Any], dims: Sequence[int | None], start: int, stop: int) -> list[Any]:
+    """The same for inputs that hold the batch in these dimensions."""
 
     def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
         size = leaf.shape[dim]
@@ -36,7 +41,7 @@ def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[A
         parts = [leaf.narrow(dim, start, size - start), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
         return torch.cat(parts, dim)
 
-    return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, traced.in_dims, strict=True)]
+    return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
 
 
 def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
@@ -44,7 +49,8 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
 
     One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
     slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
-    left out.
+    left out. Of a graph that was recorded on a part of the samples it is known that forward is the same on all of them
+    and on one more: it is compared at the sizes of the part and of micro-batches.
 
     Returns what the nodes were seen to do.
 
@@ -54,16 +60,20 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     batch = traced.batch_of(leaves)
     parts = min(chunks, batch)
     smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
+    example = traced.recorded_on or batch
+    others = (*sorted(smaller, reverse=True), *((batch + 1, 2 * batch) if example == batch else ()))
     samples: list[tuple[int, list[Any]]] = []
     runs: list[Run | None] = []
     seed = torch.default_generator.initial_seed() % 2**31
+    if traced.recorded_on is not None and not is_same_graph(traced, batch):
+        raise TraceError("forward does something else with all samples than with a part of them")
     for size in smaller if parts > 1 else ():
         _excuse_reads(traced, leaves, size, batch, seed)
-    for size in (batch, *sorted(smaller, reverse=True), batch + 1, 2 * batch):
+    for size in dict.fromkeys((example, *others)):
         if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
             continue
         sample = _sample(traced, leaves, size, batch, seed)
-        if sample is None and size == batch:
+        if sample is None and size == example:
             raise TraceError(
                 "a value that forward reads is another one when it is asked again: "
                 + "; ".join([*map(str, traced.guards.questions if traced.guards else ()), *expectations(traced)])
@@ -79,7 +89,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                 "return the same structure for every batch size and in every call"
             ) from error
         except Exception:
-            if size == batch:
+            if size == example:
                 raise
             continue  # it will say so itself when it meets such a batch
         samples.append((size, sample))
@@ -178,10 +188,17 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
             leaves = leaves_like(run_model(traced.model, args, kwargs), traced.out_spec)
-        outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]  # it may return a buffer
+        outputs = [_alone(x) for x in leaves]
         slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
     return Run(outputs, buffers)
+
+
+def _alone(value: Any) -> Any:
+    """A tensor without what it was made of, which would take memory; and a copy, for it may be a buffer."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _with(size: int, batch: int) -> str:

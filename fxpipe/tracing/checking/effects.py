@@ -135,7 +135,12 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step:
         step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    return Run(outputs_in(traced, values), after)
+    return Run([_bare(output) for output in outputs_in(traced, values)], after)
+
+
+def _bare(value: Any) -> Any:
+    """A tensor without what it was made of, which would take memory as long as it lives."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
 def _observed(

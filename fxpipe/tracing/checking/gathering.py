@@ -8,6 +8,7 @@ statistics. A graph with other random nodes, or that changes other buffers, cann
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,12 @@ from fxpipe.errors import ArgumentError, DecisionError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects, running_statistics
-from fxpipe.tracing.evaluation import Values, evaluated, outputs_in
-from fxpipe.tracing.traced import Traced, call, lookup
+from fxpipe.tracing.evaluation import Values, evaluate, outputs_in
+from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+FEW = 3  # samples that tell what many would; if they say no, all are asked
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
@@ -34,14 +36,26 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
         ArgumentError: they differ; names the output and the remedies.
     """
     batch = traced.batch_of(leaves)
+    if not _can_be_calm(traced):
+        return
+    # A mean may hang on samples that are unlike the first ones (shorter texts): all have a say.
+    if batch > FEW and "mean" not in traced.out_dims and _holds_for_halves(traced, FEW):
+        with contextlib.suppress(Exception):  # the model may need an even number, or more of them
+            return _compare_halves(traced, leaves, FEW)
+    if batch > 1 and _holds_for_halves(traced, batch):
+        with contextlib.suppress(DecisionError):  # a half is of another graph
+            _compare_halves(traced, leaves, batch)
+
+
+def _holds_for_halves(traced: Traced, batch: int) -> bool:
+    """Is it the graph of so many samples, and of each half of them?"""
+    return all(is_same_graph(traced, size) for size in (batch, (batch + 1) // 2, batch // 2))
+
+
+def _compare_halves(traced: Traced, leaves: Sequence[Any], batch: int) -> None:
+    """Compares the first `batch` samples with their halves put together."""
     cut = (batch + 1) // 2
-    bounds = [(0, batch), (0, cut), (cut, batch)]
-    if batch < 2 or not all(is_same_graph(traced, stop - start) for start, stop in bounds) or not _can_be_calm(traced):
-        return
-    try:
-        runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in bounds]
-    except DecisionError:  # a half is of another graph
-        return
+    runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in ((0, batch), (0, cut), (cut, batch))]
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
         if dim is None or not shapes or not shapes[0].dtype.is_floating_point:
@@ -94,6 +108,7 @@ def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 
 def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
     # Python that runs as it is may ask for gradients inside; nothing else does.
+    last = _last_uses(traced)
     grad = any(node.meta.get("opaque") for node in traced.nodes)
 
     def given(node: fx.Node) -> Any:
@@ -101,13 +116,29 @@ def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
 
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = lookup(traced, node)
-        return tensor.detach().clone().requires_grad_(grad and tensor.requires_grad)
+        held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        return held.requires_grad_(grad and tensor.requires_grad)
 
     def work(node: fx.Node, values: Values) -> Any:
         with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
             return _calm(node, values)
 
-    return outputs_in(traced, evaluated(traced.graph.nodes, given, attribute, work))
+    values: Values = {}
+    for node in evaluate(traced.graph.nodes, values, given, attribute, work):
+        for used in last.get(node, ()):
+            del values[used]
+    return outputs_in(traced, values)
+
+
+def _last_uses(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+    """By node: the values that no other needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen = {*traced.graph.output_node().all_input_nodes}
+    for node in reversed(traced.graph.nodes):
+        if node.op in WORKING:
+            found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
+            seen.update((*node.all_input_nodes, node))
+    return found
 
 
 def _calm(node: fx.Node, values: Values) -> Any:

@@ -142,20 +142,20 @@ def _compared(
             continue
         _make_factories(other)
         _make_alike(base, other)
-        if not _same_reads(base, other):
+        if not same_reads(base, other):
             continue
-        difference = _difference(base, other)
-        if difference is None:
+        found = difference(base, other)
+        if found is None:
             recordings[size] = other
         else:
             failures += 1
-            different = different or _other_functions(base, other, (batch, size), difference)
+            different = different or _other_functions(base, other, (batch, size), found)
             if size in needed:
                 return different
     if len(recordings) == 1:
         return different
-    numbers = [tuple(_numbers(traced)) for traced in recordings.values()]
-    differs = has_size or not all(map(_same_numbers, numbers, numbers[1:]))
+    numbers = [tuple(numbers_in(traced)) for traced in recordings.values()]
+    differs = has_size or not all(map(same_numbers, numbers, numbers[1:]))
     if different is not None and not differs:
         return different
     halves = {(batch + 1) // 2, batch // 2}
@@ -164,7 +164,7 @@ def _compared(
     )
 
 
-def _same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
+def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
     return all(map(same_answer, left, right))
 
 
@@ -198,7 +198,7 @@ def _same_values_read(base: Traced, other: Traced) -> bool:
     return len(reads) == len(others) and all(map(same_answer, reads, others))
 
 
-def _same_reads(base: Traced, other: Traced) -> bool:
+def same_reads(base: Traced, other: Traced) -> bool:
     """Did all comparisons of sizes that are known come out the same?"""
     reads, others = (
         [(r.function, r.result, r.where) for r in t.size_reads if r.function in RELATIONS or r.function is bool]
@@ -207,7 +207,7 @@ def _same_reads(base: Traced, other: Traced) -> bool:
     return all(map(operator.eq, reads, others))
 
 
-def _difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
+def difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
     """The first nodes by which two recordings differ in more than numbers."""
     order = {node: number for traced in (base, other) for number, node in enumerate(traced.graph.nodes)}
     for node, another in zip(base.graph.nodes, other.graph.nodes, strict=False):
@@ -256,7 +256,7 @@ def _is_number(value: Any) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
-def _numbers(traced: Traced) -> Iterator[Number]:
+def numbers_in(traced: Traced) -> Iterator[Number]:
     found: list[Number] = []
 
     def look(value: Any) -> Any:

@@ -1,0 +1,154 @@
+"""A slow model is recorded on a few samples, where that gives the graph of all of them, and nowhere else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.recording import on_a_part
+from fxpipe.tracing.recording.fake import is_faked
+
+EXAMPLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _all_are_slow(monkeypatch):
+    monkeypatch.setattr(on_a_part, "LONG", 0.0)
+
+
+class Calling(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.lin, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x):
+        return self.function(self.lin(x))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def test_same_graph_as_on_all_samples(monkeypatch):
+    model = mlp()
+    part = fxpipe.trace(model, (EXAMPLE,), chunks=4)
+    monkeypatch.setattr(on_a_part, "LONG", 1e9)
+    whole = fxpipe.trace(model, (EXAMPLE,), chunks=4)
+    assert (part.recorded_on, whole.recorded_on) == (3, None)
+    assert part.fingerprint() == whole.fingerprint()
+    assert part.leaves == whole.leaves
+    assert [str(n.meta["shapes"][0]) for n in part.nodes] == [str(n.meta["shapes"][0]) for n in whole.nodes]
+    assert part.effects.writes == whole.effects.writes
+
+
+def test_no_run_on_more_samples_than_a_micro_batch():
+    seen = []
+
+    def noting(x):
+        if not is_faked():
+            seen.append(len(x))
+        return x.tanh()
+
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=4).recorded_on == 3
+    assert {*seen} == {3}
+
+
+def by_parts(x):
+    """Four samples at a time: the same as all at once for up to four, and another graph for more."""
+    return torch.cat([x[n : n + 4].tanh() for n in range(0, len(x), 4)])
+
+
+def test_loop_that_goes_once_for_a_part():
+    with pytest.raises(TraceError, match="other functions"):
+        fxpipe.trace(Calling(by_parts), (EXAMPLE,), chunks=4, tracer="record")
+
+
+def at_the_size_of_the_example(x):
+    return x.relu() if len(x) == 12 else x.tanh()
+
+
+def above_the_size_of_the_example(x):
+    return x.relu() if len(x) > 12 else x.tanh()
+
+
+@pytest.mark.parametrize("function", [at_the_size_of_the_example, above_the_size_of_the_example])
+def test_branch_on_the_number_of_samples(function):
+    with pytest.raises((TraceError, ArgumentError), match="samples"):
+        fxpipe.trace(Calling(function), (EXAMPLE,), chunks=4, tracer="record")
+
+
+def test_number_of_samples_among_the_numbers():
+    """It is computed in the graph, as without parts."""
+    traced = fxpipe.trace(Calling(lambda x: x.view(len(x), 2, 3).mean(1)), (EXAMPLE,), chunks=4)
+    assert traced.recorded_on is None
+    assert 12 in traced.recorded_sizes
+
+
+def test_value_that_is_read_is_that_of_all_samples():
+    x = EXAMPLE.clone()
+    x[:6] = 0.0
+    traced = fxpipe.trace(Asking(), (x,), chunks=4)
+    assert traced.recorded_on is None
+    assert not traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.lin(x) if (x == 0).all() else self.lin(x).tanh()
+
+
+def test_hooks_meet_no_fake_tensors():
+    model, seen = mlp(), []
+    model[0].register_forward_hook(lambda module, args, result: seen.append(type(result)))
+    assert fxpipe.trace(model, (EXAMPLE,), chunks=4).recorded_on is None
+    assert {*seen} == {torch.Tensor}
+
+
+def test_inputs_that_disagree_on_the_batch():
+    class Two(nn.Module):
+        def forward(self, x, table):
+            return x @ table
+
+    traced = fxpipe.trace(Two(), (EXAMPLE, torch.randn(6, 2)), chunks=4)
+    assert traced.recorded_on is None
+    assert traced.in_dims == (0, None)
+
+
+def test_unchecked_graphs_are_recorded_on_all_samples():
+    assert fxpipe.trace(mlp(), (EXAMPLE,), chunks=4, check=False).recorded_on is None
+
+
+def test_micro_batches_of_one_sample():
+    traced = fxpipe.trace(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (EXAMPLE,), chunks=12)
+    assert traced.recorded_on == 2
+
+
+def test_samples_that_act_on_each_other_are_seen():
+    with pytest.raises(ArgumentError, match="put together"):
+        fxpipe.trace(Calling(lambda x: x.cumsum(0)), (EXAMPLE,), chunks=4)
+
+
+def test_mean_that_hangs_on_late_samples():
+    """Of samples that are all alike any mean is right; those at the end are not."""
+
+    class Weighted(nn.Module):
+        def forward(self, x, weight):
+            return (x.mean(1) * weight).sum() / weight.sum()
+
+    weight = torch.tensor([1.0] * 9 + [5.0, 0.0, 3.0])
+    with pytest.raises(ArgumentError, match="put together"):
+        fxpipe.trace(Weighted(), (EXAMPLE, weight), chunks=4)
+
+
+def test_planned_and_run():
+    model = mlp()
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=4, example_args=(EXAMPLE,)) as pipe:
+        model.eval()
+        torch.testing.assert_close(pipe(EXAMPLE), model(EXAMPLE))
