@@ -108,11 +108,8 @@ def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
     text = sweep_table(rows)
     marked = [line.split() for line in text.splitlines() if " * " in line]
     assert "as if each had a core" not in sweep_table(rows[:1])
-    crowded = [
-        replace(row, plan=replace(row.plan, devices=("cpu",) * 4096, placement=tuple(range(4096))))
-        for row in rows
-        if row.plan
-    ]
+    many = {"devices": ("cpu",) * 4096, "placement": tuple(range(4096))}
+    crowded = [replace(row, plan=replace(row.plan, **many)) for row in rows if row.plan]
     assert "workers are simulated as if each had a core; there " in sweep_table(crowded)
     assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
 
