@@ -52,7 +52,9 @@ def wrapped(line: str) -> str:
 
 
 def shortened_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line."""
+    """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
+    if line == "unknown":
+        return ""
     return line if len(line) <= MOST_LINE else f"...{line[3 - MOST_LINE :]}"
 
 
@@ -91,7 +93,8 @@ def _heaviest(plan: Plan) -> str:
         return ""
     stage = plan.stages[node.stage]
     share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
-    place = f" ({shortened_line(node.line)})" if node.line else ""
+    line = shortened_line(node.line)
+    place = f" ({line})" if line else ""
     return wrapped(
         f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
         f"{node.stage}{place}: no cut makes the slowest stage faster than that"
