@@ -58,7 +58,6 @@ def _stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> Sta
         forward_seconds=here.forward,
         backward_seconds=here.backward,
         weight_seconds=here.weight,
-        action_seconds=action_seconds(device),
         memory_limit=hardware.usable_memory // plan.placement.count(worker),
         fixed=StageSeconds(
             *(
@@ -66,6 +65,7 @@ def _stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> Sta
                 for kind in ("forward", "backward", "weight")
             )
         ),
+        action_seconds=action_seconds(device),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 

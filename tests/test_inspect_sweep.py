@@ -172,6 +172,25 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
 
 
+def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--tune"]
+    assert main([*argv, "--save", f"{tmp_path}/best.json"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("mini-batches of 16 on 1 x cuda:0, 1 x cuda:1, seconds estimated for NVIDIA H100 SXM")
+    marked = next(line.split() for line in printed.splitlines() if line.startswith("->"))
+    best = Plan.load(tmp_path / "best.json")
+    assert [best.schedule, str(best.chunks)] == marked[1:3]
+    assert main([*argv, "--schedule", "gpipe", "--chunks", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {(row["schedule"], row["chunks"]) for row in document["tuning"]} == {("gpipe", 4)}
+    assert (document["schedule"], document["chunks"]) == ("gpipe", 4)
+    assert "--tune and --pin: it cuts by itself" in refusal([*argv, "--pin", "0=0"], capsys)
+    assert "--tune and --balance 2,4: it cuts by itself" in refusal([*argv, "--balance", "2,4"], capsys)
+    assert main([f"{tmp_path}/best.json", "--tune"]) == 0
+    assert "->" in capsys.readouterr().out
+    assert "--sweep and --tune are two questions" in refusal([*argv, "--sweep"], capsys)
+
+
 def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*mlp, "--devices", "2", "--memory-limit"]
     line = refusal([*argv, "60KiB"], capsys)

@@ -142,13 +142,24 @@ def test_names_stand_in_the_boxes_of_their_actions(name):
         assert len(holding) == 1, text.text
         stage, batch = re.search(r"stage (\d+), micro-batch (\d+):", holding[0].title).groups()
         kind = next(str(kind) for kind, fill in KINDS.items() if fill == holding[0].fill)
-        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}")
+        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}", stage)
 
 
 def test_a_device_with_several_stages_names_them():
     found = simulated("interleaved_1f1b", 2, 4, per_device=2)
     names = [text.text for text in _group(gantt(step_of(found)), "names")]
     assert sorted(names) == sorted(str(span.action) for span in found.spans)
+
+
+def test_in_narrow_boxes_the_stage_stands_above_the_micro_batch():
+    found, drawn = _drawn("a V")
+    above = defaultdict(list)
+    for text in sorted(_group(drawn, "names"), key=lambda text: text.y):
+        above[text.x, round((text.y - drawn.top) // drawn.pitch)].append(text.text)
+    assert sorted(map(tuple, above.values())) == sorted(
+        (str(span.action.stage), str(span.action.micro_batch)) for span in found.spans
+    )
+    assert any("stage above micro-batch" in item.text for item in drawn.scene.items if isinstance(item, Text))
 
 
 def test_with_room_every_action_has_its_name():

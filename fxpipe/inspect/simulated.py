@@ -30,13 +30,13 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     samples = simulation.samples
     rate = f", {samples / run.step_seconds:.4g} samples a second" if samples and run.step_seconds else ""
     shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
-    path = ", ".join(f"{WORDS.get(kind, kind)} {percent(share)}" for kind, share in shares)
+    path = ", ".join(f"{percent(share)} {WORDS.get(kind, kind)}" for kind, share in shares)
     lines = [
         f"a step as simulated, {run.schedule}, {count(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
-        f"- hangs on {path}" if path else "",
+        f"- critical path: {path}" if path else "",
         f"- takes most memory on worker {run.device}: {_memory(run)}",
-        f"- and the optimizer {human_seconds(simulation.update_seconds)}" if simulation.update_seconds else "",
+        f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if simulation.update_seconds else "",
     ]
     return "\n".join(filter(None, lines))
 

@@ -94,7 +94,7 @@ class OfModel:
 
     def without_sending(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
-        placement = placed(len(self.settings.workers), candidate.stages_per_device, candidate.schedule, m, None)
+        placement = self._placement(candidate)
         nodes = self._fastest(-(-self.studied.batch // m))
         lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
         ends = accumulate(lengths)
@@ -119,9 +119,14 @@ class OfModel:
         for size in {samples, self.studied.batch // min(candidate.chunks, self.studied.batch)}:
             if not is_same_graph(self.studied.traced, size):
                 raise ArgumentError(f"micro-batches of {size} run another graph")
-        each = candidate.stages_per_device
-        placement = placed(len(settings.workers), each, candidate.schedule, candidate.chunks, None)
+        placement = self._placement(candidate)
         return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
+
+    def _placement(self, candidate: Candidate) -> tuple[int, ...]:
+        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.studied.traced.nodes)
+        if workers * each > nodes:
+            raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
+        return placed(workers, each, candidate.schedule, candidate.chunks, None)
 
     def _unlimited(self, candidate: Candidate, mode: str) -> Settings:
         settings = self._settings(candidate)

@@ -66,9 +66,7 @@ class Tuning:
     """What `fxpipe.tune` tried. `print` shows the table that it chose from."""
 
     best: Row
-    rows: tuple[
-        Row, ...
-    ]  # all: those that fit, the shortest step first; then those not cut; then those that do not fit
+    rows: tuple[Row, ...]  # in the order of `in_order`: what fits comes first, the shortest step first of all
     batch: int  # samples of the mini-batch
     devices: tuple[str, ...]  # by worker
     estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
@@ -109,11 +107,7 @@ class Tuning:
             str(row.chunks),
             row.checkpoint if isinstance(row.checkpoint, str) else _modes(row.checkpoint),
             str(row.stages_per_device),
-            _time(row.step_seconds)
-            if row.plan is not None
-            else f"≥ {_time(row.step_seconds)}"
-            if row.step_seconds
-            else "",
+            _step(row),
             *[measured] * is_measured,
             "" if row.plan is None else f"{row.simulation.mean_bubble:.0%}".replace("%", " %"),
             "" if row.plan is None else human_bytes(row.peak),
@@ -125,6 +119,11 @@ def _modes(modes: tuple[str, ...]) -> str:
     """`0, 2 always` of ("always", "never", "always")."""
     found = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
     return "; ".join(text for text in found if not text.endswith("never"))
+
+
+def _step(row: Row) -> str:
+    least = "≥ " if row.plan is None else ""
+    return least + _time(row.step_seconds) if row.step_seconds else ""
 
 
 def _time(seconds: float) -> str:
@@ -150,7 +149,7 @@ def preferred(rows: Iterable[Row]) -> list[Row]:
 
 
 def in_order(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """As a table has them: what fits, what is too slow to look at, what does not fit, the impossible."""
+    """As a table has them: what fits, what is too slow to look at, what does not fit, what cannot be."""
 
     def order(row: Row) -> tuple[float, ...]:
         kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)

@@ -7,7 +7,7 @@ recompute. Only where all have to, or nothing fits, everything is recomputed, an
 To cut a graph takes a hundred times as long as to simulate a schedule. So before it is cut, a candidate is asked what
 it can come to at best: no less than all work shared out evenly, and hardly less than its schedule takes with stages
 that are as even as the nodes allow and send nothing. (Hardly: stages of a certain unevenness may suit a schedule.)
-Those for which that is more than the best step so far are left out, unless another candidate has the same cut.
+Those for which that is more than the best steps so far are left out, unless another candidate has the same cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fxpipe.tuning.simulating import simulated
 
 HOPEFUL = 1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
 EVEN = 0.98  # of the step without sending: unevenness saves no more
-NO_SHORTER = "no step of it can be shorter than the best one"
+NO_SHORTER = "no step of it can be as short as those of the best"
 Limits = Sequence[float | None]  # bytes by worker; None: no limit
 
 
@@ -39,16 +39,19 @@ def search(
     *,
     modes: Sequence[str] | None = None,
     others: Mapping[str, Any] | None = None,
+    wanted: int = 1,
     step: Callable[[], object] = nothing,
 ) -> tuple[Row, ...]:
     """A row for each candidate and mode that was looked at.
 
     Args:
         modes: of recomputing; None: as much as memory asks for.
+        wanted: how many of the best are to be found for certain.
         step: called after each candidate.
     """
     rows: list[Row] = []
-    best = hoped = math.inf
+    hoped = math.inf
+    steps: list[float] = []  # of the best that fit, as many as are wanted
     waiting: list[tuple[float, int, Candidate]] = []
     bounds = [(plans.bound(candidate), number, candidate) for number, candidate in enumerate(candidates)]
     for bound, number, candidate in sorted(bounds, key=lambda one: one[:2]):
@@ -60,12 +63,13 @@ def search(
         hoped = min(hoped, bound)
         waiting.append((bound, number, candidate))
     for bound, _, candidate in sorted(waiting, key=lambda one: one[:2]):
+        best = steps[-1] if len(steps) == wanted else math.inf
         if bound > (1 + SAME) * best and not plans.has(candidate):
             rows.append(_not_cut(candidate, NO_SHORTER, bound))
         else:
             found = list(_rows_of(candidate, plans, limits, modes, others or {}, best))
             rows += found
-            best = min([best, *(row.step_seconds for row in found if row.fits)])
+            steps = sorted([*steps, *(row.step_seconds for row in found if row.fits)])[:wanted]
         step()
     return tuple(rows)
 

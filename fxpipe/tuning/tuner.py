@@ -174,8 +174,8 @@ def tune(
             **for_tracing,
         )
         kwargs = example_kwargs or {}
-        settings = replace(settings, left=frozenset())
         studied = _resized(study(model_or_plan, example_args, kwargs, settings), size)
+        settings = replace(settings, left=frozenset())
         usual = {"tracer": "auto", "in_dims": None, "out_dims": None, "leaf_modules": (), "check": True}
         others = {name: value for name, value in for_tracing.items() if value != usual[name]}
         plans, limits = OfModel(studied, settings), [worker.memory for worker in workers_of(settings)]
@@ -233,7 +233,7 @@ def _searched(
     for some in (usual, [count for count in all_counts if count not in usual]):
         tried: list[Candidate] = list(of(some))
         with bar("tuning", len(tried), "candidates") as step:
-            rows += search(tried, plans, limits, modes=modes, others=others, step=step)
+            rows += search(tried, plans, limits, modes=modes, others=others, wanted=CONTESTANTS, step=step)
         if any(row.fits for row in rows):
             break
     return rows
