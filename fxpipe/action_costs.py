@@ -11,7 +11,7 @@ measured or reckoned as long as it takes to launch. So it counts on the CPU only
 from __future__ import annotations
 
 # Seconds of one action of a stage of one small operation, beyond that operation: `make bench`, tools/bench/overhead.py.
-ON_CPU = 1.1e-4
+ON_CPU = 1e-4
 
 
 def action_seconds(device: str) -> float:

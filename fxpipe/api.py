@@ -48,6 +48,7 @@ def pipeline(
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
+    progress: bool = True,
     deferred_batch_norm: bool = False,
     compile: bool | Mapping[str, Any] = False,
     plan: Plan | None = None,
@@ -124,6 +125,7 @@ def pipeline(
             outputs without a dimension that holds the batch. What you say is taken as it is, and not compared.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
+        progress: show bars while planning takes long, where stderr is a terminal.
         deferred_batch_norm: the running statistics of batch norm (`nn.BatchNorm*d`, `F.batch_norm`) after a step are
             those that the whole mini-batch gives, to rounding, and it counts one step; by default they are updated by
             each micro-batch in turn. Either way each micro-batch is normalised by its own statistics, and so needs
@@ -171,6 +173,7 @@ def pipeline(
         check=check,
         deferred_batch_norm=deferred_batch_norm,
         compile=compile,
+        progress=progress,
         plan=plan,
     )
     pipe = Pipeline(model, settings, plan)
@@ -356,6 +359,7 @@ class Pipeline(nn.Module):
         """What the last step did, and when; None before the first.
 
             print(pipe.last_step)                                           # seconds and bytes by device, a timeline
+            pipe.last_step.save_timeline("step.svg")                        # or .png, .pdf, .html, .json
             pipe.last_step.save_trace("step.json")                          # for chrome://tracing or ui.perfetto.dev
 
         Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their

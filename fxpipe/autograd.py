@@ -13,6 +13,8 @@ from torch.autograd.variable import Variable
 # which goes back through every node, takes its backward to cost nothing.
 NoDerivative = NotImplementedError
 
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
 
 def gradients_of(
     inputs: Sequence[Any], roots: Sequence[Any], gradients: Sequence[torch.Tensor], keep_graph: bool = False
@@ -40,7 +42,7 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The leaves that a tensor hangs on: of a loss, the outputs and whatever parameters its function uses."""
-    found: dict[int, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
     todo: list[Any] = [tensor.grad_fn]
     seen: set[Any] = {None}
     while todo:
@@ -48,7 +50,8 @@ def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            found[id(node.variable)] = node.variable
-        todo.extend(n for n, _ in node.next_functions)
-    return list(found.values())
+        if type(node) is _AccumulateGrad:  # a leaf has one, and it leads no further
+            found.append(node.variable)
+        else:
+            todo += [below for below, _ in node.next_functions]
+    return found

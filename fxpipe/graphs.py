@@ -16,6 +16,7 @@ from torch import nn
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
+from fxpipe.progress import showing
 from fxpipe.runtime import Assembly, Driver, Engine, driver_for, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
 from fxpipe.settings import Settings
@@ -47,7 +48,7 @@ class Inside:
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), showing(self.settings.progress):
             self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _next_random()).plan
 
     def adopt(self, prepared: Prepared) -> None:
@@ -90,7 +91,7 @@ class Inside:
         try:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
-                with torch.inference_mode(False), torch.enable_grad():
+                with torch.inference_mode(False), torch.enable_grad(), showing(self.settings.progress):
                     self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
                 self.plan, self.settings = self.first.plan, self.first.settings
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
@@ -101,7 +102,8 @@ class Inside:
                 traced = self.first.traced
                 if (traced.flags, traced.state) == (flags(self.model), ThreadState.now()):
                     return kept
-            return self._keep(prepare_beside(self.first, args, kwargs, self.settings, seed))
+            with showing(self.settings.progress):
+                return self._keep(prepare_beside(self.first, args, kwargs, self.settings, seed))
         except Exception as error:
             _note_sizes(error, self.model, args, kwargs)
             raise

@@ -103,6 +103,7 @@ def plan(
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
+    progress: bool = True,
 ) -> Plan:
     """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
 
@@ -121,7 +122,7 @@ def plan(
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
         devices, chunks, schedule, checkpoint, balance, pin, stages_per_device, memory_limit, optimizer_state, profile,
-            profile_budget, tracer, in_dims, out_dims, leaf_modules, check: as for `fxpipe.pipeline`.
+            profile_budget, tracer, in_dims, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
@@ -129,6 +130,7 @@ def plan(
     """
     from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
     from fxpipe.placing import parse_schedule_to_train, workers_for
+    from fxpipe.progress import showing
     from fxpipe.settings import AUTO, USUAL_SCHEDULE, make_settings
 
     per_device = parse_stages_per_device(stages_per_device)
@@ -157,6 +159,7 @@ def plan(
         out_dims=out_dims,
         leaf_modules=leaf_modules,
         check=check,
+        progress=progress,
         anywhere=given_hardware is not None,
     )
     if stages is not None and stages != len(settings.placement):
@@ -166,7 +169,8 @@ def plan(
             f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
             "out"
         )
-    return prepare(model, example_args, example_kwargs or {}, settings).plan
+    with showing(settings.progress):
+        return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
 def prepare(

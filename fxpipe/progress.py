@@ -36,8 +36,8 @@ class Step(Protocol):
 
 @contextlib.contextmanager
 def showing(wanted: bool) -> Iterator[None]:
-    """A block in which bars are shown where someone is looking, or are not. The innermost block has the say."""
-    before = _shown.set(wanted)
+    """A block in which bars are shown where someone is looking, unless they are not wanted here or further out."""
+    before = _shown.set(_shown.get() and wanted)
     try:
         yield
     finally:

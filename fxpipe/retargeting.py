@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fxpipe.action_costs import action_seconds
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_between
 from fxpipe.partitioning.chain import Link
@@ -64,6 +65,7 @@ def _stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> Sta
                 for kind in ("forward", "backward", "weight")
             )
         ),
+        action_seconds=action_seconds(device),
         update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
     )
 

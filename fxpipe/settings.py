@@ -78,6 +78,7 @@ class Settings:
     profile_budget: float = 5.0  # seconds
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    progress: bool = True  # bars, where stderr is a terminal
     left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been studied
 
     @property
@@ -115,6 +116,7 @@ def make_settings(
     profile_budget: float | None,
     deferred_batch_norm: bool = False,
     compile: bool | Mapping[str, Any] = False,
+    progress: bool = True,
     plan: Plan | None = None,
     anywhere: bool = False,
 ) -> Settings:
@@ -169,6 +171,7 @@ def make_settings(
         profile_budget=parse_profile_budget(profile_budget),
         deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
         compile=parse_compile(compile),
+        progress=parse_switch("progress", progress),
         left=_left_to_tuner(is_any, chunks, per_device, checkpoint, balance, pins) if plan is None else frozenset(),
     )
 

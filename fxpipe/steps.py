@@ -43,7 +43,6 @@ class Step:
     seconds: float
     memory: tuple[Memory, ...] = ()  # by device; empty where it is not known
     limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
-    arrows: tuple[Arrow, ...] = ()
     away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
 
     @property
@@ -94,6 +93,19 @@ def step_of(source: Source, *, has_memory: bool = True) -> Step:
     )
 
 
+def arrows_of(source: Source) -> Iterator[Arrow]:
+    """All that goes from stage to stage."""
+    if not isinstance(source, Simulation):
+        yield from (Arrow(one.maker, one.user, one.bytes, one.value) for one in source.transfers)
+        return
+    kinds = {span.action.kind for span in source.spans}
+    for transfer in source.transfers:
+        kind = Kind.BACKWARD if transfer.is_gradient else Kind.FORWARD
+        if kind in kinds:
+            for i in range(source.schedule.micro_batches):
+                yield Arrow(Action(kind, transfer.source, i), Action(kind, transfer.target, i), transfer.bytes)
+
+
 def _simulated(found: Simulation, has_memory: bool) -> Step:
     has_bytes = any(
         cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
@@ -109,7 +121,6 @@ def _simulated(found: Simulation, has_memory: bool) -> Step:
         seconds=found.step_seconds,
         memory=found.memory if has_memory and has_bytes else (),
         limits=found.limits,
-        arrows=tuple(_arrows(found)),
     )
 
 
@@ -121,7 +132,6 @@ def _measured(record: StepRecord) -> Step:
         spans=record.spans,
         waited=tuple(one.waited for one in record.actions),
         seconds=record.seconds,
-        arrows=tuple(Arrow(one.maker, one.user, one.bytes, one.value) for one in record.transfers),
         away=record.away,
     )
 
@@ -133,12 +143,3 @@ def _gaps(spans: Sequence[Span]) -> tuple[float, ...]:
         gaps.append(max(0.0, span.start - ended.get(span.device, 0.0)))
         ended[span.device] = span.end
     return tuple(gaps)
-
-
-def _arrows(found: Simulation) -> Iterator[Arrow]:
-    kinds = {span.action.kind for span in found.spans}
-    for transfer in found.transfers:
-        kind = Kind.BACKWARD if transfer.is_gradient else Kind.FORWARD
-        if kind in kinds:
-            for i in range(found.schedule.micro_batches):
-                yield Arrow(Action(kind, transfer.source, i), Action(kind, transfer.target, i), transfer.bytes)

@@ -297,7 +297,12 @@ def test_ranges_of_numbers() -> None:
 
 def test_modes_that_differ_are_told_by_where_the_others_are() -> None:
     plan = replace(make_plan(5), checkpoint=("never", "always", "always", "never", "never"))
-    assert "checkpoint never, always in 1-2, balance" in plan_table(plan)
+    assert "checkpoint never (always in stages 1-2), balance" in plan_table(plan)
+
+
+def test_a_value_that_goes_to_several_stages_is_one_portal() -> None:
+    text = plan_table(make_plan(5, portals=tuple(Portal("mask", 0, target, 1024) for target in (2, 3, 4))))
+    assert " ".join(text.partition("mask")[2].split()[:5]) == "0 2-4 1.0 KiB -"
 
 
 def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:

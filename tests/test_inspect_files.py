@@ -142,7 +142,7 @@ def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None
 
 def test_a_mistake_in_a_process_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "fxpipe.inspect", "nowhere:make"],
+        [sys.executable, "-m", "fxpipe.inspect", "models:make", "--chunks", "0"],
         cwd=tmp_path,
         env={"PYTHONPATH": ROOT},
         capture_output=True,
@@ -152,4 +152,4 @@ def test_a_mistake_in_a_process_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("fxpipe.inspect: no module named 'nowhere'")
+    assert done.stderr.startswith("fxpipe.inspect: argument --chunks: '0': expected the number of micro-batches")

@@ -12,6 +12,7 @@ from inspected import MIB, make_plan, refusal
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.inspect import document as documents
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.comparing import compare_schedules, run_of
 from fxpipe.inspect.devices import more_like, most_like
@@ -41,6 +42,7 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     by_name = {run.schedule: run for run in runs}
     assert by_name["gpipe"].peak_bytes > by_name["1f1b"].peak_bytes
     assert by_name["zero_bubble"].bubble < by_name["1f1b"].bubble
+    assert len(compare_schedules(make_plan(1), fxpipe.simulate(make_plan(1)))) == 1  # one device: all are alike
     text = runs_text(runs)
     assert text.startswith("these stages in other schedules, 8 micro-batches\n")
     assert "yes" not in text  # no limit is known
@@ -105,6 +107,10 @@ def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
     assert [row.speedup for row in rows if row.schedule == "1f1b"] == pytest.approx([1, 2 * 16 / 17, 4 * 16 / 19])
     text = sweep_table(rows)
     marked = [line.split() for line in text.splitlines() if " * " in line]
+    assert "as if each had a core" not in sweep_table(rows[:1])
+    many = {"devices": ("cpu",) * 4096, "placement": tuple(range(4096))}
+    crowded = [replace(row, plan=replace(row.plan, **many)) for row in rows if row.plan]
+    assert "workers are simulated as if each had a core; there " in sweep_table(crowded)
     assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
 
 
@@ -170,6 +176,47 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     assert document["sweep"][0]["speedup"] == 1
     assert {row["devices"] for row in document["sweep"]} == {1, 2, 4, 8}
     assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
+
+
+def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--tune"]
+    assert main([*argv, "--save", f"{tmp_path}/best.json"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("mini-batches of 16 on 1 x cuda:0, 1 x cuda:1, seconds estimated for NVIDIA H100 SXM")
+    marked = next(line.split() for line in printed.splitlines() if line.startswith("->"))
+    best = Plan.load(tmp_path / "best.json")
+    assert [best.schedule, str(best.chunks)] == marked[1:3]
+    assert main([*argv, "--schedule", "gpipe", "--chunks", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {(row["schedule"], row["chunks"]) for row in document["tuning"]} == {("gpipe", 4)}
+    assert (document["schedule"], document["chunks"]) == ("gpipe", 4)
+    assert "--tune and --pin: it cuts by itself" in refusal([*argv, "--pin", "0=0"], capsys)
+    assert "--tune and --balance 2,4: it cuts by itself" in refusal([*argv, "--balance", "2,4"], capsys)
+    assert main([f"{tmp_path}/best.json", "--tune"]) == 0
+    assert "->" in capsys.readouterr().out
+    assert "--sweep and --tune are two questions" in refusal([*argv, "--sweep"], capsys)
+
+
+def test_the_document_has_the_documented_keys(
+    mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*mlp, "--devices", "2", "--save", f"{tmp_path}/plan.json"]) == 0
+    capsys.readouterr()
+    argv = [*mlp, "--devices", "2", "--chunks", "4", "--diff", f"{tmp_path}/plan.json", "--json"]
+    assert main([*argv, "--sweep"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--tune"]) == 0
+    tuned = json.loads(capsys.readouterr().out)
+    functions = (documents.document, documents.plan_document, documents.simulation_document)
+    text = " ".join(function.__doc__ or "" for function in (*functions, documents.difference_document))
+    described = {*re.findall(r"\w+", text)}
+    simulation, difference = document["simulation"], document["difference"]
+    parts = [document, simulation, simulation["devices"][0], simulation["devices"][0]["peak"], simulation["sent"][0]]
+    parts += [document["schedules"][0], document["sweep"][0], document["sweep"][0]["run"], tuned, tuned["tuning"][0]]
+    parts += [difference, difference["choices"][0], difference["stages"][0], difference["stages"][0]["figures"][0]]
+    for part in parts:
+        assert part.keys() <= described, part.keys() - described
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
 def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPat
     assert len(goes_back) == (1 + 5 * 2) + (1 + 5)
     goes_back.clear()
     profile(traced, (x,), repeats=5, budget=0)
-    assert len(goes_back) == 2 * (1 + 2)
+    assert len(goes_back) == (1 + 2) + (1 + 1)
 
 
 def test_samples_that_disagree_are_not_enough() -> None:
@@ -310,7 +310,9 @@ def test_one_size_says_nothing_of_the_fixed_part() -> None:
     assert line({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
 
 
-@pytest.mark.parametrize(("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])])
+@pytest.mark.parametrize(
+    ("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])]
+)
 def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
     assert list(other_sizes(traced, asked)) == others
@@ -335,8 +337,8 @@ def test_sizes_that_take_another_graph_are_not_run() -> None:
     costs = profile(traced, (x,))
     assert seen == {6, 3}
     seen.clear()
-    costs = profile(traced, (x,), micro_batch=4)
-    assert seen == {4}  # neither 2 nor 8 nor 1
+    costs = profile(traced, (x,), micro_batch=5)
+    assert seen == {5}  # neither 2 nor 7 nor 10 nor 1
     assert costs.nodes[-1].forward.fixed == 0
     assert costs.nodes[-1].forward.per_sample > 0
 
@@ -356,7 +358,7 @@ def test_a_size_that_a_node_refuses_is_left_out() -> None:
 
     linear.target = refuses
     costs = profile(traced, (x,))
-    assert list(dict.fromkeys(tried)) == [4, 2, 8]
+    assert list(dict.fromkeys(tried)) == [4, 2, 6]
     assert costs.micro_batch == 4
 
 
@@ -487,6 +489,7 @@ def test_seconds_of_a_gpu(where: str) -> None:
         assert torch.cuda.max_memory_allocated() - before < 8 * 4 * 2**20
 
 
+@pytest.mark.usefixtures("only_measured")
 def test_threads_are_set_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     traced = trace(nn.Linear(4, 4), (torch.randn(2, 4),))

@@ -18,6 +18,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe import progress as progress_module
+from fxpipe.errors import ArgumentTypeError
 from fxpipe.progress import progress, showing
 
 
@@ -153,7 +154,7 @@ def test_no_bar_where_none_is_wanted(monkeypatch):
     with showing(False):
         count()
         with showing(True):
-            pass
+            count()
         count()
     assert terminal.getvalue() == ""
     count()
@@ -179,6 +180,21 @@ def test_planning_shows_its_long_steps(monkeypatch):
     for step in ("recording", "shapes", "checking", "profiling"):
         assert f"{step}:" in terminal.getvalue()
     assert not any(lines_of(terminal.getvalue()))
+
+
+def test_entry_points_take_the_wish(monkeypatch):
+    terminal = looked_at(monkeypatch)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(4, 6)
+    fxpipe.plan(model, 2, example_args=(x,), progress=False)
+    traced = fxpipe.trace(model, (x,), progress=False)
+    fxpipe.profile(traced, (x,), budget=0.05, progress=False)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, progress=False) as pipe:
+        pipe(x)  # planned now
+        model.eval()
+        pipe(x)  # and another graph
+    assert terminal.getvalue() == ""
+    with pytest.raises(ArgumentTypeError, match="progress='no': expected True or False"):
+        fxpipe.plan(model, 2, example_args=(x,), progress="no")
 
 
 PROGRAM = """

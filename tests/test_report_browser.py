@@ -231,8 +231,9 @@ def test_every_link_leads_to_a_part_of_the_page(browser, report):
 
 
 def test_on_paper_all_rows_are_there(browser, report):
-    with opened(browser, report) as page:
+    with opened(browser, report, 760) as page:
         page.emulate_media(media="print")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 760
         assert not page.locator("nav").is_visible()
         assert not page.locator(".chunks").is_visible()
         assert page.locator('[aria-label="portals"]').evaluate("e => e.scrollHeight <= e.clientHeight + 1")

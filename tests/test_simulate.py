@@ -255,7 +255,7 @@ def test_other_micro_batches_are_those_of_a_plan_made_for_them(chunks: int, batc
 
 def assert_alike(one: Plan, two: Plan) -> None:
     for mine, yours in zip(one.stages, two.stages, strict=True):
-        for name in ("forward_seconds", "backward_seconds", "weight_seconds", "update_seconds"):
+        for name in ("forward_seconds", "backward_seconds", "weight_seconds", "update_seconds", "action_seconds"):
             assert getattr(mine, name) == pytest.approx(getattr(yours, name), rel=1e-9), name
         assert (mine.device, mine.memory_limit) == (yours.device, yours.memory_limit)
     assert one.sendings == two.sendings

@@ -142,13 +142,24 @@ def test_names_stand_in_the_boxes_of_their_actions(name):
         assert len(holding) == 1, text.text
         stage, batch = re.search(r"stage (\d+), micro-batch (\d+):", holding[0].title).groups()
         kind = next(str(kind) for kind, fill in KINDS.items() if fill == holding[0].fill)
-        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}")
+        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}", stage)
 
 
 def test_a_device_with_several_stages_names_them():
     found = simulated("interleaved_1f1b", 2, 4, per_device=2)
     names = [text.text for text in _group(gantt(step_of(found)), "names")]
     assert sorted(names) == sorted(str(span.action) for span in found.spans)
+
+
+def test_in_narrow_boxes_the_stage_stands_above_the_micro_batch():
+    found, drawn = _drawn("a V")
+    above = defaultdict(list)
+    for text in sorted(_group(drawn, "names"), key=lambda text: text.y):
+        above[text.x, round((text.y - drawn.top) // drawn.pitch)].append(text.text)
+    assert sorted(map(tuple, above.values())) == sorted(
+        (str(span.action.stage), str(span.action.micro_batch)) for span in found.spans
+    )
+    assert any("stage above micro-batch" in item.text for item in drawn.scene.items if isinstance(item, Text))
 
 
 def test_with_room_every_action_has_its_name():
@@ -317,6 +328,16 @@ def test_every_format_is_written_whole(tmp_path):
     assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(FORMATS), "nothing else is left"
     _record().save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_any_title_can_be_written(tmp_path, form):
+    if form in ("png", "pdf"):
+        pytest.importorskip("matplotlib")
+    save_timeline(_record(), tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
+    if form == "svg":
+        root = ElementTree.parse(tmp_path / "step.svg").getroot()
+        assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
 
 
 def test_the_same_step_gives_the_same_file(tmp_path):

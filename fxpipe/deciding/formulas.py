@@ -48,10 +48,16 @@ def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[Sta
 def _counted(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
     """For each stage the numbers of a `StageBytes`, at one size."""
     loads = stage_loads(chain, cut.sites, cut.starts, cut.recompute)
-    never, always = (received_bytes(chain, cut.starts, recompute) for recompute in (False, True))
     return [
-        tuple(map(int, (all_, load.held_bytes, load.working_bytes, portals, given - all_, through - portals)))
-        for load, (all_, portals), (given, through) in zip(loads, never, always, strict=True)
+        (
+            int(came.kept),
+            int(load.held_bytes),
+            int(load.working_bytes),
+            int(came.kept_portals),
+            int(came.given - came.kept),
+            int(came.given_portals - came.kept_portals),
+        )
+        for load, came in zip(loads, received_bytes(chain, cut.starts), strict=True)
     ]
 
 

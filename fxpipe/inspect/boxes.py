@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from fxpipe.inspect.axes import duration
 from fxpipe.inspect.colours import KIND_NAMES, KINDS, PAPER, RECEIVING, letters_on
@@ -20,6 +21,8 @@ INSTANT = 1.0  # the width of an action that takes no time
 NEARLY_ALL = 0.8  # of the boxes of a kind; the others, short by chance, stay without a name
 RIM = 5.0  # a narrower box has none: it would hide the colour
 SMALLEST = 6.5  # letters
+LEADING = 1.15  # from a line to the next, in heights of letters
+SLACK = 1.6  # points beside a name
 
 
 def boxes(step: Step, frame: Frame, top: float, pitch: float, height: float) -> Iterator[Item]:
@@ -42,32 +45,65 @@ def _box(span: Span, frame: Frame, y: float, height: float) -> Iterator[Item]:
         yield Rect(start, y, width, height, KINDS[span.action.kind], PAPER if width >= RIM else "", title=title)
 
 
-def box_names(step: Step, frame: Frame, middle: float, pitch: float, letters: float) -> Iterator[Text]:
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What stands in the boxes."""
+
+    texts: tuple[Text, ...]
+    are_stacked: bool  # somewhere the stage stands above the micro-batch
+
+
+def box_names(step: Step, frame: Frame, top: float, pitch: float, height: float) -> Names:
     """In the boxes of a kind on a device one sort of name: the longest and largest that has room in nearly all.
 
-    Where no sort has, as of a measured step whose actions are of all lengths, names stand where they have room.
+    `F3`, or `2F3` where a device has several stages; then `3`, or 2 above 3. Where no sort has room, as of a measured
+    step whose actions are of all lengths, names stand where they have.
     """
+    letters = letters_of(height)
     if letters < SMALLEST:
-        return
+        return Names((), False)
     found: defaultdict[tuple[int, Kind], list[tuple[Span, str]]] = defaultdict(list)
     for span, name in zip(step.spans, names_of(step.spans), strict=True):
         found[span.device, span.action.kind].append((span, name))
-    loops, small = has_loops(step.spans), max(SMALLEST, letters * 0.75)
+    loops = has_loops(step.spans)
+    texts: list[Text] = []
+    are_stacked = False
     for (device, kind), row in found.items():
-        whole = [name for _, name in row]
-        sorts = [whole] if loops else [whole, [str(span.action.micro_batch) for span, _ in row]]
+        sorts: list[list[tuple[str, ...]]] = [[(name,) for _, name in row]]
+        if not loops:
+            sorts.append([(str(span.action.micro_batch),) for span, _ in row])
+        elif height >= 2 * LEADING * SMALLEST:
+            sorts.append([(str(span.action.stage), str(span.action.micro_batch)) for span, _ in row])
         rooms = [_places(span, frame)[1:] for span, _ in row]
-        y = middle + device * pitch
-        options = [(names, size, _fitting(names, size, rooms)) for names in sorts for size in (letters, small)]
+        options = [
+            (names, size, _fitting(names, size, rooms))
+            for names in sorts
+            for size in (letters, smaller(letters))
+            if len(names[0]) * LEADING * size <= height or len(names[0]) == 1
+        ]
         good = (one for one in options if len(one[2]) >= NEARLY_ALL * len(row))
         chosen, size, fitting = next(good, options[0])
-        fill = letters_on(KINDS[kind])
+        are_stacked = are_stacked or len(chosen[0]) > 1
         for k in fitting:
-            yield Text(sum(rooms[k]) / 2, y + size * 0.36, chosen[k], size, fill, "middle")
+            for place, text in enumerate(chosen[k]):
+                y = top + device * pitch + height / 2 + size * (0.36 + LEADING * (place - (len(chosen[k]) - 1) / 2))
+                texts.append(Text(sum(rooms[k]) / 2, y, text, size, letters_on(KINDS[kind]), "middle"))
+    return Names(tuple(texts), are_stacked)
 
 
-def _fitting(names: Sequence[str], size: float, rooms: Sequence[tuple[float, float]]) -> list[int]:
-    return [k for k, (a, b) in enumerate(rooms) if text_width(names[k], size) + 1.6 <= b - a]
+def letters_of(height: float) -> float:
+    """In a box of that height."""
+    return min(11.0, height * 0.68)
+
+
+def smaller(letters: float) -> float:
+    """Where there is less room."""
+    return max(SMALLEST, letters * 0.75)
+
+
+def _fitting(names: Sequence[tuple[str, ...]], size: float, rooms: Sequence[tuple[float, float]]) -> list[int]:
+    widths = (max(text_width(line, size) for line in lines) for lines in names)
+    return [k for k, (width, (a, b)) in enumerate(zip(widths, rooms, strict=True)) if width + SLACK <= b - a]
 
 
 def _merged(row: Sequence[Span], device: int, frame: Frame, y: float, height: float) -> Iterator[Item]:

@@ -64,7 +64,9 @@ def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[Run, ...]:
     import fxpipe
     from fxpipe.placing import TRAINING_SCHEDULES
 
-    own, others = run_of(simulation, plan), []
+    own, others = run_of(simulation, plan), list[Run]()
+    if len(plan.workers) == 1:  # one after the other, whatever the schedule
+        return (own,)
     for name in TRAINING_SCHEDULES:
         if name == own.schedule:
             continue

@@ -131,8 +131,10 @@ def _tune(request: Request, loaded: Loaded, devices: tuple[str, ...]) -> Tuning:
 def _tune_again(plan: Plan, request: Request) -> Tuning:
     """Of a plan, whose stages stay."""
     import fxpipe
+    from fxpipe.simulation.of_plans import varied
 
-    return fxpipe.tune(plan, **_chosen(request.options))
+    options = dict(request.options)
+    return fxpipe.tune(varied(plan, hardware=options.pop("hardware", None)), **_chosen(options))
 
 
 def _chosen(options: dict[str, Any]) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
-from statistics import median
 
 from fxpipe.inspect.axes import duration, time_ticks
-from fxpipe.inspect.boxes import SMALLEST, box_names, boxes
+from fxpipe.inspect.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
 from fxpipe.inspect.colours import FAINT, GRID, KIND_NAMES, KINDS, PAPER, RECEIVING
 from fxpipe.inspect.frames import Frame
 from fxpipe.inspect.legends import Entry, legend
-from fxpipe.inspect.letters import fitted, text_width
+from fxpipe.inspect.letters import fitted, printable, text_width
 from fxpipe.inspect.memory_charts import HEAD, memory_chart
 from fxpipe.inspect.scene import Group, Item, Line, Scene, Text
 from fxpipe.steps import Step
@@ -56,20 +55,22 @@ def gantt(step: Step, *, title: str = "") -> Gantt:
     n = len(step.devices)
     pitch = min(HIGHEST, max(LOWEST, ROWS / max(1, n)))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
-    letters = min(11.0, height * 0.68)
     labels = [fitted(name, LONGEST, BESIDE) for name in _labels(step)]
     figures = _Figures([duration(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
     left = MARGIN + max((text_width(label, BESIDE) for label in labels), default=0) + 8
-    frame = Frame(left, left + _width(step, letters), step.seconds)
+    frame = Frame(left, left + _width(step, letters_of(height)), step.seconds)
     width = frame.right + 8 + max(figures.width, 70) + MARGIN
-    headline, facts = title or _headline(step), _facts(step)
+    top = MARGIN + 68
+    names = box_names(step, frame, top, pitch, height)
+    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
+    if names.are_stacked:
+        facts += "; numbers in boxes: stage above micro-batch"
 
     still: list[Item] = [
         Text(MARGIN, MARGIN + 14, fitted(headline, width - 2 * MARGIN, 15, is_bold=True), 15, is_bold=True),
         Text(MARGIN, MARGIN + 32, fitted(facts, width - 2 * MARGIN, 11), 11, FAINT),
         *legend(_entries(step), frame.left, MARGIN + 54, frame.width),
     ]
-    top = MARGIN + 68
     bottom = end = top + n * pitch
     still += _beside(labels, figures, frame, top, pitch, height)
     grid = [(top - 2, bottom + 4)]
@@ -84,7 +85,7 @@ def gantt(step: Step, *, title: str = "") -> Gantt:
     moving = [
         Group(tuple(_ticks(frame, axis, grid)), "ticks"),
         Group(tuple(boxes(step, frame, top, pitch, height)), "boxes"),
-        Group(tuple(box_names(step, frame, top + height / 2, pitch, letters)), "names"),
+        Group(names.texts, "names"),
         *([Group(chart.moving, "memory")] if chart else []),
     ]
     told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
@@ -147,12 +148,17 @@ def _ticks(frame: Frame, axis: float, grid: Sequence[tuple[float, float]]) -> It
 
 
 def _width(step: Step, letters: float) -> float:
-    """As wide as the names of most actions need."""
-    taking = [span.seconds for span in step.spans if span.seconds > 0]
+    """As wide as names need: most in letters of the usual size, nearly all in small ones."""
+    taking = sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving)
     if not taking:
         return NARROWEST
-    longest = max(text_width(name, letters) for name in names_of(step.spans)) + 4
-    return min(WIDEST, max(NARROWEST, longest * step.seconds / median(taking)))
+    longest = max(names_of(step.spans), key=len)
+    usual, short = taking[len(taking) // 2], taking[len(taking) // 10]
+    wanted = max(
+        (text_width(longest, letters) + SLACK) * step.seconds / usual,
+        (text_width(longest, smaller(letters)) + SLACK) * step.seconds / short,
+    )
+    return min(WIDEST, max(NARROWEST, 1.01 * wanted))
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.simulation import Simulation
 
+LEAST_SHARE = 1e-3  # of a step, for the optimizer to be told
 MOST_DEVICES = 16  # rows; of more, those that come closest to their limits
 
 WORDS = {"F": "forward", "R": "recomputing", "B": "backward", "W": "backward of weights", "U": "updates"}
@@ -28,15 +29,16 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     """The step, what it hangs on, where it takes most memory."""
     run = run_of(simulation, plan)
     samples = simulation.samples
-    rate = f", {samples / run.step_seconds:.4g} samples a second" if samples and run.step_seconds else ""
+    rate = f", {_rate(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
     shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
-    path = ", ".join(f"{WORDS.get(kind, kind)} {percent(share)}" for kind, share in shares)
+    path = ", ".join(f"{percent(share)} {WORDS.get(kind, kind)}" for kind, share in shares)
+    is_worth_telling = simulation.update_seconds > LEAST_SHARE * run.step_seconds
     lines = [
         f"a step as simulated, {run.schedule}, {count(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
-        f"- hangs on {path}" if path else "",
+        f"- critical path: {path}" if path else "",
         f"- takes most memory on worker {run.device}: {_memory(run)}",
-        f"- and the optimizer {human_seconds(simulation.update_seconds)}" if simulation.update_seconds else "",
+        f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
     ]
     return "\n".join(filter(None, lines))
 
@@ -68,6 +70,10 @@ def fits_cell(limit: int | None, over: float) -> str:
     if over:
         return f"over by {human_bytes(over)}"
     return NOTHING if limit is None else "yes"
+
+
+def _rate(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _against(seconds: float, first: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from fxpipe.inspect.simulated import fits_cell, percent
@@ -29,10 +30,19 @@ def sweep_table(rows: Sequence[Row]) -> str:
     firsts = [k == 0 or rows[k - 1].devices != row.devices for k, row in enumerate(rows)]
     cells = [_cells(row, best.get(row.devices) is row, first) for row, first in zip(rows, firsts, strict=True)]
     notes = [wrapped(f"- {line}") for line in _problems(rows)]
-    legend = "* the fastest that fits" if best else "nothing fits"
+    legend = ("* the fastest that fits" if best else "nothing fits") + _cores(rows)
     head = "numbers of devices and schedules, as simulated; each number is cut anew"
     lines = [head, "", table(cells, HEADERS, left=("schedule", "checkpoint")), "", legend]
     return "\n".join(lines + (["", "no plan for", *notes] if notes else []))
+
+
+def _cores(rows: Sequence[Row]) -> str:
+    """What is measured on a CPU holds for workers that have a core each."""
+    cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
+    are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
+    if all(len(plan.workers) <= cores for plan in are_here):
+        return ""
+    return f"\nworkers are simulated as if each had a core; there {'is' if cores == 1 else 'are'} {cores} here"
 
 
 def _problems(rows: Sequence[Row]) -> list[str]:

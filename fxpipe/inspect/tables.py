@@ -52,7 +52,9 @@ def wrapped(line: str) -> str:
 
 
 def shortened_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line."""
+    """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
+    if line == "unknown":
+        return ""
     return line if len(line) <= MOST_LINE else f"...{line[3 - MOST_LINE :]}"
 
 
@@ -91,7 +93,8 @@ def _heaviest(plan: Plan) -> str:
         return ""
     stage = plan.stages[node.stage]
     share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
-    place = f" ({shortened_line(node.line)})" if node.line else ""
+    line = shortened_line(node.line)
+    place = f" ({line})" if line else ""
     return wrapped(
         f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
         f"{node.stage}{place}: no cut makes the slowest stage faster than that"
@@ -99,10 +102,10 @@ def _heaviest(plan: Plan) -> str:
 
 
 def _checkpoint(plan: Plan) -> str:
-    """One mode, or that of most stages and where there are others: `never, always in 1-2, 5`."""
+    """One mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
     most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
-    where = [f"{mode} in {ranges([j for j, other in enumerate(plan.modes) if other == mode])}" for mode in others]
-    return ", ".join([most, *where])
+    where = [f"{mode} in stages {ranges([j for j, one in enumerate(plan.modes) if one == mode])}" for mode in others]
+    return f"{most} ({'; '.join(where)})" if where else most
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -156,25 +159,30 @@ def _portal_cell(figures: StageFigures) -> str:
 
 
 def _portal_table(portals: tuple[Portal, ...]) -> str:
-    """All portals as the plan has them or, where they are many, the largest of them and the sum of the others."""
-    shown, rest = portals, ""
-    if len(portals) > MOST_PORTALS:
-        by_size = sorted(portals, key=lambda portal: -portal.bytes)
-        shown, others = tuple(by_size[:MOST_PORTALS]), by_size[MOST_PORTALS:]
+    """All portals or, where they are many, the largest of them and the sum of the others. A row for each value."""
+    by_value: dict[tuple[str, int, int], list[Portal]] = {}
+    for portal in portals:
+        by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
+    rows, rest = list(by_value.values()), ""
+    if len(rows) > MOST_PORTALS:
+        rows.sort(key=lambda same: -same[0].bytes)
+        others = [portal for same in rows[MOST_PORTALS:] for portal in same]
         total = human_bytes(sum(portal.bytes for portal in others))
-        rest = f"\nand {count(len(others), 'smaller portal')}, {total} together"
-    rows = [
-        (
-            shortened(p.name),
-            str(p.source),
-            str(p.target),
-            human_bytes(p.bytes),
-            str(p.size) if p.size.coefficients else NOTHING,
-            shortened_line(p.line) or NOTHING,
-        )
-        for p in shown
-    ]
-    return table(rows, PORTAL_HEADERS, left=("portal", "line")) + rest
+        rows, rest = rows[:MOST_PORTALS], f"\nand {count(len(others), 'smaller portal')}, {total} together"
+    return table([_portal_row(same) for same in rows], PORTAL_HEADERS, left=("portal", "line")) + rest
+
+
+def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
+    """Of a value; bytes are those that go to each of the stages."""
+    portal = same[0]
+    return (
+        shortened(portal.name),
+        str(portal.source),
+        ranges(sorted(portal.target for portal in same)),
+        human_bytes(portal.bytes),
+        str(portal.size) if portal.size.coefficients else NOTHING,
+        shortened_line(portal.line) or NOTHING,
+    )
 
 
 def _lists(plan: Plan) -> list[str]:

@@ -16,7 +16,7 @@ html, body { height: 100%; margin: 0; background: #fff; font: 13px/1.4 system-ui
 .moves #view { overflow: hidden; cursor: grab; touch-action: none; }
 .moves #view:active { cursor: grabbing; }
 .moves #view > svg { width: 100%; height: 100%; max-width: none; }
-#view:focus-visible { outline: 2px solid #0a5c99; outline-offset: -2px; }
+#view:focus { outline: none; } /* nothing else here has the focus */
 #help { position: fixed; right: 12px; bottom: 10px; padding: 2px 8px; border-radius: 4px; color: #5c6470;
   background: #fffc; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }

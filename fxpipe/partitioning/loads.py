@@ -35,7 +35,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,19 +78,34 @@ def stage_load(chain: Chain, sites: Sequence[Site], stage: int, start: int, end:
     return _load(chain, sites, stage, start, end, recompute, same_storages(chain))
 
 
-def received_bytes(chain: Chain, starts: Sequence[int], recompute: bool) -> tuple[tuple[float, float], ...]:
-    """For each stage what it keeps for backward of what other stages made: of all, and of stages before the last one.
+@dataclass(frozen=True, slots=True)
+class ReceivedBytes:
+    """What a stage keeps for backward of what other stages made."""
 
-    `recompute`: does the stage.
-    """
+    kept: float  # where it does not recompute
+    kept_portals: float  # of that, what stages before the last one made
+    given: float  # where it recomputes: all of it
+    given_portals: float
+
+
+def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, ...]:
+    """For each stage of a cut."""
     storages = same_storages(chain)
+    found = []
+    for j, (start, end) in enumerate(pairwise([*starts, len(chain)])):
+        came = [(i, flow) for i, flow in enumerate(chain.flows) if arrives(flow, start, end)]
+        saved = _held(chain, start, end, storages)[1]
+        kept = [flow for i, flow in came if flow.returns or i in saved]
+        flows = (kept, [flow for _, flow in came])
+        before = starts[j - 1] if j else 0
+        sums = [(_bytes(of), _bytes(flow for flow in of if flow.maker < before)) for of in flows]
+        found.append(ReceivedBytes(*sums[0], *sums[1]))
+    return tuple(found)
 
-    def kept(start: int, end: int, before: int) -> float:
-        came = [i for i, flow in enumerate(chain.flows) if flow.maker < before and arrives(flow, start, end)]
-        return math.fsum(_kept(chain, came, start, end, recompute, storages)[0])
 
-    stages = enumerate(pairwise([*starts, len(chain)]))
-    return tuple((kept(start, end, start), kept(start, end, starts[j - 1] if j else 0)) for j, (start, end) in stages)
+def _bytes(flows: Iterable[Flow]) -> float:
+    """Bytes of them all."""
+    return math.fsum(flow.bytes for flow in flows)
 
 
 def ways_to_run(site: Site) -> tuple[bool, ...]:
@@ -185,6 +200,13 @@ def _kept(
     chain: Chain, received: Sequence[int], start: int, end: int, recompute: bool, storages: Mapping[int, int]
 ) -> tuple[list[float], list[float]]:
     """Bytes kept for backward: of received flows, and beside them."""
+    held, came_and_saved = _held(chain, start, end, storages)
+    flows = ((i, chain.flows[i]) for i in received)
+    return [flow.bytes for i, flow in flows if recompute or flow.returns or i in came_and_saved], held
+
+
+def _held(chain: Chain, start: int, end: int, storages: Mapping[int, int]) -> tuple[list[float], set[int]]:
+    """Bytes kept for backward beside received flows; and which of those are saved."""
     held, came_and_saved = [], set()
     for i, storage in enumerate(chain.held):
         if not has_one(storage.savers, start, end):
@@ -196,5 +218,4 @@ def _kept(
             came_and_saved.add(flow)
         else:  # it came as a view
             held.append(chain.flows[flow].bytes)
-    flows = ((i, chain.flows[i]) for i in received)
-    return [flow.bytes for i, flow in flows if recompute or flow.returns or i in came_and_saved], held
+    return held, came_and_saved

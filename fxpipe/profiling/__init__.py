@@ -30,6 +30,7 @@ from fxpipe.profiling.lines import line, other_sizes
 from fxpipe.profiling.measure import measure
 from fxpipe.profiling.operations import Ran, work_of
 from fxpipe.profiling.rounds import Measured, made_of
+from fxpipe.progress import showing
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.recording.fake import faked, is_faked, without_values
 from fxpipe.tracing.snapshot import undone
@@ -51,6 +52,7 @@ def profile(
     threads: int | None = None,
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
+    progress: bool = True,
 ) -> Profile:
     """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
 
@@ -65,6 +67,7 @@ def profile(
             a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
         device: to measure on. The model stays where it is; its tensors and the values come to the device one by one, so
             that neither has to fit. Default: where the model is.
+        progress: show a bar where it takes long and stderr is a terminal.
 
     Raises:
         ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
@@ -81,7 +84,7 @@ def profile(
     micro_batch = _micro_batch(traced, given, micro_batch)
     others = other_sizes(traced, micro_batch)
     # `undone`: hooks, and modules kept whole, run as they are.
-    with one_at_a_time, undone(traced.model), faked(traced.model, given) as leaves:
+    with one_at_a_time, showing(progress), undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:

@@ -18,7 +18,7 @@ from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange, requires_grad
 from fxpipe.runtime.loss_draws import generators_held, generators_put_back
 from fxpipe.runtime.losses import Losses
-from fxpipe.runtime.resting import Around, around_forward
+from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
 
@@ -40,11 +40,11 @@ class LossStage:
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
-    around: Around = field(init=False)
+    in_forward: InForward = field(init=False)
     tree: Callable[[Sequence[Any]], Any] = field(init=False)  # the model's output from what is received
 
     def __post_init__(self) -> None:
-        self.around, self.tree = around_forward(self.assembly.state), output_tree(self.assembly)
+        self.in_forward, self.tree = InForward(self.assembly.state), output_tree(self.assembly)
 
     def run(self, i: int) -> None:
         links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
@@ -52,8 +52,8 @@ class LossStage:
         leaves = [v.value.detach().requires_grad_() if v.requires_grad else v.value for v in values]
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        with self.around(), generators_held(self.assembly.devices[-1]):
-            loss, begin = self.losses(self.tree(leaves), i)
+        with generators_held(self.assembly.devices[-1]):
+            loss, begin = self.in_forward(self.losses, self.tree(leaves), i)
         gradients: list[torch.Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             wanted = [place for place, v in enumerate(values) if v.requires_grad]

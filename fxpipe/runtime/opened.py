@@ -26,7 +26,7 @@ from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.entering import enter
 from fxpipe.runtime.exchange import Value, requires_grad
-from fxpipe.runtime.resting import around_forward
+from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.tracking import check_calls, tracked
 from fxpipe.runtime.weighing import weighed
 from fxpipe.runtime.wiring import Link
@@ -71,7 +71,7 @@ class OpenStage:
     ):
         """`code`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
         self.stage, self.code, self.links, self.grad = stage, code, links, state.grad
-        self._around = around_forward(state)
+        self._in_forward = InForward(state)
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
         self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
@@ -104,12 +104,11 @@ class OpenStage:
         attributes = self._fixed
         if copies:
             attributes = [copies.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
-        with self._around():
-            uses, edges = enter(received)
-            for link, edge in zip(self.links, edges, strict=True):
-                if edge is not None:
-                    pending.enter(link, edge)
-            made = self.code(*first, *attributes, *uses)
+        uses, edges = enter(received)
+        for link, edge in zip(self.links, edges, strict=True):
+            if edge is not None:
+                pending.enter(link, edge)
+        made = self._in_forward(self.code, *first, *attributes, *uses)
         sends, assigns = len(stage.sends), len(stage.assigns)
         sent, assigned = made[:sends], made[sends : sends + assigns]
         statistics = [found for node in made[sends + assigns :] for found in node]

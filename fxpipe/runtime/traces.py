@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from fxpipe.runtime.ranges import range_name
 from fxpipe.scheduling.actions import Action, Kind
-from fxpipe.steps import Arrow, Source, Step, step_of
+from fxpipe.steps import Arrow, Source, Step, arrows_of, step_of
 from fxpipe.timelines import Memory, Parts, Span
 
 PROCESS = 1
@@ -52,8 +52,9 @@ def trace_of(source: Source) -> dict[str, Any]:
     step = step_of(source)
     at = {span.action: span for span in step.spans}
     numbers = count(1)
-    events = [*_names(step), *_actions(step)]
-    for arrow in step.arrows:
+    arrows = tuple(arrows_of(source))
+    events = [*_names(step), *_actions(step, arrows)]
+    for arrow in arrows:
         events += _arrow(arrow, at, next(numbers))
     for d, memory in enumerate(step.memory):
         events += _counter(d, memory)
@@ -75,10 +76,10 @@ def _about(what: str, device: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": PROCESS, "tid": device, "args": args}
 
 
-def _actions(step: Step) -> Iterator[dict[str, Any]]:
+def _actions(step: Step, arrows: Sequence[Arrow]) -> Iterator[dict[str, Any]]:
     received: defaultdict[Action, float] = defaultdict(int)
     sent: defaultdict[Action, float] = defaultdict(int)
-    for arrow in step.arrows:
+    for arrow in arrows:
         received[arrow.user] += arrow.bytes
         sent[arrow.maker] += arrow.bytes
     for span, waited in zip(step.spans, step.waited, strict=True):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from fxpipe.scheduling.actions import Kind, Schedule
 
 
+@lru_cache(maxsize=16)  # who prints a plan asks once for each stage
 def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """For each stage the most micro-batches that are between the start of F and the end of their last backward.
 
@@ -28,6 +31,7 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most) if trains else (1,) * schedule.stages
 
 
+@lru_cache(maxsize=16)
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """For each stage of how many micro-batches it has all that backward needs, at most.
 

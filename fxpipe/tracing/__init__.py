@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from fxpipe.errors import ArgumentTypeError
+from fxpipe.progress import showing
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.check import check_against_model, watched
 from fxpipe.tracing.checking.gathering import check_gathering
@@ -49,6 +50,7 @@ def trace(
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     seed: int = 0,
+    progress: bool = True,
 ) -> Traced:
     """Traces `model` on example inputs.
 
@@ -71,6 +73,7 @@ def trace(
         check: compare the graph with the model on real values, where it has some. Without it a graph that is not the
             model's goes unseen.
         seed: of the random numbers that forward draws and reads (layer drop).
+        progress: show bars where it takes long and stderr is a terminal.
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -88,6 +91,7 @@ def trace(
     grad = ThreadState.now().grad
     with (
         one_at_a_time,
+        showing(progress),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         _compiled_functions_run_plainly(),

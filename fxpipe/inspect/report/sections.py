@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect.lane_frame import seconds_of
@@ -27,7 +28,7 @@ from fxpipe.units import counted, human_bytes, human_seconds
 if TYPE_CHECKING:
     import sympy
 
-    from fxpipe.plans import Plan, Portal, StagePlan
+    from fxpipe.plans import Plan, StagePlan
     from fxpipe.simulation import Simulation
 
 MANY_ROWS = 24  # from here on a table scrolls by itself
@@ -53,7 +54,7 @@ def stages(plan: Plan) -> str:
     slowest = max(seconds_of(stage) for stage in plan.stages)
     headers = (
         "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
-        "memory", "sends", "portals in", "portals out",
+        "memory", "sends", *(["portals in", "portals out"] if plan.portals else ()),
     )  # fmt: skip
     memory = [plan.memory(stage.index) for stage in plan.stages]
     rows = tuple(_stage(plan, stage, memory[stage.index], slowest) for stage in plan.stages)
@@ -83,12 +84,13 @@ def _stage(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> 
         number(plan.in_flight(j)),
         size(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),
         size(stage.sent_bytes) if stage.sent_bytes else missing(),
-        _portals([portal for portal in plan.portals if portal.target == j]),
-        _portals([portal for portal in plan.portals if portal.source == j]),
+        *([_portals(plan, target=j), _portals(plan, source=j)] if plan.portals else ()),
     )
 
 
-def _portals(found: Sequence[Portal]) -> Cell:
+def _portals(plan: Plan, source: int | None = None, target: int | None = None) -> Cell:
+    """Those from a stage, or to a stage."""
+    found = [portal for portal in plan.portals if portal.source == source or portal.target == target]
     return size(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing()
 
 
@@ -134,51 +136,63 @@ def balance(plan: Plan) -> str:
     return list_of(said)
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step comes to, in a line."""
+
+    step: float  # seconds
+    bubble: float
+    memory: float  # bytes, of the device that holds most
+    fits: bool
+
+    @classmethod
+    def of(cls, simulation: Simulation) -> Outcome:
+        peaks = [memory.peak for memory in simulation.memory]
+        fits = all(limit is None or peak <= limit for peak, limit in zip(peaks, simulation.limits, strict=True))
+        return cls(simulation.step_seconds, simulation.mean_bubble, max(peaks), fits)
+
+    def cells(self, least: float) -> tuple[Cell, Cell, Cell]:
+        """For `OUTCOME`; the least step of those that fit is marked."""
+        return (
+            Cell(human_seconds(self.step), self.step, is_marked=self.fits and self.step == least),
+            percent(self.bubble),
+            size(self.memory, "" if self.fits else "does not fit"),
+        )
+
+
+OUTCOME = ("step", "bubble", "most memory")
+
+
+def least_step(outcomes: Iterable[Outcome]) -> float:
+    """Of those that fit."""
+    return min((found.step for found in outcomes if found.fits), default=0.0)
+
+
 def schedules(plan: Plan, compared: Sequence[Scheduled]) -> str:
     own = plan.schedule.partition(":")[0]
-    best = min((found.simulation.step_seconds for found in compared if found.simulation is not None), default=0.0)
+    outcomes = [None if found.simulation is None else Outcome.of(found.simulation) for found in compared]
+    least = least_step(filter(None, outcomes))
     rows = []
-    for found in compared:
+    for found, outcome in zip(compared, outcomes, strict=True):
         name = Cell(found.schedule, note="the plan's" if found.schedule == own else "", is_code=True)
-        if found.simulation is None:
-            rows.append((name, missing(), missing(), missing(), Cell(found.why, is_prose=True)))
-            continue
-        step = found.simulation.step_seconds
-        rows.append((name, *_step(found.simulation, is_best=step == best), text("")))
-    return sortable(Table(("schedule", "step", "bubble", "most memory", "why not"), tuple(rows)), "schedules")
+        cells = (missing(),) * 3 if outcome is None else outcome.cells(least)
+        rows.append((name, *cells, Cell(found.why, is_prose=True)))
+    return sortable(Table(("schedule", *OUTCOME, "why not"), tuple(rows)), "schedules")
 
 
 def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
     if not plans:
         return ""
-    best = min(simulation.step_seconds for _, simulation in plans)
-    first = plans[0][1].step_seconds
-    rows = tuple(
-        (
-            number(len(plan.workers)),
-            number(len(plan.stages)),
-            *_step(simulation, is_best=simulation.step_seconds == best),
-            Cell(
-                f"{first / simulation.step_seconds if simulation.step_seconds else 1.0:.2f}",
-                first / (simulation.step_seconds or 1.0),
-            ),
-        )
-        for plan, simulation in plans
-    )
-    return sortable(
-        Table(("devices", "stages", "step", "bubble", "most memory", "times as fast as the first"), rows), "devices"
-    )
-
-
-def _times(first: float, step: float) -> Cell:
-    times = first / step if step else 1.0
-    return Cell(f"{times:.2f}", times)
-
-
-def _step(simulation: Simulation, is_best: bool) -> tuple[Cell, Cell, Cell]:
-    """Its seconds, bubble, and most memory of a device."""
-    step, peak = simulation.step_seconds, max(memory.peak for memory in simulation.memory)
-    return Cell(human_seconds(step), step, is_marked=is_best), percent(simulation.mean_bubble), size(peak)
+    outcomes = [Outcome.of(simulation) for _, simulation in plans]
+    least, first = least_step(outcomes), outcomes[0].step
+    rows = []
+    for (plan, _), outcome in zip(plans, outcomes, strict=True):
+        times = first / outcome.step if outcome.step else 1.0
+        schedule = code(plan.schedule.partition(":")[0])
+        numbers = number(len(plan.workers)), number(len(plan.stages)), schedule
+        rows.append((*numbers, *outcome.cells(least), Cell(f"{times:.2f}", times)))
+    headers = ("devices", "stages", "schedule", *OUTCOME, "times as fast as the first")
+    return sortable(Table(headers, tuple(rows)), "numbers of devices")
 
 
 def tied(plan: Plan) -> str:

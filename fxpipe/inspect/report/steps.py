@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe.inspect.bars import memory_bars
+from fxpipe.inspect.colours import MEMORY
 from fxpipe.inspect.gantt import gantt
 from fxpipe.inspect.markup import Cell, Table, missing, number, percent, seconds, size, text
 from fxpipe.inspect.pages import timeline_figure
-from fxpipe.inspect.report.sections import aside, sortable
+from fxpipe.inspect.report.sections import OUTCOME, Outcome, aside, least_step, sortable
 from fxpipe.inspect.report.variants import Chunked
 from fxpipe.inspect.svg import escaped, svg_of
 from fxpipe.steps import step_of
@@ -27,20 +28,23 @@ MOST_SHARES, LEAST_SHARE = 6, 0.03  # of the critical path that are named
 def figures(plan: Plan, simulation: Simulation, memory: Sequence[Parts]) -> str:
     """What one asks first. `memory`: of each device at its peak."""
     peaks = [parts.total for parts in memory]
-    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    lacks = [0.0 if limit is None else peak - limit for peak, limit in zip(peaks, simulation.limits, strict=True)]
+    over = max(lacks) > 0
+    fullest = max(range(len(peaks)), key=(lacks if over else peaks).__getitem__)
     limit = simulation.limits[fullest]
-    over = limit is not None and peaks[fullest] > limit
     of = f"of {human_bytes(limit)}, " if limit is not None else ""
     step, samples = simulation.step_seconds, simulation.samples
     rate = f"{samples / step:,.4g} samples a second" if samples and step else ""
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
-    found = (
-        ("Step", human_seconds(step), rate, False),
+    update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
+    found = [
+        ("Step", human_seconds(step), ", ".join(filter(None, (rate, update))), False),
         ("Bubble", f"{100 * simulation.mean_bubble:.1f} %", "of device time", False),
         ("Most memory", human_bytes(peaks[fullest]), f"{of}device {fullest}", over),
         ("Parameters", human_bytes(parameters), f"in {counted(len(plan.stages), 'stage')}", False),
-        ("Portals", str(len(plan.portals)), human_bytes(sum(portal.bytes for portal in plan.portals)), False),
-    )
+    ]
+    if plan.portals:
+        found.append(("Portals", str(len(plan.portals)), "values that skip stages", False))
     return '<dl class="facts">\n' + "\n".join(_figure(*one) for one in found) + "\n</dl>"
 
 
@@ -105,15 +109,13 @@ def _critical(simulation: Simulation) -> str:
 
 
 def _devices(plan: Plan, simulation: Simulation, memory: Sequence[Parts], names: Sequence[str]) -> str:
-    headers = (
-        "device", "stages", "busy", "bubble", "memory", "limit", "parameters", "gradients", "optimizer", "activations",
-        "portals", "working",
-    )  # fmt: skip
+    has_limits = any(limit is not None for limit in simulation.limits)
+    headers = ("device", "stages", "busy", "bubble", "memory", *["limit"] * has_limits, *MEMORY)
     rows = []
     busy, bubble = simulation.busy, simulation.bubble
     for d, (parts, limit) in enumerate(zip(memory, simulation.limits, strict=True)):
         stages = ", ".join(str(stage.index) for stage in plan.stages if plan.placement[stage.index] == d)
-        held = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.portals, parts.working)
+        limits = [missing() if limit is None else size(limit)] * has_limits
         rows.append(
             (
                 Cell(names[d], d),
@@ -121,8 +123,8 @@ def _devices(plan: Plan, simulation: Simulation, memory: Sequence[Parts], names:
                 seconds(busy[d]),
                 percent(bubble[d]),
                 size(parts.total),
-                missing() if limit is None else size(limit),
-                *map(size, held),
+                *limits,
+                *(size(getattr(parts, part)) for part in MEMORY),
             )
         )
     return sortable(Table(headers, tuple(rows)), "devices")
@@ -140,20 +142,11 @@ def _links(simulation: Simulation, names: Sequence[str]) -> str:
 def _overview(chunked: Sequence[Chunked], own: int) -> str:
     if len(chunked) == 1:
         return ""
-    best = min(found.simulation.step_seconds for found in chunked)
+    outcomes = [Outcome.of(found.simulation) for found in chunked]
+    least = least_step(outcomes)
     rows = tuple(
-        (
-            number(found.chunks, "the plan's" if k == own else ""),
-            number(found.samples),
-            Cell(
-                human_seconds(found.simulation.step_seconds),
-                found.simulation.step_seconds,
-                is_marked=found.simulation.step_seconds == best,
-            ),
-            percent(found.simulation.mean_bubble),
-            size(max(memory.peak for memory in found.simulation.memory)),
-        )
+        (number(found.chunks, "the plan's" if k == own else ""), number(found.samples), *outcomes[k].cells(least))
         for k, found in enumerate(chunked)
     )
-    headers = ("micro-batches", "samples in one", "step", "bubble", "most memory")
-    return "<h3>Numbers of micro-batches compared</h3>\n" + sortable(Table(headers, rows), "micro-batches")
+    table = sortable(Table(("micro-batches", "samples in one", *OUTCOME), rows), "micro-batches")
+    return "<h3>Numbers of micro-batches compared</h3>\n" + table

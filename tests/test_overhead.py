@@ -1,0 +1,122 @@
+"""What an action costs, in counts: seconds differ from run to run, calls do not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpipe
+from fxpipe.runtime import Interleaved
+from fxpipe.runtime.fences import Fences
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling.actions import Action, Kind
+
+STAGES, CHUNKS = 3, 8
+
+
+class Scale(nn.Module):
+    """One operation with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def _mean(y):
+    return y.mean()
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    x = torch.randn(CHUNKS, 4)
+    model = nn.Sequential(*(Scale() for _ in range(STAGES)))
+    pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=[1] * STAGES)
+    pipe._fxpipe.engine.driver = Interleaved(0)
+    for _ in range(2):
+        pipe.forward_backward(x, loss_fn=_mean)
+    return pipe
+
+
+def test_calls_of_an_action(pipe, monkeypatch):
+    """Functions that Python calls, builtins and the model's own among them."""
+    found = defaultdict(int)
+    perform = Step.perform
+
+    def counted(self, action):
+        def note(frame, event, arg):
+            found[action] += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            perform(self, action)
+        finally:
+            sys.setprofile(None)
+
+    monkeypatch.setattr(Step, "perform", counted)
+    pipe.forward_backward(torch.randn(CHUNKS, 4), loss_fn=_mean)
+    most = defaultdict(int)
+    for action, count in found.items():
+        has_loss = action.kind is Kind.FORWARD and action.stage == STAGES - 1
+        name = "F and loss" if has_loss else str(action.kind)
+        most[name] = max(most[name], count)
+    assert most["F"] <= 80
+    assert most["B"] <= 55
+    assert most["F and loss"] <= 190
+
+
+def test_operations_of_a_micro_batch(pipe):
+    """Beside the model's and those of autograd: values are detached and entered, nothing is computed."""
+    counts = defaultdict(int)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counts[str(func)] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        pipe.forward_backward(torch.randn(CHUNKS, 4), loss_fn=_mean)
+    assert counts["aten.full_like.default"] == CHUNKS, "the gradient that each loss begins with"
+    assert counts["aten.ones_like.default"] == 0
+    # Forward, its two gradients in backward, but for the input's, which wants none.
+    assert counts["aten.mul.Tensor"] == CHUNKS * (STAGES + 2 * STAGES - 1)
+
+
+def test_fences_let_nobody_wait_for_what_has_passed():
+    before = {(Kind.FORWARD, 1): ((Kind.FORWARD, 0),)}
+    for _ in range(200):
+        fences = Fences(before)
+        through = []
+
+        def wait(fences=fences, through=through):
+            for i in range(3):
+                fences.wait(Action(Kind.FORWARD, 1, i))
+                through.append(i)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        for i in range(3):
+            fences.pass_on(Action(Kind.FORWARD, 0, i))
+        thread.join(10)
+        assert through == [0, 1, 2]
+
+
+def test_fences_that_open_for_good():
+    fences = Fences({(Kind.FORWARD, 1): ((Kind.FORWARD, 0),)})
+    action = Action(Kind.FORWARD, 1, 0)
+    thread = threading.Thread(target=fences.wait, args=(action,))
+    thread.start()
+    assert not fences.are_open(action)
+    fences.open_all()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert fences.are_open(action)
+    fences.wait(Action(Kind.FORWARD, 1, 1))
