@@ -66,8 +66,11 @@ def pipeline(
         model: any `nn.Module`, as it is.
         devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
             with its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
-        chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": 4 for each
-            worker.
+        chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number
+            of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, for mini-batches like
+            the first one; as `fxpipe.tune` finds it, which also prints what it chose from. It hangs on the profile:
+            seconds that are measured anew may lead to another number, and other numbers round in other ways. Say a
+            number, or give a `profile`, where runs must be equal to the last bit.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
         balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
             "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but
@@ -86,6 +89,9 @@ def pipeline(
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
+            "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages per
+                                device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many there
+                                are; with a plan, whose stages stay where they are, the best for them
 
             Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
             (micro_batches, stages) -> text or rows. This is 1f1b of two stages and two micro-batches (stage, F or B,
@@ -127,7 +133,8 @@ def pipeline(
         compile: whether stages are compiled by `torch.compile`: True, or a dict of its keywords. Not with CUDA graphs,
             which keep the values of one micro-batch only.
         plan: a plan made before, whose stages are used again; and its devices, chunks and checkpoint, where none are
-            given. The schedule is not taken from it. What says how to plan (balance, pin, memory_limit,
+            given. The schedule is not taken from it, but `fxpipe.pipeline(model, **tuning.best.arguments)` is the plan
+            that `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit,
             optimizer_state, hardware, profile, profile_budget) is refused beside it.
 
     Raises:
@@ -352,6 +359,7 @@ class Pipeline(nn.Module):
         """What the last step did, and when; None before the first.
 
             print(pipe.last_step)                                           # seconds and bytes by device, a timeline
+            pipe.last_step.save_timeline("step.svg")                        # or .png, .pdf, .html, .json
             pipe.last_step.save_trace("step.json")                          # for chrome://tracing or ui.perfetto.dev
 
         Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their

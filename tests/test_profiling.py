@@ -310,7 +310,9 @@ def test_one_size_says_nothing_of_the_fixed_part() -> None:
     assert line({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
 
 
-@pytest.mark.parametrize(("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])])
+@pytest.mark.parametrize(
+    ("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])]
+)
 def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
     assert list(other_sizes(traced, asked)) == others

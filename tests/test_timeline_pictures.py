@@ -330,6 +330,16 @@ def test_every_format_is_written_whole(tmp_path):
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_any_title_can_be_written(tmp_path, form):
+    if form in ("png", "pdf"):
+        pytest.importorskip("matplotlib")
+    save_timeline(_record(), tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
+    if form == "svg":
+        root = ElementTree.parse(tmp_path / "step.svg").getroot()
+        assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
+
+
 def test_the_same_step_gives_the_same_file(tmp_path):
     found = STEPS["two devices"]()
     for form in ("svg", "html", "json"):

@@ -19,7 +19,6 @@ from fxpipe.profiling import Profile, Seconds
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tuning.candidates import candidates, chunks_for_batch
 from fxpipe.tuning.result import SAME, Row, in_order, preferred
-from fxpipe.tuning.simulating import simulated
 
 BATCH = 8
 
@@ -114,7 +113,7 @@ def test_the_best_is_what_trying_all_of_them_finds(model: Net, x: torch.Tensor, 
         placement = placed(devices, one.stages_per_device, one.schedule, one.chunks, None)
         settings = replace(usual, schedule=one.schedule, chunks=one.chunks, placement=placement)
         plan = planned(studied, settings).plan
-        steps[one.schedule, one.chunks, one.stages_per_device] = simulated(plan).step_seconds
+        steps[one.schedule, one.chunks, one.stages_per_device] = fxpipe.simulate(plan).step_seconds
     # A single sample is refused by batch norm, so that no plan of it can be chosen.
     least = min(seconds for (_, chunks, _), seconds in steps.items() if chunks < BATCH)
     best = tuning.best
@@ -137,7 +136,7 @@ def test_every_row_says_what_its_plan_comes_to(model: Net, x: torch.Tensor, prof
         assert row.plan.micro_batch == -(-BATCH // row.chunks)
         assert row.plan.batch == BATCH
         assert len(row.plan.stages) == 2 * row.stages_per_device
-        assert row.simulation.step_seconds == row.step_seconds == simulated(row.plan).step_seconds
+        assert row.simulation.step_seconds == row.step_seconds == fxpipe.simulate(row.plan).step_seconds
         assert row.memory == tuple(memory.peak for memory in row.simulation.memory)
     tried = {(row.schedule, row.chunks, row.stages_per_device) for row in tuning.rows}
     everything = candidates(TRAINING_SCHEDULES, (1, 2, 4, 8), (1, 2))
@@ -179,7 +178,8 @@ def test_a_limit_changes_the_choice(model: Net, x: torch.Tensor, profile: Profil
 
 
 def test_where_nothing_fits_otherwise_stages_recompute(model: Net, x: torch.Tensor, profile: Profile) -> None:
-    tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "chunks": [4], "stages_per_device": [1]}
+    tried: dict[str, Any] = {"example_args": (x,), "profile": profile, "chunks": [4], "batch_size": 256}
+    tried["stages_per_device"] = [1]
     free = fxpipe.tune(model, ["cpu", "cpu"], schedules=["gpipe"], **tried)
     always = fxpipe.tune(model, ["cpu", "cpu"], schedules=["gpipe"], checkpoint=["always"], **tried)
     assert free.best.checkpoint == "never"

@@ -22,7 +22,7 @@ from fxpipe.inspect.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, 
 from fxpipe.inspect.colours import FAINT, GRID, KIND_NAMES, KINDS, PAPER, RECEIVING
 from fxpipe.inspect.frames import Frame
 from fxpipe.inspect.legends import Entry, legend
-from fxpipe.inspect.letters import fitted, text_width
+from fxpipe.inspect.letters import fitted, printable, text_width
 from fxpipe.inspect.memory_charts import HEAD, memory_chart
 from fxpipe.inspect.scene import Group, Item, Line, Scene, Text
 from fxpipe.steps import Step
@@ -62,7 +62,7 @@ def gantt(step: Step, *, title: str = "") -> Gantt:
     width = frame.right + 8 + max(figures.width, 70) + MARGIN
     top = MARGIN + 68
     names = box_names(step, frame, top, pitch, height)
-    headline, facts = title or _headline(step), _facts(step)
+    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
     if names.are_stacked:
         facts += "; numbers in boxes: stage above micro-batch"
 

@@ -6,6 +6,8 @@ same ones, and what else a browser may take is narrower: so a text that fits by 
 
 from __future__ import annotations
 
+import re
+
 FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # the first that is there draws
 MONOSPACE = ("DejaVu Sans Mono", "Menlo", "Consolas", "monospace")
 
@@ -24,6 +26,7 @@ BOLD = (
 )  # fmt: skip
 OTHERS = {"·": 38, "–": 50, "—": 100, "…": 100, "µ": 74, "×": 84, "→": 84, "−": 84}
 WIDEST = 100  # of whatever else there is
+NOT_PRINTED = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # nor may XML hold it
 
 
 def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
@@ -42,3 +45,8 @@ def fitted(text: str, width: float, size: float, *, is_bold: bool = False) -> st
         if text_width(shorter, size, is_bold=is_bold) <= width:
             return shorter
     return ""
+
+
+def printable(text: str) -> str:
+    """`text` with a mark in place of each character that is none: control codes, halves of pairs."""
+    return NOT_PRINTED.sub("\ufffd", text)

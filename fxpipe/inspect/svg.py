@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
-from fxpipe.inspect.letters import FONTS
+from fxpipe.inspect.letters import FONTS, printable
 from fxpipe.inspect.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
 
 DEFAULTS = Text(0, 0, "")  # what a text has that says nothing else
-NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # characters that no XML may hold
 
 
 def svg_of(scene: Scene) -> str:
@@ -29,8 +27,7 @@ def svg_of(scene: Scene) -> str:
 
 def escaped(text: str) -> str:
     """For content and attributes alike."""
-    text = NOT_XML.sub("\ufffd", text)
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
 def _elements(items: Iterable[Item]) -> Iterator[str]:

@@ -91,7 +91,7 @@ def coloured(source: Source, *, columns: int = COLUMNS, has_blocks: bool = True)
         for kind in SHADES
         if kind in kinds
     ]
-    return "\n".join([*lines, f"{indent}{_axis(step.seconds, width)}".rstrip(), indent + "  ".join(legend)])
+    return "\n".join([*lines, f"{indent}{_axis(step.seconds, width)}".rstrip(), (indent + "  ".join(legend)).rstrip()])
 
 
 def _beside(step: Step) -> tuple[list[str], list[str]]:

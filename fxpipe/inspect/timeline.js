@@ -29,8 +29,8 @@ for (const figure of document.querySelectorAll("figure.timeline")) (() => {
 
   // -- what is seen: the seconds from `from` to `to` ------------------------------------------------------------------
   let from = 0, to = data.seconds;
-  const shortest = Math.min(...data.rows.flatMap((row) => row.map(([, , , start, end]) => end - start)).filter((s) => s > 0),
-    data.seconds);
+  let shortest = data.seconds;
+  for (const row of data.rows) for (const [, , , start, end] of row) if (end > start) shortest = Math.min(shortest, end - start);
   const closest = Math.max(shortest / 2, data.seconds * 1e-7);
   const x = (time) => data.left + (time - from) / (to - from) * width;
   const look = (start, length) => {

@@ -33,10 +33,11 @@ class StepLog:
 
     begun: list[float] = field(default_factory=list)  # when the rows were started: the drop-in has two parts
     times: dict[Action, tuple[Mark, Mark]] = field(default_factory=dict)
+    on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
 
     def now(self) -> StepLog:
         """As it is, for good."""
-        return replace(self, begun=list(self.begun), times=dict(self.times))
+        return replace(self, begun=list(self.begun), times=dict(self.times), on_core=dict(self.on_core))
 
 
 class HostClock:

@@ -35,6 +35,7 @@ class ActionRecord:
     waited: float  # seconds before `start` in which the device had nothing to do
     received: int  # bytes of values and gradients from other stages
     sent: int  # bytes that other stages have received of it
+    on_core: float | None = None  # seconds in which its worker had a core, on a CPU: the rest others had it
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,8 @@ def record_of(schedule: Schedule, assembly: Assembly, log: StepLog, moved: Seque
             d = device_of[action.stage]
             waited = max(0.0, start - free.get(d, begin))
             free[d] = end
-            actions.append(ActionRecord(action, start, end, d, waited, received[action], sent[action]))
+            moved_bytes = received[action], sent[action]
+            actions.append(ActionRecord(action, start, end, d, waited, *moved_bytes, log.on_core.get(action)))
     actions.sort(key=lambda a: a.start)
     devices = tuple(_device(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows)))
     return StepRecord(schedule.name, tuple(actions), transfers, devices, away)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -137,9 +138,11 @@ class Step:
         try:
             is_bare = stream is None and self.ambient.is_empty and not is_profiled()
             with _NOTHING if is_bare else self._surrounded(action, device):
-                start = mark(stream)
+                start, on_core = mark(stream), time.thread_time()
                 _DO[action.kind](self, action.stage, action.micro_batch)
                 self.log.times[action] = (start, mark(stream))
+                if stream is None:
+                    self.log.on_core[action] = time.thread_time() - on_core
         except BaseException as error:
             error.add_note(note(error, action, self.opened[action.stage].stage, len(self.stages), str(device)))
             self.fail(error)

@@ -6,7 +6,7 @@ print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,8 @@ from fxpipe.units import human_seconds, percent
 if TYPE_CHECKING:
     from fxpipe.runtime.record import StepRecord
     from fxpipe.simulation.results import Simulation
+
+QUIET = 0.95  # actions have a core for so much of their time, where nothing else wants it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,13 @@ class Comparison:
     step: Pair
     devices: tuple[DeviceComparison, ...]
     kinds: dict[Kind, Pair]  # seconds of all actions of a kind together
+    on_core: Pair | None = None  # seconds of all actions; measured: in which their workers had a core. Not on GPUs
+
+    @property
+    def core_share(self) -> float:
+        """Of the seconds of all actions, those in which their workers had a core; less than 1 on a busy machine."""
+        took = sum(pair.measured for pair in self.kinds.values())
+        return 1.0 if self.on_core is None or not took else self.on_core.measured / took
 
     def __str__(self) -> str:
         rows = [("step", *_seconds(self.step), "", "", "")]
@@ -60,7 +69,14 @@ class Comparison:
         rows += [(f"all {kind}", *_seconds(pair), "", "", "") for kind, pair in self.kinds.items()]
         headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")
         align = ("left", "right", "right", "right", "left", "right", "right")
-        return f"{self.schedule}\n{tabulate(rows, headers, colalign=align, disable_numparse=True)}"
+        return "\n".join([self.schedule, tabulate(rows, headers, colalign=align, disable_numparse=True), *self._busy()])
+
+    def _busy(self) -> Iterator[str]:
+        """That the machine was, and what is left of the difference without that."""
+        if self.on_core is not None and self.core_share < QUIET:
+            measured, simulated, ratio = _seconds(self.on_core)
+            yield f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too."
+            yield f"On it they took {measured}, simulated {simulated}: {ratio}"
 
 
 def compared(simulation: Simulation, record: StepRecord) -> Comparison:
@@ -82,7 +98,10 @@ def compared(simulation: Simulation, record: StepRecord) -> Comparison:
     measured = _by_kind((a.action, a.end - a.start) for a in record.actions)
     simulated = _by_kind((span.action, span.seconds) for span in simulation.spans)
     kinds = {kind: Pair(measured[kind], simulated[kind]) for kind in Kind if measured[kind] or simulated[kind]}
-    return Comparison(record.schedule, Pair(record.seconds, simulation.step_seconds), devices, kinds)
+    cores = [a.on_core for a in record.actions if a.on_core is not None]
+    all_simulated = sum(simulated.values())
+    on_core = Pair(sum(cores), all_simulated) if cores and len(cores) == len(record.actions) else None
+    return Comparison(record.schedule, Pair(record.seconds, simulation.step_seconds), devices, kinds, on_core)
 
 
 def _by_kind(seconds: Iterable[tuple[Action, float]]) -> dict[Kind, float]:

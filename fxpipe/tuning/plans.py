@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
+from fxpipe.action_costs import action_seconds
 from fxpipe.deciding import Cut, decide, is_by_hand
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
 from fxpipe.placing import placed
 from fxpipe.planning import Prepared, Studied, prepared
 from fxpipe.plans import Plan
-from fxpipe.resizing import resized
-from fxpipe.scheduling import ScheduleLike, make_schedule, schedule_text
+from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
-from fxpipe.stage_costs import StageCost
+from fxpipe.simulation import StageCost, simulate_schedule
+from fxpipe.simulation.of_plans import varied
 from fxpipe.tracing.checking.check import is_same_graph
 from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.simulating import run
 
 
 class Plans(Protocol):
@@ -69,7 +69,7 @@ class OfModel:
     def plan(self, candidate: Candidate, mode: str) -> Plan:
         found = self._prepared(self._unlimited(candidate, mode))
         modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
-        return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
+        return _variant(found.plan, candidate, self.studied.batch, modes)
 
     def has(self, candidate: Candidate) -> bool:
         try:
@@ -83,7 +83,7 @@ class OfModel:
             settings = replace(settings, checkpoint=mode)
         found = self._prepared(settings)
         modes = found.plan.checkpoint if mode == "auto" else mode
-        return variant(found.plan, candidate.schedule, candidate.chunks, self.studied.batch, modes)
+        return _variant(found.plan, candidate, self.studied.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
@@ -98,8 +98,10 @@ class OfModel:
         nodes = self._fastest(-(-self.studied.batch // m))
         lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
         ends = accumulate(lengths)
-        stages = [_together(nodes[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-        return run(make_schedule(candidate.schedule, len(placement), m, placement=placement), stages).step_seconds
+        starting = min(action_seconds(str(device)) for device in self.settings.workers)
+        stages = [_together(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)]
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
+        return simulate_schedule(schedule, stages).step_seconds
 
     def prepared(self, plan: Plan) -> Prepared:
         """What runs a plan that came from here."""
@@ -168,11 +170,11 @@ class OfModel:
         return self._nodes[samples]
 
 
-def _together(nodes: Sequence[StageCost]) -> StageCost:
+def _together(nodes: Sequence[StageCost], starting: float) -> StageCost:
     """A stage of these nodes."""
     backward = math.fsum(cost.backward for cost in nodes)
     weight = min(backward, math.fsum(cost.weight or 0.0 for cost in nodes))  # sums are rounded
-    return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight)
+    return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight, action=starting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ class OfPlan:
     batch: int
 
     def plan(self, candidate: Candidate, mode: str) -> Plan:
-        return variant(self.given, candidate.schedule, candidate.chunks, self.batch, mode)
+        return _variant(self.given, candidate, self.batch, mode)
 
     def has(self, candidate: Candidate) -> bool:
         return True
@@ -198,13 +200,9 @@ class OfPlan:
         return 0.0
 
 
-def variant(
-    plan: Plan, schedule: ScheduleLike, chunks: int, batch: int, checkpoint: str | tuple[str, ...] | None = None
-) -> Plan:
-    """The same stages with another schedule, other micro-batches, other modes."""
-    samples = -(-batch // min(chunks, batch))
-    made = resized(plan, samples, checkpoint)
-    return replace(made, schedule=schedule_text(schedule, chunks, plan.placement), chunks=chunks, batch=batch)
+def _variant(plan: Plan, candidate: Candidate, batch: int, modes: str | tuple[str, ...]) -> Plan:
+    """The same stages with the schedule of a candidate, its micro-batches, and these checkpoint modes."""
+    return varied(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
 
 
 def with_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:

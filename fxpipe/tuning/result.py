@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from fxpipe.plans import Plan
 from fxpipe.simulation import Simulation
-from fxpipe.tuning.simulating import simulated
+from fxpipe.simulation.of_plans import simulate
 from fxpipe.units import human_bytes
 
 SHOWN = 20  # rows of the printed table, beside the chosen one
@@ -47,7 +47,7 @@ class Row:
         """When its actions run, and what its devices hold; made anew each time."""
         if self.plan is None:
             raise ValueError(f"this candidate was not cut: {self.why}")
-        return simulated(self.plan)
+        return simulate(self.plan)
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.plans import Plan
 from fxpipe.progress import nothing
 from fxpipe.scheduling import ScheduleLike
+from fxpipe.simulation.of_plans import simulate
 from fxpipe.tuning.candidates import Candidate
 from fxpipe.tuning.plans import Plans
 from fxpipe.tuning.result import SAME, Row
-from fxpipe.tuning.simulating import simulated
 
 HOPEFUL = 1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
 EVEN = 0.98  # of the step without sending: unevenness saves no more
@@ -114,7 +114,7 @@ def _within_limits(
 
 
 def _row(candidate: Candidate, plan: Plan, limits: Limits, others: Mapping[str, Any]) -> Row:
-    simulation = simulated(plan)
+    simulation = simulate(plan)
     memory = tuple(held.peak for held in simulation.memory)
     lacks = max(
         (peak - limit for peak, limit in zip(memory, limits, strict=True) if limit is not None), default=-float("inf")

@@ -53,18 +53,22 @@ def use_one_thread() -> None:
     torch.get_num_threads()
 
 
-def run_once(contestant: Contestant) -> float:
-    """Seconds of one run."""
+def run_once(contestant: Contestant, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one run, by this clock."""
     with use_threads(contestant.threads):
         contestant.prepare()
         time.sleep(SETTLE_SECONDS)
-        begin = time.perf_counter()
+        begin = clock()
         contestant.run()
-        return time.perf_counter() - begin
+        return clock() - begin
 
 
 def run_rounds(
-    contestants: Mapping[str, Contestant], rounds: int, name: str, warm_up: int = 2
+    contestants: Mapping[str, Contestant],
+    rounds: int,
+    name: str,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each contestant in each round; round r starts with contestant r; the warm-up is dropped."""
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -72,7 +76,7 @@ def run_rounds(
     for r in tqdm(range(-warm_up, rounds), desc=name, disable=None):
         first = r % len(names)
         for name in names[first:] + names[:first]:
-            taken = run_once(contestants[name])
+            taken = run_once(contestants[name], clock)
             if r >= 0:
                 seconds[name].append(taken)
     return seconds
