@@ -23,7 +23,7 @@ from fxpipe.inspect.document import plan_document
 from fxpipe.inspect.figures import plan_figures
 from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
 from fxpipe.inspect.options import parse_balance
-from fxpipe.inspect.tables import plan_table, ranges, shortened
+from fxpipe.inspect.tables import plan_table, ranges, shortened, shortened_line
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
 from fxpipe.polynomials import Polynomial
@@ -287,6 +287,13 @@ def test_table_of_64_stages_stays_readable() -> None:
 
 def test_node_names_that_look_like_numbers_stay_names() -> None:
     assert "1e5  " in plan_table(make_plan(2, portals=(Portal("1e5", 0, 1, 8),)))
+
+
+def test_of_a_long_path_the_end_is_shown() -> None:
+    assert shortened_line("net.py:7") == "net.py:7"
+    assert shortened_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
+    assert shortened_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
+    assert shortened_line("unknown") == ""
 
 
 def test_ranges_of_numbers() -> None:

@@ -39,6 +39,8 @@ def test_pictures_of_a_saved_plan(saved: str, tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("3 stages")
     for file in outputs.values():
         assert "<svg" in (tmp_path / file).read_text()
+    assert "plan.json, 1f1b, 6 micro-batches" in (tmp_path / "t.svg").read_text()
+    assert str(tmp_path) not in (tmp_path / "r.html").read_text()
     assert main([saved, "--timeline", str(tmp_path / "t.json"), "--schedule", "gpipe"]) == 0
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 

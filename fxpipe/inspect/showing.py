@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -11,7 +12,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.inspect.files import Output
 from fxpipe.inspect.finding import Findings
 from fxpipe.inspect.request import Request
-from fxpipe.inspect.words import describe
+from fxpipe.inspect.words import count, describe
 
 if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
@@ -41,13 +42,15 @@ def write_files(found: Findings, outputs: Sequence[Output]) -> None:
 def _write(found: Findings, option: str, path: Path) -> None:
     assert found.plan is not None
     assert found.simulation is not None
-    title = found.name
+    title = os.path.basename(found.name)  # a picture is shown to others, who have other folders
     if option == "save":
         found.plan.save(path)
     elif option == "timeline":
         from fxpipe.inspect.pictures import save_timeline
 
-        save_timeline(found.simulation, path, title=title)
+        schedule = found.simulation.schedule
+        step = f"{schedule.name}, {count(schedule.micro_batches, 'micro-batch', 'es')}"
+        save_timeline(found.simulation, path, title=f"{title}, {step}")
     elif option == "graph":
         from fxpipe.inspect.graph import save_graph
 

@@ -55,7 +55,10 @@ def shortened_line(line: str) -> str:
     """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
     if line == "unknown":
         return ""
-    return line if len(line) <= MOST_LINE else f"...{line[3 - MOST_LINE :]}"
+    if len(line) <= MOST_LINE:
+        return line
+    end = line[3 - MOST_LINE :]
+    return f"...{end[max(0, end.find('/')) :]}"  # from a folder on
 
 
 def _head(plan: Plan) -> str:
