@@ -212,7 +212,8 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is counted, which takes runs of its own."""
+    """Nothing is counted or noted beside it, which takes runs of its own."""
+    monkeypatch.setattr(profiling, "_ran", lambda *_: None)
     nothing = Count(*(sympy.Integer(0),) * 5)
     monkeypatch.setattr(profiling, "count", lambda *_: Counts(defaultdict(lambda: nothing), (), (), ()))
 
