@@ -253,7 +253,7 @@ def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPat
     goes_back = _gradients_asked(monkeypatch)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     traced, x = trace(model, (torch.randn(2, 4).requires_grad_(),)), torch.randn(2, 4).requires_grad_()
-    # Once to warm up; then to all that wants a gradient, and to the input alone. At another size not to the input alone.
+    # Once to warm up; then to all that wants a gradient and, for micro-batches, to the input alone.
     profile(traced, (x,), repeats=5, budget=60)
     assert len(goes_back) == (1 + 5 * 2) + (1 + 5)
     goes_back.clear()
@@ -311,7 +311,9 @@ def test_one_size_says_nothing_of_the_fixed_part() -> None:
     assert line({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
 
 
-@pytest.mark.parametrize(("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])])
+@pytest.mark.parametrize(
+    ("asked", "others"), [(1, [2]), (2, [3, 4, 1]), (3, [2, 4, 6, 1]), (4, [2, 6, 8, 1]), (16, [4, 8, 24, 32, 1])]
+)
 def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
     assert list(other_sizes(traced, asked)) == others
