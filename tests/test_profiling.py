@@ -212,7 +212,8 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is counted, which takes runs of its own."""
+    """Nothing is counted or noted beside it, which takes runs of its own."""
+    monkeypatch.setattr(profiling, "_ran", lambda *_: None)
     nothing = Count(*(sympy.Integer(0),) * 5)
     monkeypatch.setattr(profiling, "count", lambda *_: Counts(defaultdict(lambda: nothing), (), (), ()))
 
@@ -252,7 +253,7 @@ def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPat
     goes_back = _gradients_asked(monkeypatch)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     traced, x = trace(model, (torch.randn(2, 4).requires_grad_(),)), torch.randn(2, 4).requires_grad_()
-    # Once to warm up; then to all that wants a gradient, and to the input alone. At another size not to the input alone.
+    # Once to warm up; then to all that wants a gradient and, for micro-batches, to the input alone.
     profile(traced, (x,), repeats=5, budget=60)
     assert len(goes_back) == (1 + 5 * 2) + (1 + 5)
     goes_back.clear()
