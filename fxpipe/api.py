@@ -368,12 +368,12 @@ class Pipeline(nn.Module):
         return self._fxpipe.engine.last_step
 
     def extra_repr(self) -> str:
-        from fxpipe.inspect.brief import pipe_lines
+        from fxpipe.inspect.tables.pipes import pipe_lines
 
         return "\n".join(pipe_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.notebook import pipeline_html
+        from fxpipe.inspect.html.notebook import pipeline_html
 
         return pipeline_html(self)
 

@@ -223,12 +223,12 @@ class Plan:
         return True
 
     def __str__(self) -> str:
-        from fxpipe.inspect.tables import plan_table
+        from fxpipe.inspect.tables.plans import plan_table
 
         return plan_table(self)
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.notebook import plan_html
+        from fxpipe.inspect.html.notebook import plan_html
 
         return plan_html(self)
 

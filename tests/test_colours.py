@@ -5,8 +5,8 @@ from math import dist
 
 import pytest
 
-from fxpipe.inspect import colours
-from fxpipe.inspect.terminal import INKS, SHADES
+from fxpipe.inspect.drawing import colours
+from fxpipe.inspect.timeline.terminal import INKS, SHADES
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

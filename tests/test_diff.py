@@ -10,9 +10,9 @@ import pytest
 from inspected import MIB, make_plan, refusal
 
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.diff import Change, Moved, difference
-from fxpipe.inspect.diff_text import difference_text
-from fxpipe.inspect.document import difference_document
+from fxpipe.inspect.tables.diff import Change, Moved, difference
+from fxpipe.inspect.tables.diff_text import difference_text
+from fxpipe.inspect.tables.document import difference_document
 from fxpipe.plans import Plan
 
 

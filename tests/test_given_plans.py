@@ -18,7 +18,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.figures import plan_figures
+from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
 
 

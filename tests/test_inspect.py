@@ -19,11 +19,11 @@ import fxpipe.planning
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.devices import parse_devices
-from fxpipe.inspect.document import plan_document
-from fxpipe.inspect.figures import plan_figures
 from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
 from fxpipe.inspect.options import parse_balance
-from fxpipe.inspect.tables import plan_table, ranges, shortened, shortened_line
+from fxpipe.inspect.tables.document import plan_document
+from fxpipe.inspect.tables.figures import plan_figures
+from fxpipe.inspect.tables.plans import plan_table, ranges, shortened, shortened_line
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
 from fxpipe.polynomials import Polynomial

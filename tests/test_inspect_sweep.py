@@ -12,14 +12,14 @@ from inspected import MIB, make_plan, refusal
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError, PartitionError
-from fxpipe.inspect import document as documents
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.comparing import compare_schedules, run_of
 from fxpipe.inspect.devices import more_like, most_like
 from fxpipe.inspect.finding import size_at_least
-from fxpipe.inspect.simulated import device_table, runs_text, step_text
-from fxpipe.inspect.sweep import counts_up_to, sweep
-from fxpipe.inspect.sweep_table import sweep_table
+from fxpipe.inspect.tables import document as documents
+from fxpipe.inspect.tables.comparing import compare_schedules, run_of
+from fxpipe.inspect.tables.steps import device_table, runs_text, step_text
+from fxpipe.inspect.tables.sweep import counts_up_to, sweep
+from fxpipe.inspect.tables.sweep_text import sweep_table
 from fxpipe.plans import Plan
 from fxpipe.scheduling import SCHEDULES
 

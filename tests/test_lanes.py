@@ -8,13 +8,13 @@ from itertools import combinations, pairwise
 import pytest
 from drawn_plans import dense_portals, drawn_plan, portals_between
 
-from fxpipe.inspect.arcs import ARCS
-from fxpipe.inspect.colours import contrast
-from fxpipe.inspect.grouping import groups_of, short_name
-from fxpipe.inspect.lane_frame import MOST_ARCS, bundles_of
-from fxpipe.inspect.lanes import BAND, MOST_GROUPS, WORKERS, lanes
-from fxpipe.inspect.letters import text_width
-from fxpipe.inspect.scene import Curve, Rect, Scene, Text
+from fxpipe.inspect.drawing.colours import contrast
+from fxpipe.inspect.drawing.letters import text_width
+from fxpipe.inspect.drawing.scene import Curve, Rect, Scene, Text
+from fxpipe.inspect.lanes.arcs import ARCS
+from fxpipe.inspect.lanes.frame import MOST_ARCS, bundles_of
+from fxpipe.inspect.lanes.grouping import groups_of, short_name
+from fxpipe.inspect.lanes.layout import BAND, MOST_GROUPS, WORKERS, lanes
 from fxpipe.plans import Plan
 
 PLANS = {

@@ -13,7 +13,7 @@ from test_sites import SLOW, Causal, estimated, hardware, ids
 from torch import nn
 
 import fxpipe
-from fxpipe.inspect.figures import plan_figures
+from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
-from fxpipe.inspect.figures import plan_figures
+from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.placing import TRAINING_SCHEDULES
 from fxpipe.scheduling import CHECKPOINTS, make_schedule, micro_batches_in_flight
 

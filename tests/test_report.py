@@ -10,12 +10,12 @@ from drawn_plans import dense_portals, drawn_plan, portals_between
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.bars import memory_bars
-from fxpipe.inspect.graph import save_graph
-from fxpipe.inspect.letters import text_width
-from fxpipe.inspect.report import report_of, save_report
-from fxpipe.inspect.report.variants import by_chunks, by_schedule, numbers_of_chunks
-from fxpipe.inspect.scene import Line, Rect, Text
+from fxpipe.inspect.drawing.letters import text_width
+from fxpipe.inspect.drawing.scene import Line, Rect, Text
+from fxpipe.inspect.html.bars import memory_bars
+from fxpipe.inspect.html.report import report_of, save_report
+from fxpipe.inspect.html.report.variants import by_chunks, by_schedule, numbers_of_chunks
+from fxpipe.inspect.lanes.saving import save_graph
 from fxpipe.scheduling import make_schedule
 from fxpipe.timelines import Parts
 from fxpipe.units import human_seconds

@@ -14,9 +14,9 @@ import pytest
 from drawn_plans import drawn_plan, portals_between
 
 import fxpipe
-from fxpipe.inspect.graph import save_graph
-from fxpipe.inspect.report import save_report
-from fxpipe.inspect.report.variants import by_chunks
+from fxpipe.inspect.html.report import save_report
+from fxpipe.inspect.html.report.variants import by_chunks
+from fxpipe.inspect.lanes.saving import save_graph
 from fxpipe.plans import Plan, Tied, Whole
 from fxpipe.units import human_bytes, human_seconds
 

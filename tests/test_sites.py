@@ -15,7 +15,7 @@ import fxpipe
 from fxpipe.deciding.sites import MARGIN, Worker
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
-from fxpipe.inspect.figures import plan_figures
+from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
 from fxpipe.profiling import Seconds
 

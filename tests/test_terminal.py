@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 from drawn_steps import simulated
 
-from fxpipe.inspect.terminal import SHADES, coloured, plain, shows_colours, timeline_text
+from fxpipe.inspect.timeline.terminal import SHADES, coloured, plain, shows_colours, timeline_text
 from fxpipe.scheduling import Action, Kind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.text_timelines import timeline

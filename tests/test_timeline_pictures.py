@@ -12,15 +12,15 @@ import pytest
 from drawn_steps import GIB, bounds, check_scene, simulated
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.inspect.axes import byte_ticks, duration, time_ticks
-from fxpipe.inspect.boxes import MOST_BOXES
-from fxpipe.inspect.colours import KINDS, RECEIVING
-from fxpipe.inspect.gantt import Gantt, gantt
-from fxpipe.inspect.pages import timeline_figure, timeline_page
-from fxpipe.inspect.pictures import FORMATS, check_picture_path, save_timeline
-from fxpipe.inspect.raster import raster_of
-from fxpipe.inspect.scene import Area, Bars, Group, Line, Rect, Text, flat
-from fxpipe.inspect.svg import svg_of
+from fxpipe.inspect.drawing.axes import byte_ticks, duration, time_ticks
+from fxpipe.inspect.drawing.colours import KINDS, RECEIVING
+from fxpipe.inspect.drawing.raster import raster_of
+from fxpipe.inspect.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
+from fxpipe.inspect.drawing.svg import svg_of
+from fxpipe.inspect.timeline.boxes import MOST_BOXES
+from fxpipe.inspect.timeline.gantt import Gantt, gantt
+from fxpipe.inspect.timeline.pages import timeline_figure, timeline_page
+from fxpipe.inspect.timeline.pictures import FORMATS, check_picture_path, save_timeline
 from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import Action, Kind
@@ -383,7 +383,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxpipe.inspect.writing.os.replace", full)
+    monkeypatch.setattr("fxpipe.inspect.drawing.writing.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
         save_timeline(_record(), path)
     assert path.read_text() == "before"

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
-from fxpipe.inspect.comparing import Run, compare_schedules
 from fxpipe.inspect.devices import more_like, most_like
-from fxpipe.inspect.diff import Difference, difference
 from fxpipe.inspect.files import check_outputs
 from fxpipe.inspect.inputs import Input
 from fxpipe.inspect.making import Loaded, devices_of, load, look_at, plan_again, settings_of
 from fxpipe.inspect.request import PlanFile, Request
-from fxpipe.inspect.sweep import USUAL, Row, counts_up_to, sweep
+from fxpipe.inspect.tables.comparing import Run, compare_schedules
+from fxpipe.inspect.tables.diff import Difference, difference
+from fxpipe.inspect.tables.sweep import USUAL, Row, counts_up_to, sweep
 
 if TYPE_CHECKING:
     from fxpipe.planning import Studied

@@ -24,7 +24,7 @@ def shown(found: Findings, request: Request, out: TextIO) -> str:
         assert found.plan is not None
         return found.plan.stages[request.code].code
     if request.json:
-        from fxpipe.inspect.document import document
+        from fxpipe.inspect.tables.document import document
 
         return json.dumps(document(found), indent=2)
     return "\n\n".join([*_drawn(found), *(_answers(found, request) or _everything(found, out))])
@@ -46,17 +46,17 @@ def _write(found: Findings, option: str, path: Path) -> None:
     if option == "save":
         found.plan.save(path)
     elif option == "timeline":
-        from fxpipe.inspect.pictures import save_timeline
+        from fxpipe.inspect.timeline.pictures import save_timeline
 
         schedule = found.simulation.schedule
         step = f"{schedule.name}, {count(schedule.micro_batches, 'micro-batch', 'es')}"
         save_timeline(found.simulation, path, title=f"{title}, {step}")
     elif option == "graph":
-        from fxpipe.inspect.graph import save_graph
+        from fxpipe.inspect.lanes.saving import save_graph
 
         save_graph(found.plan, path, title=title)
     else:
-        from fxpipe.inspect.report import save_report
+        from fxpipe.inspect.html.report import save_report
 
         plans = [row.plan for row in found.sweep if row.plan is not None and row.schedule == row.plan.schedule]
         save_report(found.plan, path, title=title, sweep=plans)
@@ -66,21 +66,21 @@ def _answers(found: Findings, request: Request) -> list[str]:
     """To questions that were asked."""
     texts = []
     if found.sweep:
-        from fxpipe.inspect.sweep_table import sweep_table
+        from fxpipe.inspect.tables.sweep_text import sweep_table
 
         texts.append(sweep_table(found.sweep))
     if found.tuning is not None:
         texts.append(str(found.tuning))
     if found.difference is not None:
-        from fxpipe.inspect.diff_text import difference_text
+        from fxpipe.inspect.tables.diff_text import difference_text
 
         texts.append(difference_text(found.difference, str(request.diff), str(request.subject)))
     return texts
 
 
 def _everything(found: Findings, out: TextIO) -> list[str]:
-    from fxpipe.inspect.simulated import device_table, runs_text, step_text
-    from fxpipe.inspect.tables import plan_table
+    from fxpipe.inspect.tables.plans import plan_table
+    from fxpipe.inspect.tables.steps import device_table, runs_text, step_text
 
     assert found.plan is not None
     assert found.simulation is not None
@@ -93,8 +93,8 @@ def _everything(found: Findings, out: TextIO) -> list[str]:
 
 def _timeline(simulation: Simulation, out: TextIO) -> str:
     """As wide as the window, or as all that is printed here."""
-    from fxpipe.inspect.tables import WIDTH
-    from fxpipe.inspect.terminal import plain, shows_colours, timeline_text
+    from fxpipe.inspect.tables.plans import WIDTH
+    from fxpipe.inspect.timeline.terminal import plain, shows_colours, timeline_text
 
     is_window = shows_colours(out) or out.isatty()
     return timeline_text(simulation, out) if is_window else plain(simulation, columns=WIDTH)

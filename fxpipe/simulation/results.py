@@ -136,12 +136,12 @@ class Simulation:
         Raises:
             ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
         """
-        from fxpipe.inspect.pictures import save_timeline
+        from fxpipe.inspect.timeline.pictures import save_timeline
 
         save_timeline(self, path, title=title)
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.notebook import step_html
+        from fxpipe.inspect.html.notebook import step_html
 
         return step_html(self)
 

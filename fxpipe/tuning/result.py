@@ -89,7 +89,7 @@ class Tuning:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.notebook import tuning_html
+        from fxpipe.inspect.html.notebook import tuning_html
 
         return tuning_html(self)
 

@@ -32,7 +32,7 @@ from timing import SETTLE_SECONDS, ratios, summarise, use_one_thread
 from tqdm import tqdm
 
 import fxpipe
-from fxpipe.inspect.figures import plan_figures
+from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.tracing import Traced

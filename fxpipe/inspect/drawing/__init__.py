@@ -1,0 +1,1 @@
+"""Pictures as data, and what makes SVG, PNG and PDF of them."""

@@ -1,0 +1,1 @@
+"""Plans and steps as HTML: in notebooks, and in a report."""

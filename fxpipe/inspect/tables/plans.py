@@ -1,0 +1,232 @@
+"""The text of a plan: a table of its stages, a table of its portals, the totals."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tabulate import tabulate
+
+from fxpipe.inspect.tables.figures import PlanFigures, StageFigures, plan_figures
+from fxpipe.inspect.words import count
+from fxpipe.units import human_bytes, human_seconds
+
+if TYPE_CHECKING:
+    from fxpipe.plans import Plan, Portal, StagePlan, Tied
+
+WIDTH = 120  # characters, of what can be wrapped
+MOST_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
+MOST_LINES = 10  # of a list
+MOST_NAME = 40  # characters
+MOST_LINE = 32  # characters of where the user's line is
+
+STAGE_HEADERS = (
+    "stage", "device", "nodes", "parameters", "forward", "backward", "in\nflight", "memory", "sends",
+    "portals\nin/out",
+)  # fmt: skip
+PORTAL_HEADERS = ("portal", "from", "to", "bytes", "of b samples", "line")
+NOTHING = "-"
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is a step's (`Plan.memory`)."""
+    figures = plan_figures(plan)
+    blocks = [_head(plan), _stage_table(plan, figures)]
+    if plan.portals:
+        blocks.append(_portal_table(plan.portals))
+    return "\n\n".join([*blocks, *_lists(plan), _totals(plan, figures)])
+
+
+def shortened(name: str, length: int = MOST_NAME) -> str:
+    """At most `length` characters; the middle goes, since names begin with a module path and end with a number."""
+    if len(name) <= length:
+        return name
+    tail = (length - 3) // 2
+    return f"{name[: length - 3 - tail]}...{name[-tail:]}"
+
+
+def wrapped(line: str) -> str:
+    """In as many lines as it takes, the others indented."""
+    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def shortened_line(line: str) -> str:
+    """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
+    if line == "unknown":
+        return ""
+    if len(line) <= MOST_LINE:
+        return line
+    end = line[3 - MOST_LINE :]
+    return f"...{end[max(0, end.find('/')) :]}"  # from a folder on
+
+
+def _head(plan: Plan) -> str:
+    samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
+    most = "" if plan.micro_batches == 1 else "at most "
+    workers = f" on {count(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
+    name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
+    micro_batches = f"{count(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
+    choices = (
+        f"schedule {name}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
+        f"graph {plan.fingerprint[:12]}"
+    )
+    lines = [
+        f"{count(len(plan.stages), 'stage')}{workers}, {micro_batches}",
+        wrapped(choices),
+        f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
+        f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
+        _heaviest(plan),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def _bottlenecks(plan: Plan) -> str:
+    """What a step waits for, by the ways of cutting that were compared."""
+    return ", ".join(
+        f"{human_seconds(found.seconds)} by {found.balance}" + ("" if found.fits else ", which does not fit")
+        for found in plan.bottlenecks
+    )
+
+
+def _heaviest(plan: Plan) -> str:
+    """What bounds the balance."""
+    node = plan.heaviest
+    if node is None or not node.seconds:
+        return ""
+    stage = plan.stages[node.stage]
+    share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
+    line = shortened_line(node.line)
+    place = f" ({line})" if line else ""
+    return wrapped(
+        f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
+        f"{node.stage}{place}: no cut makes the slowest stage faster than that"
+    )
+
+
+def _checkpoint(plan: Plan) -> str:
+    """One mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
+    most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
+    where = [f"{mode} in stages {ranges([j for j, one in enumerate(plan.modes) if one == mode])}" for mode in others]
+    return f"{most} ({'; '.join(where)})" if where else most
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-2, 5` of 0, 1, 2, 5."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and found[-1][-1] == number - 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in found)
+
+
+def _stage_table(plan: Plan, figures: PlanFigures) -> str:
+    rows = [_stage_row(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
+    return table(rows, STAGE_HEADERS, left=("device",))
+
+
+def _stage_row(plan: Plan, stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
+    return (
+        str(stage.index),
+        stage.device,
+        str(len(stage.nodes)),
+        human_bytes(stage.parameter_bytes),
+        human_seconds(stage.forward_seconds),
+        human_seconds(stage.backward_seconds),
+        str(plan.in_flight(stage.index)),
+        _memory_cell(stage, figures),
+        human_bytes(stage.sent_bytes) if stage.sent_bytes else NOTHING,
+        _portal_cell(figures),
+    )
+
+
+def _memory_cell(stage: StagePlan, figures: StageFigures) -> str:
+    if stage.memory_limit is None:
+        return human_bytes(figures.memory_bytes)
+    return of_limit(figures.memory_bytes, stage.memory_limit)
+
+
+def of_limit(size: float, limit: float) -> str:
+    """`3.1 of 8.0 GiB`."""
+    number, unit = human_bytes(size).split()
+    most = human_bytes(limit)
+    return f"{number} of {most}" if most.endswith(f" {unit}") else f"{number} {unit} of {most}"
+
+
+def _portal_cell(figures: StageFigures) -> str:
+    if not (figures.portals_in or figures.portals_out):
+        return NOTHING
+    return "/".join(str(len(portals)) if portals else NOTHING for portals in (figures.portals_in, figures.portals_out))
+
+
+def _portal_table(portals: tuple[Portal, ...]) -> str:
+    """All portals or, where they are many, the largest of them and the sum of the others. A row for each value."""
+    by_value: dict[tuple[str, int, int], list[Portal]] = {}
+    for portal in portals:
+        by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
+    rows, rest = list(by_value.values()), ""
+    if len(rows) > MOST_PORTALS:
+        rows.sort(key=lambda same: -same[0].bytes)
+        others = [portal for same in rows[MOST_PORTALS:] for portal in same]
+        total = human_bytes(sum(portal.bytes for portal in others))
+        rows, rest = rows[:MOST_PORTALS], f"\nand {count(len(others), 'smaller portal')}, {total} together"
+    return table([_portal_row(same) for same in rows], PORTAL_HEADERS, left=("portal", "line")) + rest
+
+
+def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
+    """Of a value; bytes are those that go to each of the stages."""
+    portal = same[0]
+    return (
+        shortened(portal.name),
+        str(portal.source),
+        ranges(sorted(portal.target for portal in same)),
+        human_bytes(portal.bytes),
+        str(portal.size) if portal.size.coefficients else NOTHING,
+        shortened_line(portal.line) or NOTHING,
+    )
+
+
+def _lists(plan: Plan) -> list[str]:
+    """Formulas; ties; what was not looked into; how the graph came to be, where that is not plain recording; guards."""
+    memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
+    whole = tuple(f"{module.name} ({shortened_line(module.line)}): {module.why}" for module in plan.whole)
+    told = tuple(f"module {module.name!r} is kept whole" for module in plan.whole)
+    lists = (
+        ("memory in bytes, with micro-batches of b samples", memory),
+        ("tied parameters", tuple(map(_tied, plan.tied))),
+        ("modules kept whole, each one node", whole),
+        ("how it was traced", tuple(why for why in plan.why if not why.startswith(told))),
+        ("holds where (asked once for each mini-batch)", plan.guards),
+    )
+    return ["\n".join([head, *_items(lines)]) for head, lines in lists if lines]
+
+
+def _tied(tied: Tied) -> str:
+    """`wte.weight = lm_head.weight, 147.2 MiB, in stages 0 and 3, which copy it for each step`."""
+    names = " = ".join(tied.names)
+    if len(tied.stages) == 1:
+        return f"{names}, {human_bytes(tied.bytes)}, in stage {tied.stages[0]}"
+    stages = f"{', '.join(map(str, tied.stages[:-1]))} and {tied.stages[-1]}"
+    others = "the other copies" if len(tied.stages) == 2 else "the others copy"
+    return f"{names}, {human_bytes(tied.bytes)}, in stages {stages}: {others} it for each step"
+
+
+def _items(lines: Sequence[str]) -> list[str]:
+    items = [wrapped(f"- {line}") for line in lines[:MOST_LINES]]
+    return items + ([f"- and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
+
+
+def _totals(plan: Plan, figures: PlanFigures) -> str:
+    parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
+    return (
+        f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {100 * figures.mean_bubble:.1f} % "
+        f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...], left: tuple[str, ...]) -> str:
+    alignment = ["left" if header in left else "right" for header in headers]
+    # Cells are text already: left to itself, tabulate would read a node named `1e5` as a number.
+    return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
