@@ -273,7 +273,7 @@ def planned(studied: Studied, settings: Settings) -> Prepared:
 
 def _as_planned(traced: Traced, given: Plan, batch: int, settings: Settings) -> Prepared:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
-    from fxpipe.resizing import resized
+    from fxpipe.plans.resizing import resized
     from fxpipe.rewriting import split
     from fxpipe.rewriting.ordering import in_order
     from fxpipe.scheduling import schedule_text

@@ -16,8 +16,8 @@ from typing import TextIO
 from fxpipe.inspect.drawing.axes import duration, time_ticks
 from fxpipe.inspect.drawing.colours import KIND_NAMES
 from fxpipe.scheduling.actions import Kind
-from fxpipe.steps import Source, Step, step_of
-from fxpipe.text_timelines import COLUMNS, extents, names_of, owners_of, rows_of, timeline
+from fxpipe.timelines.steps import Source, Step, step_of
+from fxpipe.timelines.text import COLUMNS, extents, names_of, owners_of, rows_of, timeline
 
 NARROWEST = 20  # columns of time; a narrower window breaks the lines
 WIDEST = 200
