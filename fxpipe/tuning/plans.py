@@ -17,7 +17,8 @@ from fxpipe.deciding import Cut, decide, is_by_hand
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
 from fxpipe.placing import placed
-from fxpipe.planning import Prepared, Studied, prepared
+from fxpipe.planning.preparing import Prepared, prepared
+from fxpipe.planning.studying import Studied
 from fxpipe.plans import Plan
 from fxpipe.plans.action_costs import action_seconds
 from fxpipe.scheduling import make_schedule
