@@ -111,6 +111,23 @@ def test_hooks_meet_no_fake_tensors():
     assert {*seen} == {torch.Tensor}
 
 
+TABLES: dict[int, torch.Tensor] = {}
+
+
+def kept_by_size(x):
+    """Keeps a table for each number of samples."""
+    if len(x) not in TABLES:
+        TABLES[len(x)] = torch.ones(6) / 2
+    return x * TABLES[len(x)]
+
+
+def test_tables_that_are_kept_hold_no_fake_tensors():
+    TABLES.clear()
+    for _ in range(2):  # with tables already there, too
+        assert fxpipe.trace(Calling(kept_by_size), (EXAMPLE,), chunks=4).recorded_on is None
+        assert {type(table) for table in TABLES.values()} == {torch.Tensor}
+
+
 def test_inputs_that_disagree_on_the_batch():
     class Two(nn.Module):
         def forward(self, x, table):
@@ -133,6 +150,13 @@ def test_micro_batches_of_one_sample():
 def test_samples_that_act_on_each_other_are_seen():
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(Calling(lambda x: x.cumsum(0)), (EXAMPLE,), chunks=4)
+
+
+@pytest.mark.parametrize("function", [lambda x: x - x[8:].sum(0), lambda x: x - x[4:].mean(0)])
+def test_late_samples_that_act_on_all_are_seen(function):
+    """A few samples have none of these."""
+    with pytest.raises((ArgumentError, TraceError), match=r"put together|samples"):
+        fxpipe.trace(Calling(function), (EXAMPLE,), chunks=4)
 
 
 def test_mean_that_hangs_on_late_samples():

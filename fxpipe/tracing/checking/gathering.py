@@ -9,9 +9,11 @@ statistics. A graph with other random nodes, or that changes other buffers, cann
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -20,12 +22,15 @@ from fxpipe.errors import ArgumentError, DecisionError
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects, running_statistics
+from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.evaluation import Values, evaluate, outputs_in
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-FEW = 3  # samples that tell what many would; if they say no, all are asked
+# Samples that tell what many would. If they say no all are asked, and where forward takes some out of the batch of
+# which so few have none (`x[8:]`): values then are not of the sizes that they have of many.
+FEW = 3
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
@@ -41,7 +46,7 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
     # A mean may hang on samples that are unlike the first ones (shorter texts): all have a say.
     if batch > FEW and "mean" not in traced.out_dims and _holds_for_halves(traced, FEW):
         with contextlib.suppress(Exception):  # the model may need an even number, or more of them
-            return _compare_halves(traced, leaves, FEW)
+            return _compare_halves(traced, leaves, FEW, expects_sizes=True)
     if batch > 1 and _holds_for_halves(traced, batch):
         with contextlib.suppress(DecisionError):  # a half is of another graph
             _compare_halves(traced, leaves, batch)
@@ -52,10 +57,14 @@ def _holds_for_halves(traced: Traced, batch: int) -> bool:
     return all(is_same_graph(traced, size) for size in (batch, (batch + 1) // 2, batch // 2))
 
 
-def _compare_halves(traced: Traced, leaves: Sequence[Any], batch: int) -> None:
+def _compare_halves(traced: Traced, leaves: Sequence[Any], batch: int, expects_sizes: bool = False) -> None:
     """Compares the first `batch` samples with their halves put together."""
     cut = (batch + 1) // 2
-    runs = [_run_calmly(traced, take(traced, leaves, *bound)) for bound in ((0, batch), (0, cut), (cut, batch))]
+    expected = batch if expects_sizes else None
+    runs = [
+        _run_calmly(traced, take(traced, leaves, *bound), samples)
+        for bound, samples in (((0, batch), expected), ((0, cut), None), ((cut, batch), None))
+    ]
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
         if dim is None or not shapes or not shapes[0].dtype.is_floating_point:
@@ -106,7 +115,8 @@ def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
+def _run_calmly(traced: Traced, sample: Sequence[Any], expected: int | None) -> list[Any]:
+    """The outputs. `expected`: the number of samples, if values are to be of the sizes that the graph has for it."""
     # Python that runs as it is may ask for gradients inside; nothing else does.
     last = _last_uses(traced)
     grad = any(node.meta.get("opaque") for node in traced.nodes)
@@ -121,13 +131,32 @@ def _run_calmly(traced: Traced, sample: Sequence[Any]) -> list[Any]:
 
     def work(node: fx.Node, values: Values) -> Any:
         with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
-            return _calm(node, values)
+            value = _calm(node, values)
+        if expected is not None and not _are_expected(value, node, traced.batch, expected):
+            raise DecisionError(f"{node.name} is of another size with {expected} samples")
+        return value
 
     values: Values = {}
     for node in evaluate(traced.graph.nodes, values, given, attribute, work):
         for used in last.get(node, ()):
             del values[used]
     return outputs_in(traced, values)
+
+
+def _are_expected(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
+    """Are the tensors of a value of the sizes that the graph has for so many samples?"""
+    shapes = node.meta.get("shapes", ())
+    return all(
+        all(size in (have, None) for size, have in zip(_sizes(shape.shape, batch, samples), tensor.shape, strict=False))
+        for shape, tensor in zip(shapes, tensors_in(value), strict=False)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> tuple[int | None, ...]:
+    """None for what hangs on values."""
+    numbers = (size.subs(batch, samples) for size in shape)
+    return tuple(int(number) if number.is_Integer else None for number in numbers)
 
 
 def _last_uses(traced: Traced) -> dict[fx.Node, list[fx.Node]]:

@@ -7,8 +7,9 @@ the same for each of these sizes: no loop over samples, no branch on their numbe
 model, on real values, at the sizes of micro-batches.
 
 Anything else is left to recording on all samples: a model that reads values (they are the mini-batch's), or that fake
-tensors are not enough for, hooks of the user's (which should meet no fake tensors), a graph that turns out not to be
-the model's. That also has the right words for what is wrong.
+tensors are not enough for, hooks of the user's (which should meet no fake tensors) and tables that are kept from call
+to call outside the modules (they should hold none), a graph that turns out not to be the model's. That also has the
+right words for what is wrong.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import is_computation
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import asked_dims
+from fxpipe.tracing.snapshot import held_in_containers
 from fxpipe.tracing.traced import Traced
 
 LONG = 0.25  # seconds of a recording
@@ -82,6 +84,10 @@ def _on_a_part(
     if time.perf_counter() - start < LONG:
         return None  # fake tensors would take longer than all samples do
     if any(not _AS_IT_IS.isdisjoint(node.meta) for node in traced.graph.nodes):
+        return None
+    if traced.constants.keys() - held_in_containers(model).keys():  # tables of its own, maybe one for each size
+        return None
+    if not _are_the_same(traced, recorded(samples, fake=False)):  # it remembers: it must meet no fake tensors
         return None
     if not all(_are_the_same(traced, recorded(size, fake=True)) for size in (batch, batch + 1)):
         return None
