@@ -414,7 +414,14 @@ def test_arguments_that_cannot_be_are_named(
 
 def test_beside_a_plan_nothing_that_makes_one_is_accepted(model: Net, x: torch.Tensor, profile: Profile) -> None:
     plan = fxpipe.plan(model, 2, example_args=(x,), profile=profile)
-    for options in ({"devices": ["cpu"]}, {"hardware": "h100"}, {"measure": True}, {"example_args": (x,)}):
+    given: list[dict[str, Any]] = [
+        {"devices": ["cpu"]},
+        {"hardware": "h100"},
+        {"measure": True},
+        {"example_args": (x,)},
+    ]
+    given += [{"optimizer_state": 0}, {"balance": "block"}, {"loss_fn": F.mse_loss}, {"in_dims": 0}]
+    for options in given:
         with pytest.raises(ArgumentError, match=f"{next(iter(options))} beside a plan"):
             fxpipe.tune(plan, **options)
     with pytest.raises(ArgumentTypeError, match="model_or_plan is a str"):

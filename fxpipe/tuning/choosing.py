@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from fxpipe.deciding.sites import workers_of
-from fxpipe.placing import TRAINING_SCHEDULES
+from fxpipe.placing import TRAINING_SCHEDULES, placed
 from fxpipe.planning.preparing import Prepared, planned
 from fxpipe.planning.studying import Studied, is_the_model
 from fxpipe.plans import Plan
@@ -62,11 +62,23 @@ def _for_other_batches(ready: Prepared, usual: Settings, batch: int) -> Prepared
 def _candidates(studied: Studied, settings: Settings) -> Iterable[Candidate]:
     left, workers = settings.left, len(settings.workers)
     each = len(settings.placement) // workers
+    counts = chunks_for_batch(studied.batch, PER_WORKER * workers) if "chunks" in left else (settings.chunks,)
+    if callable(settings.schedule):
+        counts = tuple(count for count in counts if _makes(settings.schedule, workers, each, count))
     return candidates(
         TRAINING_SCHEDULES if "schedule" in left else (settings.schedule,),
-        chunks_for_batch(studied.batch, PER_WORKER * workers) if "chunks" in left else (settings.chunks,),
+        counts,
         STAGES_PER_DEVICE if "stages_per_device" in left else (each,),
     )
+
+
+def _makes(function: ScheduleLike, workers: int, each: int, chunks: int) -> bool:
+    """A function of the user's need not know every number of micro-batches."""
+    try:
+        placed(workers, each, function, chunks, None)
+    except Exception:
+        return False
+    return True
 
 
 def _modes(settings: Settings) -> tuple[str, ...] | None:

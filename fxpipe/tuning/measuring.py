@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
 from fxpipe.tracing.checking.check import take
-from fxpipe.tracing.modes import in_mode
-from fxpipe.tracing.snapshot import forked_random, undone
+from fxpipe.tracing.snapshot import forked_random, gradients_aside, slots_of, undone
 from fxpipe.trees import flatten, mapped
 from fxpipe.tuning.plans import OfModel
 from fxpipe.tuning.result import Row
@@ -39,6 +38,11 @@ class Loss:
     loss_fn: Callable[..., Any] | None
     target: Any
     reduction: str
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """It may have parameters, which get gradients, and buffers, which change."""
+        return (self.loss_fn,) if isinstance(self.loss_fn, nn.Module) else ()
 
     def arguments(self, batch: int) -> dict[str, Any]:
         """For mini-batches of so many samples."""
@@ -69,7 +73,11 @@ def measured(
     arguments = loss.arguments(studied.batch)
     seconds: dict[int, list[float]] = {k: [] for k in range(len(contestants))}
     model = studied.traced.model
-    with _as_it_was(model), contextlib.ExitStack() as stack, progress("measuring", ROUNDS + 1, "rounds") as step:
+    with (
+        _as_it_was((model, *loss.modules), (inputs, loss.target)),
+        contextlib.ExitStack() as stack,
+        progress("measuring", ROUNDS + 1, "rounds") as step,
+    ):
         turns = [_turn(model, row.plan, plans, stack) for row in contestants if row.plan is not None]
         for _ in range(ROUNDS + 1):
             for k, turn in enumerate(turns):
@@ -102,18 +110,36 @@ def _turn(
 
 
 @contextlib.contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """A block after which model and random numbers are as before."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
+def _as_it_was(modules: Sequence[nn.Module], given: Any) -> Iterator[None]:
+    """A block after which modules, gradients of what was given, and random numbers are as before."""
+    leaves = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None  # else it would be added to
     try:
-        with forked_random(), in_mode(model, None), undone(model), torch.inference_mode(False), torch.enable_grad():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(forked_random())
+            for module in modules:
+                stack.enter_context(gradients_aside(module))
+                stack.enter_context(undone(module))
+                stack.enter_context(_where_it_was(module))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
             yield
-            model.zero_grad(set_to_none=True)
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+
+
+@contextlib.contextmanager
+def _where_it_was(module: nn.Module) -> Iterator[None]:
+    """A block after which the tensors of a module are on the devices where they were."""
+    before = [(tensor, tensor.data) for tensor in slots_of(module).values() if not tensor.is_inference()]
+    try:
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
 
 
 def _synchronise(devices: Sequence[torch.device]) -> None:

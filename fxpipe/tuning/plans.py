@@ -83,7 +83,7 @@ class OfModel:
         if isinstance(settings.checkpoint, str):
             settings = replace(settings, checkpoint=mode)
         found = self._prepared(settings)
-        modes = found.plan.checkpoint if mode == "auto" else mode
+        modes = found.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
         return _variant(found.plan, candidate, self.studied.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:

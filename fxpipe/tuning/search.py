@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.plans import Plan
 from fxpipe.progress import nothing
 from fxpipe.scheduling import ScheduleLike
@@ -58,7 +58,7 @@ def search(
         if bound > HOPEFUL * hoped:
             waiting.append((bound, number, candidate))
             continue
-        with contextlib.suppress(ArgumentError, PartitionError):  # it will be said when it is cut
+        with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # it will be said when it is cut
             bound = max(bound, EVEN * plans.without_sending(candidate))
         hoped = min(hoped, bound)
         waiting.append((bound, number, candidate))
@@ -100,14 +100,14 @@ def _rows_of(
             return  # no stage recomputes without need
         for mode in ("except_last", "always"):
             yield _row(candidate, plans.plan(candidate, mode), limits, others)
-    except (ArgumentError, PartitionError) as error:
+    except (ArgumentError, PartitionError, ScheduleError) as error:
         yield _not_cut(candidate, str(error).partition("\n")[0])
 
 
 def _within_limits(
     candidate: Candidate, plans: Plans, limits: Limits, mode: str, others: Mapping[str, Any]
 ) -> Iterator[Row]:
-    with contextlib.suppress(ArgumentError, PartitionError):  # what it lacks, the rows before say
+    with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # what it lacks, the rows before say
         plan = plans.within_limits(candidate, mode)
         if plan is not None:
             yield _row(candidate, plan, limits, others)

@@ -130,8 +130,16 @@ def tune(
                 "example_kwargs": example_kwargs or None,
                 "stages_per_device": stages_per_device,
                 "hardware": hardware,
-                "profile": profile,
+                "optimizer_state": None if optimizer_state == 2.0 else optimizer_state,
+                "balance": None if balance == "auto" else balance,
                 "measure": measure or None,
+                "target": target,
+                "loss_fn": loss_fn,
+                "profile": profile,
+                "profile_budget": profile_budget,
+                "in_dims": in_dims,
+                "out_dims": out_dims,
+                "leaf_modules": leaf_modules or None,
             }
             for name, value in given.items():
                 if value is not None:
@@ -278,14 +286,14 @@ def _that_run(
 ) -> tuple[Row, ...]:
     """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
     runs: dict[int, bool] = {}  # by number of micro-batches
-    accepted = 0
-    for row in preferred(rows):
-        if row.chunks not in runs:
-            runs[row.chunks] = is_the_model(studied, args, kwargs, row.chunks, settings)
-        accepted += runs[row.chunks]
-        if accepted == wanted:
-            break
-    if not accepted:
+
+    def accepted() -> list[Row]:
+        return preferred(row for row in rows if runs.get(row.chunks, True))
+
+    # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
+    while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
+        runs[row.chunks] = is_the_model(studied, args, kwargs, row.chunks, settings)
+    if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
             "there than on whole mini-batches: give other chunks, or a larger batch_size"
