@@ -24,6 +24,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, shared_between
 from fxpipe.partitioning import Link
 from fxpipe.plans import Plan, StagePlan
+from fxpipe.polynomials import Polynomial
 from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Kind, make_schedule, parse_schedule, round_robin, there_and_back
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
@@ -457,6 +458,21 @@ def test_of_a_plan_that_does_not_know_its_batch_micro_batches_are_what_they_were
     assert fxpipe.simulate(plan).samples is None
     assert fxpipe.simulate(plan, chunks=2).samples == 4  # 4 micro-batches of one sample
     assert varied(plan, chunks=2).micro_batch == 2
+
+
+def test_bytes_of_a_plan_without_formulas_grow_in_proportion() -> None:
+    """A file that was written before it had them, or a plan made by hand."""
+    plan = planned()
+    bare = replace(
+        plan,
+        stages=tuple(replace(stage, sent=Polynomial()) for stage in plan.stages),
+        sendings=tuple(replace(way, size=Polynomial()) for way in plan.sendings),
+    )
+    twice, known = (varied(one, batch=2 * (plan.batch or 0)) for one in (bare, plan))
+    assert twice.micro_batch == 2 * plan.micro_batch
+    assert [way.bytes for way in twice.sendings] == [2 * way.bytes for way in plan.sendings]
+    assert [way.seconds for way in twice.sendings] == [way.seconds for way in known.sendings]
+    assert [stage.sent_bytes for stage in twice.stages] == [stage.sent_bytes for stage in known.stages]
 
 
 def test_simulating_loads_no_torch(tmp_path: Any) -> None:

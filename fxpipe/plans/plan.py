@@ -176,7 +176,7 @@ class Plan:
             "stages": n == 0 or [stage.index for stage in self.stages] != list(range(n)),
             "devices": len(self.devices) != n,
             "modules or shares": any({len(s.modules), len(s.shares)} - {0, len(s.nodes)} for s in self.stages),
-            "placement": len(self.placement) != n or {*self.placement} != {*range(max(self.placement, default=0) + 1)},
+            "placement": len(self.placement) != n or sorted({*self.placement}) != [*range(len({*self.placement}))],
             "checkpoint": len(self.modes) != n or not {*self.modes} <= {*CHECKPOINTS},
             "schedule": not self._has_a_schedule(),
             "chunks": self.chunks < 1,

@@ -6,9 +6,11 @@ every size and a part that grows with it. Which cuts were compared is forgotten,
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from fxpipe.plans import HeavyNode, Plan, Sending, StagePlan
+from fxpipe.polynomials import Polynomial
 
 
 def resized(plan: Plan, samples: int, checkpoint: str | tuple[str, ...] | None = None) -> Plan:
@@ -20,10 +22,10 @@ def resized(plan: Plan, samples: int, checkpoint: str | tuple[str, ...] | None =
     return replace(
         plan,
         stages=tuple(_stage(stage, samples, times, plan.recomputes(stage.index)) for stage in plan.stages),
-        portals=tuple(replace(portal, bytes=portal.size(samples)) for portal in plan.portals),
+        portals=tuple(replace(p, bytes=_bytes(p.size, p.bytes, samples, times)) for p in plan.portals),
         micro_batch=samples,
         bottlenecks=(),
-        sendings=tuple(_sending(way, samples) for way in plan.sendings),
+        sendings=tuple(_sending(way, samples, times) for way in plan.sendings),
         heaviest=None if plan.heaviest is None else _node(plan.heaviest, times),
     )
 
@@ -36,13 +38,18 @@ def _stage(stage: StagePlan, samples: int, times: float, recomputes: bool) -> St
         backward_seconds=backward,
         weight_seconds=min(backward, _grown(stage.weight_seconds, stage.fixed.weight, times)),  # rounded, a part still
         activation_bytes=stage.bytes.kept(recomputes)(samples) + stage.bytes.held(samples),
-        sent_bytes=stage.sent(samples),
+        sent_bytes=_bytes(stage.sent, stage.sent_bytes, samples, times),
     )
 
 
-def _sending(way: Sending, samples: int) -> Sending:
+def _bytes(formula: Polynomial, known: int, samples: int, times: float) -> int:
+    """By the formula; in proportion where a plan (an older file, one made by hand) has none."""
+    return formula(samples) if formula.coefficients else math.ceil(known * times)
+
+
+def _sending(way: Sending, samples: int, growth: float) -> Sending:
     """With the seconds that so many bytes take on the way that the plan knew."""
-    size = way.size(samples)
+    size = _bytes(way.size, way.bytes, samples, growth)
     times = size / way.bytes if way.bytes else 1.0
     return replace(way, bytes=size, seconds=_grown(way.seconds, way.fixed_seconds, times))
 
