@@ -58,11 +58,6 @@ class StageLoad:
     working_bytes: float  # held for a moment
     memory: float  # of all that
 
-    @property
-    def compute_seconds(self) -> float:
-        """Forward and backward, and forward once more where the stage recomputes."""
-        return self.forward_seconds * (2 if self.recompute else 1) + self.backward_seconds
-
 
 def stage_loads(
     chain: Chain, sites: Sequence[Site], starts: Sequence[int], recompute: Sequence[bool]
