@@ -135,11 +135,14 @@ def tune(
                 "measure": measure or None,
                 "target": target,
                 "loss_fn": loss_fn,
+                "reduction": None if reduction == "mean" else reduction,
                 "profile": profile,
                 "profile_budget": profile_budget,
                 "in_dims": in_dims,
                 "out_dims": out_dims,
                 "leaf_modules": leaf_modules or None,
+                "tracer": None if tracer == "auto" else tracer,
+                "check": None if check else check,
             }
             for name, value in given.items():
                 if value is not None:
