@@ -31,12 +31,6 @@ class Loaded:
     drawn: tuple[Input, ...]  # inputs that nobody asked for
 
 
-def check_code(request: Request, stages: int) -> None:
-    """Raises `ArgumentError` if the code of a stage is asked for that there is not."""
-    if request.code is not None and not 0 <= request.code < stages:
-        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
-
-
 def devices_of(request: Request) -> tuple[str, ...]:
     """For each worker its device."""
     hardware = request.options.get("hardware")
