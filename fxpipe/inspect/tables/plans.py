@@ -51,9 +51,7 @@ def wrapped(line: str) -> str:
 
 
 def shortened_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
-    if line == "unknown":
-        return ""
+    """Of a path and a line number, the end: it says which file and line."""
     if len(line) <= MOST_LINE:
         return line
     end = line[3 - MOST_LINE :]
@@ -95,12 +93,14 @@ def _heaviest(plan: Plan) -> str:
         return ""
     stage = plan.stages[node.stage]
     share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
-    line = shortened_line(node.line)
-    place = f" ({line})" if line else ""
     return wrapped(
         f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
-        f"{node.stage}{place}: no cut makes the slowest stage faster than that"
+        f"{node.stage}{_place(node.line)}: no cut makes the slowest stage faster than that"
     )
+
+
+def _place(line: str) -> str:
+    return f" ({shortened_line(line)})" if line else ""
 
 
 def _checkpoint(plan: Plan) -> str:
@@ -190,7 +190,7 @@ def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
 def _lists(plan: Plan) -> list[str]:
     """Formulas; ties; what was not looked into; how the graph came to be, where that is not plain recording; guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
-    whole = tuple(f"{module.name} ({shortened_line(module.line)}): {module.why}" for module in plan.whole)
+    whole = tuple(f"{module.name}{_place(module.line)}: {module.why}" for module in plan.whole)
     told = tuple(f"module {module.name!r} is kept whole" for module in plan.whole)
     lists = (
         ("memory in bytes, with micro-batches of b samples", memory),
