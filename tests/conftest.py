@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,6 +18,7 @@ import torch
 hypothesis.settings.register_profile("fxpipe", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fxpipe")
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 GRACE = 2.0  # seconds that the workers of a pipe dropped at the end of a test have to end
 
 
@@ -45,6 +49,22 @@ def _seeded_on_one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real one without a window, for pages that are looked at. Skips where there is none."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install fxpipe[dev]"
+    )
+    path = os.environ.get("FXPIPE_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path, and FXPIPE_CHROMIUM is not set")
+    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=path, args=options)
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(autouse=True)

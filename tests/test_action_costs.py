@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.action_costs import ON_CPU, action_seconds
-from fxpipe.resizing import resized
+from fxpipe.plans.action_costs import ON_CPU, action_seconds
+from fxpipe.plans.resizing import resized
 from fxpipe.scheduling import Kind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 

@@ -632,7 +632,7 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
 
 
 def test_command_prints_a_plan(model_file: Path) -> None:
-    root = str(Path(fxpipe.planning.__file__).parents[1])
+    root = str(Path(fxpipe.__file__).parents[1])
     command = [sys.executable, "-m", "fxpipe.inspect", "zoo_of_models:make_net", "--input", "8x5:int64"]
     done = subprocess.run(
         [*command, "--devices", "cpu,cpu", "--chunks", "4"], capture_output=True, text=True, env={"PYTHONPATH": root}

@@ -12,8 +12,8 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import HeavyNode, Portal, Tied
+from fxpipe.plans.resizing import resized
 from fxpipe.polynomials import Polynomial
-from fxpipe.resizing import resized
 
 
 def line_of(text: str) -> str:

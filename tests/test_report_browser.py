@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,27 +18,8 @@ from fxpipe.inspect.lanes.saving import save_graph
 from fxpipe.plans import Plan, Tied, Whole
 from fxpipe.units import human_bytes, human_seconds
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install fxpipe[dev]")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 EVIL = "<script>document.title = 'run'</script>\"'&<img src=x onerror=alert(1)>"
 WIDE, NARROW = 1280, 400
-
-
-def _browser_path() -> str | None:
-    return os.environ.get("FXPIPE_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = _browser_path()
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path, and FXPIPE_CHROMIUM is not set")
-    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=path, args=options)
-        yield launched
-        launched.close()
 
 
 def plan_with_everything() -> Plan:

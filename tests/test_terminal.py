@@ -8,8 +8,8 @@ from drawn_steps import simulated
 from fxpipe.inspect.timeline.terminal import SHADES, coloured, plain, shows_colours, timeline_text
 from fxpipe.scheduling import Action, Kind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.text_timelines import timeline
 from fxpipe.timelines import Span
+from fxpipe.timelines.text import timeline
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 

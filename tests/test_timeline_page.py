@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 
 import pytest
 from drawn_steps import simulated
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install fxpipe[dev]")
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 INSIDE = """() => [...document.querySelectorAll('g.names text')].filter(text => {
   const data = JSON.parse(document.querySelector('figure script').textContent);
   const box = text.getBBox();
   return box.x < data.left - 1 || box.x + box.width > data.right + 1;
 }).map(text => text.textContent)"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    path = os.environ.get("FXPIPE_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is on the path, and FXPIPE_CHROMIUM is not set")
-    options = ["--no-sandbox"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    with playwright.sync_playwright() as started:
-        launched = started.chromium.launch(executable_path=path, args=options)
-        yield launched
-        launched.close()
 
 
 @pytest.fixture

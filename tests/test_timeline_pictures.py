@@ -25,7 +25,7 @@ from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, Transf
 from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import Action, Kind
 from fxpipe.simulation import Simulation
-from fxpipe.steps import step_of
+from fxpipe.timelines.steps import step_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {

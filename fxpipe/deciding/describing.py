@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from fxpipe.action_costs import action_seconds
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
 from fxpipe.deciding.remarks import heaviest, line_of, tied, whole
@@ -17,9 +16,10 @@ from fxpipe.deciding.sites import link_of
 from fxpipe.hardware import shared_between
 from fxpipe.partitioning.chain import Link
 from fxpipe.plans import Plan, Portal, Sending, StagePlan, StageSeconds, StageWork
+from fxpipe.plans.action_costs import action_seconds
+from fxpipe.plans.retargeting import on_link
 from fxpipe.polynomials import Polynomial, total
 from fxpipe.profiling import NodeCost
-from fxpipe.retargeting import on_link
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.copies import choose_copies
 from fxpipe.rewriting.program import INPUT

@@ -15,8 +15,8 @@ from tabulate import tabulate
 
 from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
-from fxpipe.text_timelines import timeline
 from fxpipe.timelines import Span
+from fxpipe.timelines.text import timeline
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:

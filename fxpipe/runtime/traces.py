@@ -18,8 +18,8 @@ from typing import Any
 
 from fxpipe.runtime.ranges import range_name
 from fxpipe.scheduling.actions import Action
-from fxpipe.steps import Arrow, Source, Step, arrows_of, step_of
 from fxpipe.timelines import Memory, Parts, Span
+from fxpipe.timelines.steps import Arrow, Source, Step, arrows_of, step_of
 
 PROCESS = 1
 PARTS = tuple(field.name for field in fields(Parts))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fxpipe.counts import whole_number
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.plans import Plan
-from fxpipe.resizing import resized
+from fxpipe.plans.resizing import resized
 from fxpipe.scheduling import SCHEDULES, Schedule, as_schedule_like, make_schedule, schedule_text
 from fxpipe.simulation.of_schedules import simulate_schedule
 from fxpipe.simulation.results import Simulation
@@ -99,7 +99,7 @@ def varied(
     if hardware is None:
         return found
     from fxpipe.hardware import parse_hardware
-    from fxpipe.retargeting import on_hardware
+    from fxpipe.plans.retargeting import on_hardware
 
     return on_hardware(found, parse_hardware(hardware))
 

@@ -11,8 +11,8 @@ from fxpipe.scheduling import Kind, Schedule
 from fxpipe.simulation.critical import Leg
 from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
-from fxpipe.text_timelines import timeline
 from fxpipe.timelines import Memory, Span, memory_of
+from fxpipe.timelines.text import timeline
 from fxpipe.units import human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:

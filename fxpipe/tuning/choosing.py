@@ -14,7 +14,8 @@ from typing import Any
 
 from fxpipe.deciding.sites import workers_of
 from fxpipe.placing import TRAINING_SCHEDULES
-from fxpipe.planning import Prepared, Studied, is_the_model, planned
+from fxpipe.planning.preparing import Prepared, planned
+from fxpipe.planning.studying import Studied, is_the_model
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
 from fxpipe.scheduling import ScheduleLike

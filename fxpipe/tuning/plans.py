@@ -2,7 +2,7 @@
 
 A cut hangs on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it hangs
 only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes that
-lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.resizing`).
+lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.plans.resizing`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol
 
-from fxpipe.action_costs import action_seconds
 from fxpipe.deciding import Cut, decide, is_by_hand
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
 from fxpipe.placing import placed
-from fxpipe.planning import Prepared, Studied, prepared
+from fxpipe.planning.preparing import Prepared, prepared
+from fxpipe.planning.studying import Studied
 from fxpipe.plans import Plan
+from fxpipe.plans.action_costs import action_seconds
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import StageCost, simulate_schedule

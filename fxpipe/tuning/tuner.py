@@ -17,7 +17,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
 from fxpipe.placing import TRAINING_SCHEDULES
-from fxpipe.planning import Studied, is_the_model, study
+from fxpipe.planning.studying import Studied, is_the_model, study
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.progress import progress as bar

@@ -18,7 +18,7 @@ from fxpipe.units import counted, human_bytes, human_seconds
 if TYPE_CHECKING:
     from fxpipe.api import Pipeline
     from fxpipe.plans import Plan
-    from fxpipe.steps import Source
+    from fxpipe.timelines.steps import Source
     from fxpipe.tuning import Tuning
 
 MOST_STAGES, MOST_PORTALS, MOST_TRIED = 64, 20, 12  # rows
@@ -95,7 +95,7 @@ def pipeline_html(pipe: Pipeline) -> str:
 def step_html(source: Source) -> str:
     """The timeline, and for each device its time and, of a simulation, its memory."""
     from fxpipe.inspect.timeline.gantt import gantt
-    from fxpipe.steps import step_of
+    from fxpipe.timelines.steps import step_of
 
     step = step_of(source)
     headers = ["device", "", "busy", "bubble", *(["most memory"] if step.memory else [])]

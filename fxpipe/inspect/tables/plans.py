@@ -106,7 +106,10 @@ def _place(line: str) -> str:
 def _checkpoint(plan: Plan) -> str:
     """One mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
     most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
-    where = [f"{mode} in stages {ranges([j for j, one in enumerate(plan.modes) if one == mode])}" for mode in others]
+    where = []
+    for mode in others:
+        places = [j for j, one in enumerate(plan.modes) if one == mode]
+        where.append(f"{mode} in stage{'' if len(places) == 1 else 's'} {ranges(places)}")
     return f"{most} ({'; '.join(where)})" if where else most
 
 

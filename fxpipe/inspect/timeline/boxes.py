@@ -12,9 +12,9 @@ from fxpipe.inspect.drawing.letters import text_width
 from fxpipe.inspect.drawing.scene import Bars, Item, Rect, Text
 from fxpipe.inspect.timeline.frames import Frame
 from fxpipe.scheduling.actions import Kind
-from fxpipe.steps import Step
-from fxpipe.text_timelines import has_loops, names_of
 from fxpipe.timelines import Span
+from fxpipe.timelines.steps import Step
+from fxpipe.timelines.text import has_loops, names_of
 
 MOST_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time

@@ -25,8 +25,8 @@ from fxpipe.inspect.drawing.scene import Group, Item, Line, Scene, Text
 from fxpipe.inspect.timeline.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
 from fxpipe.inspect.timeline.frames import Frame
 from fxpipe.inspect.timeline.memory_charts import HEAD, memory_chart
-from fxpipe.steps import Step
-from fxpipe.text_timelines import names_of
+from fxpipe.timelines.steps import Step
+from fxpipe.timelines.text import names_of
 from fxpipe.units import counted, percent
 
 MARGIN = 16.0

@@ -12,8 +12,8 @@ from fxpipe.inspect.drawing.svg import svg_of
 from fxpipe.inspect.timeline.boxes import MOST_BOXES
 from fxpipe.inspect.timeline.gantt import Gantt
 from fxpipe.scheduling.actions import Kind
-from fxpipe.steps import Step
-from fxpipe.text_timelines import has_loops
+from fxpipe.timelines.steps import Step
+from fxpipe.timelines.text import has_loops
 
 DIGITS = 9  # of a second: a nanosecond
 BODY = "body { margin: 8px; background: #fff; }\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fxpipe.inspect.drawing.writing import check_path, write_whole
 from fxpipe.inspect.timeline.gantt import gantt
-from fxpipe.steps import Source, step_of
+from fxpipe.timelines.steps import Source, step_of
 
 FORMATS = ("png", "pdf", "svg", "html", "json")
 WHAT = "a timeline"

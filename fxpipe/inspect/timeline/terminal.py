@@ -15,8 +15,8 @@ from typing import TextIO
 
 from fxpipe.inspect.drawing.axes import duration, time_ticks
 from fxpipe.scheduling.actions import Kind
-from fxpipe.steps import Source, Step, step_of
-from fxpipe.text_timelines import COLUMNS, extents, names_of, owners_of, rows_of, timeline
+from fxpipe.timelines.steps import Source, Step, step_of
+from fxpipe.timelines.text import COLUMNS, extents, names_of, owners_of, rows_of, timeline
 from fxpipe.units import percent
 
 NARROWEST = 20  # columns of time; a narrower window breaks the lines

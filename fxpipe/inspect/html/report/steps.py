@@ -15,7 +15,7 @@ from fxpipe.inspect.html.report.sections import OUTCOME, Outcome, aside, least_s
 from fxpipe.inspect.html.report.variants import Chunked
 from fxpipe.inspect.timeline.gantt import gantt
 from fxpipe.inspect.timeline.pages import timeline_figure
-from fxpipe.steps import step_of
+from fxpipe.timelines.steps import step_of
 from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fxpipe.action_costs import action_seconds
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware, link_between, shared_between
 from fxpipe.partitioning.chain import Link
 from fxpipe.plans import Plan, Sending, StagePlan, StageSeconds
+from fxpipe.plans.action_costs import action_seconds
 
 
 def on_hardware(plan: Plan, hardware: Hardware) -> Plan:

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING
 
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, FxpipeError
-from fxpipe.plan_parts import (
+from fxpipe.plans.parts import (
     Bottleneck,
     HeavyNode,
     Portal,
     Sending,
-    StageBytes,
     StagePlan,
-    StageSeconds,
-    StageWork,
     Tied,
     Whole,
 )
@@ -31,20 +28,6 @@ if TYPE_CHECKING:
     import sympy
 
     from fxpipe.scheduling import Schedule
-
-__all__ = [
-    "Bottleneck",
-    "HeavyNode",
-    "Plan",
-    "Portal",
-    "Sending",
-    "StageBytes",
-    "StagePlan",
-    "StageSeconds",
-    "StageWork",
-    "Tied",
-    "Whole",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,149 @@
+"""`fxpipe.plan`, and all passes in order for a pipe: trace, profile, decide, rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError
+from fxpipe.planning.preparing import Prepared, as_planned, planned
+from fxpipe.planning.studying import study, traced_batch
+from fxpipe.plans import Plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from fxpipe.hardware import Hardware
+    from fxpipe.profiling import Profile
+    from fxpipe.scheduling import ScheduleLike
+    from fxpipe.settings import Settings
+    from fxpipe.tracing.ways import Tracer
+
+
+def plan(
+    model: nn.Module,
+    stages: int | None = None,
+    *,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    devices: Sequence[str | torch.device] | None = None,
+    chunks: int | str = "auto",
+    schedule: ScheduleLike = "1f1b",
+    checkpoint: str | Sequence[str] = "auto",
+    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
+    pin: Mapping[str, Any] | None = None,
+    stages_per_device: int | None = None,
+    memory_limit: Any = None,
+    optimizer_state: float = 2.0,
+    hardware: str | Hardware | None = None,
+    profile: Profile | str | Path | None = None,
+    profile_budget: float | None = None,
+    tracer: Tracer = "auto",
+    in_dims: Any = None,
+    out_dims: Any = None,
+    leaf_modules: Sequence[str | type[nn.Module]] = (),
+    check: bool = True,
+    progress: bool = True,
+) -> Plan:
+    """Plans a pipeline without making it: traces, profiles, cuts, and leaves the model as it was.
+
+        plan = fxpipe.plan(model, 2, example_args=(x,))
+        print(plan)                     # the stages, what they cost, what they send
+        print(plan.stages[1].code)
+        plan.memory(1, b=8)             # bytes that stage 1 needs with micro-batches of 8
+
+    Args:
+        model: any module. Of one without values (on the meta device, or made under a FakeTensorMode) the seconds are
+            estimates, and `Plan.estimated_for` says of what hardware.
+        stages: how many, and `devices` for each one; the plan has more where pins or memory ask for several on a device
+            (see `checkpoint`), and with schedule="auto". With `devices`, may be left out. Without `devices` all are
+            planned for the CPU or, with `hardware`, for as many GPUs of that kind.
+        example_args, example_kwargs: a mini-batch as training will use it.
+        hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
+            `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
+        devices, chunks, schedule, checkpoint, balance, pin, stages_per_device, memory_limit, optimizer_state, profile,
+            profile_budget, tracer, in_dims, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
+
+    Raises:
+        FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
+        Exception: what the model itself raises on the inputs, with a note.
+    """
+    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
+    from fxpipe.placing import parse_schedule_to_train, workers_for
+    from fxpipe.progress import showing
+    from fxpipe.settings import AUTO, USUAL_SCHEDULE, make_settings
+
+    per_device = parse_stages_per_device(stages_per_device)
+    given_hardware = parse_given_hardware(hardware)
+    if devices is None and stages is not None:
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
+        is_gpu = given_hardware is not None and given_hardware.within is not None
+        order = parse_schedule_to_train(USUAL_SCHEDULE if schedule == AUTO else schedule)
+        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
+    settings = make_settings(
+        devices=devices,
+        chunks=chunks,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        balance=balance,
+        pin=pin,
+        stages_per_device=per_device,
+        memory_limit=memory_limit,
+        optimizer_state=optimizer_state,
+        hardware=given_hardware,
+        profile=profile,
+        profile_budget=profile_budget,
+        tracer=tracer,
+        in_dims=in_dims,
+        out_dims=out_dims,
+        leaf_modules=leaf_modules,
+        check=check,
+        progress=progress,
+        anywhere=given_hardware is not None,
+    )
+    if stages is not None and stages != len(settings.placement):
+        each = len(settings.placement) // len(settings.workers)
+        shared = f" of {each} stages" if each > 1 else ""
+        raise ArgumentError(
+            f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
+            "out"
+        )
+    with showing(settings.progress):
+        return prepare(model, example_args, example_kwargs or {}, settings).plan
+
+
+def prepare(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    given: Plan | None = None,
+    seed: int = 0,
+) -> Prepared:
+    """All passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
+
+    `seed` is that of the numbers that forward draws and reads.
+    """
+    from fxpipe.tracing.modes import in_mode
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    if given is None:
+        studied = study(model, args, kwargs, settings, seed)
+        if settings.left:
+            from fxpipe.tuning.choosing import planned_best
+
+            return planned_best(studied, args, kwargs, settings)
+        return planned(studied, settings)
+    with on_one_device(model) as device, in_mode(model, given.evaluating):
+        args, kwargs = moved((args, kwargs), device)
+        traced, batch = traced_batch(model, args, kwargs, settings, seed)
+        if given.fingerprint != traced.fingerprint():
+            raise ArgumentError(
+                f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
+                "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
+            )
+        return as_planned(traced, given, batch, settings)
