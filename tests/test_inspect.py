@@ -419,7 +419,7 @@ def test_inputs_of_a_function(model_file: Path) -> None:
     assert len(arguments.args) == 3
     assert arguments.args[2] == 2.0
     assert list(arguments.kwargs) == ["tokens", "scale"]
-    with pytest.raises(ArgumentError, match=r"returned list; expected a tensor, a tuple of .* or a dict of"):
+    with pytest.raises(ArgumentError, match=r"returned a list; expected a tensor, a tuple of .* or a dict of"):
         make_arguments([Input(Target(where, "list_inputs"))])
     with pytest.raises(ArgumentError, match="argument 'scale' was given by an --input before it"):
         make_arguments([Input(Target(where, "dict_inputs")), Input(Target(where, "dict_inputs"))])
