@@ -16,7 +16,10 @@ import torch
 from inspected import MIB, make_plan, refusal
 
 import fxpipe.planning
+from fxpipe import arguments
 from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.hardware import HARDWARE
+from fxpipe.inspect import options
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.devices import parse_devices
 from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
@@ -27,6 +30,7 @@ from fxpipe.inspect.tables.plans import plan_table, ranges, shortened, shortened
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
 from fxpipe.polynomials import Polynomial
+from fxpipe.tracing import ways
 
 MODEL_FILE = """
 import torch
@@ -293,7 +297,7 @@ def test_of_a_long_path_the_end_is_shown() -> None:
     assert shortened_line("net.py:7") == "net.py:7"
     assert shortened_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
     assert shortened_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
-    assert shortened_line("unknown") == ""
+    assert shortened_line("") == ""
 
 
 def test_ranges_of_numbers() -> None:
@@ -415,7 +419,7 @@ def test_inputs_of_a_function(model_file: Path) -> None:
     assert len(arguments.args) == 3
     assert arguments.args[2] == 2.0
     assert list(arguments.kwargs) == ["tokens", "scale"]
-    with pytest.raises(ArgumentError, match=r"returned list; expected a tensor, a tuple of .* or a dict of"):
+    with pytest.raises(ArgumentError, match=r"returned a list; expected a tensor, a tuple of .* or a dict of"):
         make_arguments([Input(Target(where, "list_inputs"))])
     with pytest.raises(ArgumentError, match="argument 'scale' was given by an --input before it"):
         make_arguments([Input(Target(where, "dict_inputs")), Input(Target(where, "dict_inputs"))])
@@ -553,6 +557,10 @@ def test_mistakes_end_in_one_line(
     line, *expected = MISTAKES[name]
     found = refusal(line.split(), capsys)
     assert all(part in found for part in expected), found
+
+
+def test_choices_are_those_of_planning() -> None:
+    assert (ways.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (options.TRACERS, options.BALANCES, options.HARDWARE)
 
 
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from inspected import make_plan, refusal
 
 import fxpipe
 from fxpipe.inspect.cli import main
-from fxpipe.plans import Plan
+from fxpipe.plans import Plan, Portal
 
 ROOT = str(Path(fxpipe.__file__).parents[1])
 
@@ -155,3 +155,17 @@ def test_a_mistake_in_a_process_is_one_line(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("fxpipe.inspect: argument --chunks: '0': expected the number of micro-batches")
+
+
+def test_a_name_that_the_output_has_no_letters_for_is_marked(tmp_path: Path) -> None:
+    make_plan(3, portals=(Portal("größe", 0, 2, 1024),)).save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "fxpipe.inspect", "plan.json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr??e" in done.stdout

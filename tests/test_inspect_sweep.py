@@ -182,7 +182,7 @@ def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.Captur
     argv = [*mlp, "--devices", "2", "--tune"]
     assert main([*argv, "--save", f"{tmp_path}/best.json"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("mini-batches of 16 on 1 x cuda:0, 1 x cuda:1, seconds estimated for NVIDIA H100 SXM")
+    assert printed.startswith("mini-batches of 16 on 2 x cuda, seconds estimated for NVIDIA H100 SXM")
     marked = next(line.split() for line in printed.splitlines() if line.startswith("->"))
     best = Plan.load(tmp_path / "best.json")
     assert [best.schedule, str(best.chunks)] == marked[1:3]

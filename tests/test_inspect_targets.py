@@ -16,7 +16,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
 from fxpipe.inspect.inputs import Input, Shape, make_arguments
-from fxpipe.inspect.request import PlanFile, parse_request, parse_subject
+from fxpipe.inspect.request import PlanFile, in_options, parse_request, parse_subject
 from fxpipe.inspect.target import Target, load_model
 from fxpipe.inspect.values import parse_keyword
 
@@ -285,3 +285,13 @@ def test_what_a_saved_plan_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"{tmp_path}/no.json: cannot be read: No such file" in refusal([f"{tmp_path}/no.json"], capsys)
     path.write_text("{}")
     assert "is no plan of fxpipe" in refusal([str(path)], capsys)
+
+
+def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert in_options("pin['0']=7: there are 2 devices") == "--pin: pin['0']=7: there are 2 devices"
+    assert in_options("leaf_modules: no module") == "--leaf: leaf_modules: no module"
+    assert in_options("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
+    assert in_options("--devices 3: stages=3") == "--devices 3: stages=3"
+    argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--memory-limit", "lots"]
+    assert "inspect: --memory-limit: memory_limit='lots' is no number of bytes" in refusal(argv, capsys)
+    assert "TARGET goes before --kwargs" in refusal(["--kwargs", "width=2", f"{factories}:make"], capsys)

@@ -131,3 +131,11 @@ def test_bars_are_as_long_as_parts_and_the_limit_stands_where_it_is():
     assert limits == pytest.approx([8 * widths[0], 5 * widths[0]])
     for text in (item for item in scene.items if isinstance(item, Text)):
         assert text.x + text_width(text.text, text.size) <= scene.width
+
+
+def test_a_limit_far_above_the_bars_is_told_and_leaves_them_their_length():
+    scene = memory_bars(["0: cpu"], [Parts(parameters=GIB)], [100 * GIB])
+    bar = next(item for item in scene.items if isinstance(item, Rect) and item.title)
+    assert bar.width > scene.width / 2
+    assert not [item for item in scene.items if isinstance(item, Line) and item.title]
+    assert "1.0 GiB of 100.0 GiB" in [item.text for item in scene.items if isinstance(item, Text)]

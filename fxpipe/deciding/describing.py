@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
-from fxpipe.deciding.remarks import heaviest, tied, whole
+from fxpipe.deciding.remarks import heaviest, line_of, tied, whole
 from fxpipe.deciding.shares import shares
 from fxpipe.deciding.sites import link_of
 from fxpipe.hardware import shared_between
@@ -113,7 +113,7 @@ def describe(
                 shares=shares(own, samples),
             )
         )
-    lines = {node.name: node.meta.get("source", "") for node in traced.graph.nodes}
+    lines = {node.name: line_of(node) for node in traced.graph.nodes}
     return Plan(
         stages=tuple(stages),
         portals=tuple(

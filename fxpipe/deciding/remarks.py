@@ -5,14 +5,23 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from fxpipe.plans import HeavyNode, Tied, Whole
 from fxpipe.tracing.containers import bytes_in
+from fxpipe.tracing.source import UNKNOWN
 from fxpipe.tracing.traced import lookup
 
 if TYPE_CHECKING:
     from fxpipe.deciding.cuts import Cut
     from fxpipe.rewriting import Program
     from fxpipe.tracing import Traced
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that made the node; empty where it is not known."""
+    line = str(node.meta.get("source", ""))
+    return "" if line == UNKNOWN else line
 
 
 def tied(traced: Traced, program: Program) -> tuple[Tied, ...]:
@@ -41,7 +50,7 @@ def whole(traced: Traced) -> tuple[Whole, ...]:
     for node in traced.nodes:
         if "whole" in node.meta:
             path = node.meta["whole"]
-            found.setdefault(path, Whole(path, node.meta["why"], node.meta["source"]))
+            found.setdefault(path, Whole(path, node.meta["why"], line_of(node)))
     return tuple(found.values())
 
 
@@ -53,5 +62,5 @@ def heaviest(cut: Cut, samples: int) -> HeavyNode:
         stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
         cost = by_kind[cut.sites[stage].kind][node.name]
         seconds = cost.forward + cost.backward
-        found.append(HeavyNode(node.name, stage, seconds.at(samples), node.meta["source"], seconds.fixed))
+        found.append(HeavyNode(node.name, stage, seconds.at(samples), line_of(node), seconds.fixed))
     return max(found, key=lambda node: node.seconds)

@@ -1,10 +1,13 @@
 """`python -m fxpipe.inspect`: see `cli`."""
 
+import io
 import os
 import sys
 
 from fxpipe.inspect.cli import main
 
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="replace")  # a terminal or file that has no letter for a name gets a mark for it
 try:
     status = main(sys.argv[1:])
     sys.stdout.flush()

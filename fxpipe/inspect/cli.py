@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
-from fxpipe.inspect.request import parse_request
+from fxpipe.inspect.request import in_options, parse_request
 
 # Neither torch nor anything that imports it is imported above: --help answers at once.
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text)
     except FxpipeError as error:
         words = error.brief if isinstance(error, MemoryLimitError) else str(error)
-        print(f"fxpipe.inspect: {' '.join(words.split())}", file=sys.stderr)
+        print(f"fxpipe.inspect: {in_options(' '.join(words.split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxpipe.inspect: interrupted", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.target import FORMS, Target, call_target, parse_target
-from fxpipe.inspect.words import describe
+from fxpipe.inspect.words import an, describe
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ def make_arguments(inputs: Iterable[Input], *, integers_below: int = 2, on_meta:
             kwargs.update(made)
         else:
             raise ArgumentError(
-                f"--input {given}: returned {type(made).__name__}; expected a tensor, a tuple of positional arguments, "
+                f"--input {given}: returned {an(made)}; expected a tensor, a tuple of positional arguments, "
                 f"or a dict of keyword arguments"
             )
     return Arguments(tuple(args), kwargs)

@@ -94,12 +94,12 @@ def plan_again(loaded: Loaded, studied: Studied, settings: Settings) -> Plan:
 
 def _raise_if_model_fails(model: nn.Module, arguments: Arguments) -> None:
     """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
-    from fxpipe.tracing.source import line_of_error
+    from fxpipe.tracing.source import UNKNOWN, line_of_error
 
     try:
         model(*arguments.args, **arguments.kwargs)
     except Exception as error:
         line = line_of_error(error)
-        place = "" if line == "unknown" else f" ({line})"
+        place = "" if line == UNKNOWN else f" ({line})"
         given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
         raise ArgumentError(f"the model raises {describe(error)}{place} {given}") from error

@@ -14,11 +14,11 @@ from fxpipe.inspect.inputs import ACCEPTED, parse_input
 from fxpipe.inspect.request import parse_subject
 from fxpipe.inspect.target import FORMS
 from fxpipe.inspect.values import parse_keyword
-from fxpipe.scheduling import SCHEDULES
+from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 
 T = TypeVar("T")
 
-CHECKPOINTS = ("auto", "never", "except_last", "always")
+# As planning has them, whose files import torch.
 TRACERS = ("auto", "record", "export", "fx")
 BALANCES = ("auto", "block", "optimal")  # any other word is the name of a node or module
 HARDWARE = ("a100-80gb", "h100", "h200", "cpu")
@@ -134,12 +134,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         choices=HARDWARE,
         help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it",
     )
-    add("--chunks", type=_value(_parse_chunks), metavar="M", help="number of micro-batches")
+    add("--chunks", type=_value(_number_of("micro-batches", 6)), metavar="M", help="number of micro-batches")
     add("--schedule", choices=[name for name in SCHEDULES if name != "inference"], help="order of forward and backward")
-    add("--checkpoint", choices=CHECKPOINTS, help="which micro-batches are recomputed in backward")
+    add("--checkpoint", choices=("auto", *CHECKPOINTS), help="which micro-batches are recomputed in backward")
     add(
         "--stages-per-device",
-        type=_value(_parse_stages_per_device),
+        type=_value(_number_of("stages of a device", 4)),
         metavar="K",
         help="number of stages of each worker, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
     )
@@ -184,7 +184,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         help="compare with a saved plan: what moved, seconds, bytes, memory, schedule",
     )
     alone = group.add_mutually_exclusive_group()
-    alone.add_argument("--json", action="store_true", help="print it all as JSON")
+    alone.add_argument(
+        "--json",
+        action="store_true",
+        help="print it all as JSON; python -m pydoc fxpipe.inspect.tables.document says what its keys are",
+    )
     alone.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
     add("--save", type=Path, metavar="PLAN.json", help="write the plan to a file")
     add("--timeline", type=Path, metavar="FILE", help="draw a step: .png, .pdf, .svg, .html, or .json for Perfetto")
@@ -218,16 +222,15 @@ def _parse_optimizer_state(text: str) -> float:
         raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
 
 
-def _parse_chunks(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,5}", text):
-        raise ArgumentError(f"{text!r}: expected the number of micro-batches, at least 1")
-    return int(text)
+def _number_of(what: str, digits: int) -> Callable[[str], int]:
+    """Reads a whole number of at least 1."""
 
+    def parse(text: str) -> int:
+        if not re.fullmatch(rf"0*[1-9]\d{{0,{digits - 1}}}", text):
+            raise ArgumentError(f"{text!r}: expected the number of {what}, at least 1")
+        return int(text)
 
-def _parse_stages_per_device(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9]\d{0,3}", text):
-        raise ArgumentError(f"{text!r}: expected the number of stages of a device, at least 1")
-    return int(text)
+    return parse
 
 
 def _value(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,6 +59,9 @@ OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limi
 OF_A_STEP = ("chunks", "schedule", "checkpoint", "hardware")  # that another step of a plan may have, as it is
 
 
+ARGUMENTS = (*OPTIONS, "devices", "stages_per_device", "pin")
+
+
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     from fxpipe.inspect.options import make_parser
@@ -97,6 +101,14 @@ def parse_subject(text: str) -> Subject:
         return parse_target(text)
     except ArgumentError:
         raise ArgumentError(f"{text!r}: expected {FORMS}, hf:gpt2 or another type, or a saved plan.json") from None
+
+
+def in_options(message: str) -> str:
+    """A message of planning, which begins with an argument of Python's, behind the option that gave it."""
+    match = re.match(r"(\w+)['\w\[\].]*(=|: )", message)
+    name = match[1] if match is not None else ""
+    options = {"leaf_modules": "--leaf", **{name: f"--{name.replace('_', '-')}" for name in ARGUMENTS}}
+    return f"{options[name]}: {message}" if name in options else message
 
 
 def _keywords(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

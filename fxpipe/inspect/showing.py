@@ -12,7 +12,8 @@ from fxpipe.errors import ArgumentError
 from fxpipe.inspect.files import Output
 from fxpipe.inspect.finding import Findings
 from fxpipe.inspect.request import Request
-from fxpipe.inspect.words import count, describe
+from fxpipe.inspect.words import describe
+from fxpipe.units import counted
 
 if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
@@ -49,7 +50,7 @@ def _write(found: Findings, option: str, path: Path) -> None:
         from fxpipe.inspect.timeline.pictures import save_timeline
 
         schedule = found.simulation.schedule
-        step = f"{schedule.name}, {count(schedule.micro_batches, 'micro-batch', 'es')}"
+        step = f"{schedule.name}, {counted(schedule.micro_batches, 'micro-batch', 'es')}"
         save_timeline(found.simulation, path, title=f"{title}, {step}")
     elif option == "graph":
         from fxpipe.inspect.lanes.saving import save_graph

@@ -20,7 +20,8 @@ def parse_keyword(text: str) -> tuple[str, Any]:
     """`depth=4` -> ("depth", 4); `name=small` -> ("name", "small")."""
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ArgumentError(f"{text!r}: expected name=value, as in depth=4")
+        place = "; TARGET goes before --kwargs" if ":" in text else ""  # it was taken for one more
+        raise ArgumentError(f"{text!r}: expected name=value, as in depth=4{place}")
     return name, _value(value)
 
 

@@ -24,8 +24,3 @@ def an(value: object) -> str:
     if value is None:
         return kind
     return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
-
-
-def count(number: int, noun: str, plural: str = "s") -> str:
-    """`1 stage`, `2 stages`."""
-    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -128,7 +128,7 @@ class Whole:
 
     name: str
     why: str
-    line: str  # of the user's code that calls it
+    line: str  # of the user's code that calls it; empty where it is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,5 +138,5 @@ class HeavyNode:
     name: str
     stage: int
     seconds: float  # of one micro-batch, forward and backward
-    line: str  # of the user's code
+    line: str  # of the user's code; empty where it is not known
     fixed_seconds: float = 0.0  # of that, what it is for any size

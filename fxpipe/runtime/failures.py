@@ -7,19 +7,11 @@ from typing import Any
 from fxpipe.rewriting.program import Location, Stage
 from fxpipe.scheduling.actions import Action, Kind
 
-_WORDS = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "backward of weights",
-    Kind.UPDATE: "update",
-}
-
 
 def note(error: BaseException, action: Action, stage: Stage, stages: int, device: str) -> str:
     """What to add to an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
     text = (
-        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
+        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
     )
     name, location = _node(error, stage)
     if location is not None:

@@ -17,7 +17,7 @@ from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
 from fxpipe.timelines import Span
 from fxpipe.timelines.text import timeline
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.runtime.assembly import Assembly
@@ -117,10 +117,10 @@ class StepRecord:
         return step_html(self)
 
     def __str__(self) -> str:
-        count = f"{len(self.actions)} action{'' if len(self.actions) == 1 else 's'}"
+        count = counted(len(self.actions), "action")
         away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
         rows = [
-            (d, one.name, human_seconds(one.busy), human_seconds(one.waited), f"{self.bubble(d):.0%}",
+            (d, one.name, human_seconds(one.busy), human_seconds(one.waited), percent(self.bubble(d)),
              human_bytes(one.received), human_bytes(one.sent))
             for d, one in enumerate(self.devices)
         ]  # fmt: skip

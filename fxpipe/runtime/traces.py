@@ -17,19 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.runtime.ranges import range_name
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Action
 from fxpipe.timelines import Memory, Parts, Span
 from fxpipe.timelines.steps import Arrow, Source, Step, arrows_of, step_of
 
 PROCESS = 1
 PARTS = tuple(field.name for field in fields(Parts))
-CATEGORIES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "backward of weights",
-    Kind.UPDATE: "update",
-}
 
 
 def write_trace(source: Source, path: str | Path) -> None:
@@ -88,7 +81,7 @@ def _actions(step: Step, arrows: Sequence[Arrow]) -> Iterator[dict[str, Any]]:
         yield {
             "ph": "X",
             "name": str(action),
-            "cat": CATEGORIES[action.kind],
+            "cat": action.kind.words,
             "pid": PROCESS,
             "tid": span.device,
             "ts": start / 1e3,

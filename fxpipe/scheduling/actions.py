@@ -28,6 +28,11 @@ class Kind(enum.Enum):
     def __str__(self) -> str:
         return self.value
 
+    @property
+    def words(self) -> str:
+        """What people call it."""
+        return "backward of weights" if self is Kind.WEIGHT else self.name.lower()
+
 
 class Action(NamedTuple):  # as a key it hashes and compares three times as fast as a dataclass would
     """One piece of work of one device."""

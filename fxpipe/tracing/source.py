@@ -9,6 +9,8 @@ from types import FrameType
 
 import torch
 
+UNKNOWN = "unknown"  # in place of a line: there is none, as in a model of torch's own modules that fxpipe itself calls
+
 # With the separator: torchvision lives beside torch, and is the user's.
 _NOT_THE_USERS = tuple(
     os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
@@ -20,7 +22,7 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<frozen ")):  # `python -m`
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN
 
 
 def line_in_trace(text: str) -> str:
@@ -32,7 +34,7 @@ def line_in_trace(text: str) -> str:
 
 def line_of_error(error: BaseException) -> str:
     """Where in the user's code an exception came from: the innermost line that is neither torch's nor fxpipe's."""
-    found, entry = "unknown", error.__traceback__
+    found, entry = UNKNOWN, error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<")):
             found = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"

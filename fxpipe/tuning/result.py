@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from tabulate import tabulate
 from fxpipe.plans import Plan
 from fxpipe.simulation import Simulation
 from fxpipe.simulation.of_plans import simulate
-from fxpipe.units import human_bytes
+from fxpipe.units import human_bytes, human_seconds, percent
 
 SHOWN = 20  # rows of the printed table, beside the chosen one
 SAME = 0.001  # steps that differ by less are equally long: then the one that needs less memory is better
@@ -94,13 +95,13 @@ class Tuning:
         return tuning_html(self)
 
     def _head(self) -> str:
-        names = dict.fromkeys(self.devices)
-        listed = ", ".join(f"{self.devices.count(name)} x {name}" for name in names)
+        kinds = Counter(name.partition(":")[0] for name in self.devices)
+        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
         how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"mini-batches of {self.batch} on {listed}{how}; the chosen way is marked"
 
     def _line(self, row: Row, is_measured: bool) -> list[str]:
-        measured = "" if row.measured_seconds is None else _time(row.measured_seconds)
+        measured = "" if row.measured_seconds is None else human_seconds(row.measured_seconds)
         return [
             "->" if row is self.best else "",
             row.schedule if "\n" not in row.schedule else row.schedule.partition(":")[0],
@@ -109,7 +110,7 @@ class Tuning:
             str(row.stages_per_device),
             _step(row),
             *[measured] * is_measured,
-            "" if row.plan is None else f"{row.simulation.mean_bubble:.0%}".replace("%", " %"),
+            "" if row.plan is None else percent(row.simulation.mean_bubble),
             "" if row.plan is None else human_bytes(row.peak),
             human_bytes(row.lacks) if row.lacks > 0 else "",
         ]
@@ -123,11 +124,7 @@ def _modes(modes: tuple[str, ...]) -> str:
 
 def _step(row: Row) -> str:
     least = "≥ " if row.plan is None else ""
-    return least + _time(row.step_seconds) if row.step_seconds else ""
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    return least + human_seconds(row.step_seconds) if row.step_seconds else ""
 
 
 def preferred(rows: Iterable[Row]) -> list[Row]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import parse_given_hardware, parse_several, parse_switch
+from fxpipe.arguments import BALANCES, parse_given_hardware, parse_several, parse_switch
 from fxpipe.counts import whole_number
 from fxpipe.deciding.sites import workers_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
@@ -39,8 +39,6 @@ from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
 from fxpipe.tuning.result import Row, Tuning, in_order, preferred
 from fxpipe.tuning.search import Limits, search
 from fxpipe.tuning.shortage import least_that_would
-
-BALANCES = ("auto", "block", "optimal")
 
 
 def tune(

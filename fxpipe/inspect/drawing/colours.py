@@ -21,13 +21,6 @@ KINDS = {
     Kind.WEIGHT: "#d9701c",
     Kind.UPDATE: "#2b2b2b",
 }
-KIND_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.WEIGHT: "backward of weights",
-    Kind.UPDATE: "update",
-}
 RECEIVING = "#c9c9c9"
 
 MEMORY = {  # what stays throughout a step, in greys; what comes and goes

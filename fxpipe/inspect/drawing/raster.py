@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
@@ -19,16 +18,6 @@ POINTS_PER_INCH = 72
 DOTS_PER_INCH = 144  # of a PNG
 MOST_DOTS = 30_000  # on a side; matplotlib draws up to 65,536, and many viewers open no more than 32,767
 FORMATS = ("png", "pdf")
-
-
-def save_raster(scene: Scene, path: str | Path) -> None:
-    """Writes a PNG or a PDF, by the suffix of `path`.
-
-    Raises:
-        ArgumentError: there is no matplotlib; another suffix.
-        OSError: the file cannot be written.
-    """
-    Path(path).write_bytes(raster_of(scene, Path(path).suffix.removeprefix(".").lower()))
 
 
 def raster_of(scene: Scene, form: str) -> bytes:

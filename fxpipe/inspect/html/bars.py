@@ -1,4 +1,7 @@
-"""What the devices of a step hold at their peaks, as stacked bars: a row for each device, its limit a line across."""
+"""What the devices of a step hold at their peaks, as stacked bars: a row for each device, its limit a line across.
+
+A limit far above all of them would leave nothing of the bars to see: it is told, and not drawn.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from fxpipe.inspect.drawing.colours import GRID, INK, LIMIT, MEMORY
 from fxpipe.inspect.drawing.legends import Entry, legend
 from fxpipe.inspect.drawing.letters import fitted
 from fxpipe.inspect.drawing.scene import Item, Line, Rect, Scene, Text
+from fxpipe.inspect.timeline.memory_charts import FLAT
 from fxpipe.units import human_bytes
 
 if TYPE_CHECKING:
@@ -22,14 +26,16 @@ def memory_bars(names: Sequence[str], parts: Sequence[Parts], limits: Sequence[f
     """For each device its name, what it holds at its peak, and what it may hold, where that is known."""
     height = 16.0 if len(names) > 20 else 24.0
     held = [kind for kind in MEMORY if any(getattr(found, kind) for found in parts)]
-    longest = max([*(found.total for found in parts), *(limit for limit in limits if limit is not None)]) or 1
+    peak = max(found.total for found in parts)
+    drawn = [None if limit is None or limit > FLAT * peak else limit for limit in limits]
+    longest = max(peak, *(limit or 0.0 for limit in drawn)) or 1
     start, bottom = MARGIN + NAMES, LEGEND + height * len(names)
     entries = [Entry(kind, MEMORY[kind]) for kind in held]
-    if any(limit is not None for limit in limits):
+    if any(limit is not None for limit in drawn):
         entries.append(Entry("limit", LIMIT, is_line=True))
     items: list[Item] = legend(entries, start, 16, WIDTH)
     items.append(Line(((start, LEGEND), (start, bottom)), GRID))
-    for row, (name, found, limit) in enumerate(zip(names, parts, limits, strict=True)):
+    for row, (name, found, limit, level) in enumerate(zip(names, parts, limits, drawn, strict=True)):
         top, x = LEGEND + row * height, start
         base = top + height / 2 + 4
         items.append(Text(MARGIN, base, fitted(name, NAMES - 8, SIZE), SIZE))
@@ -41,9 +47,9 @@ def memory_bars(names: Sequence[str], parts: Sequence[Parts], limits: Sequence[f
                 items.append(Rect(x, top + 3, width, height - 6, MEMORY[kind], title=title))
             x += width
         is_over = limit is not None and found.total > limit
-        if limit is not None:
-            at = start + WIDTH * limit / longest
-            items.append(Line(((at, top + 1), (at, top + height - 1)), LIMIT, 2, title=f"limit {human_bytes(limit)}"))
+        if level is not None:
+            at = start + WIDTH * level / longest
+            items.append(Line(((at, top + 1), (at, top + height - 1)), LIMIT, 2, title=f"limit {human_bytes(level)}"))
             x = max(x, at)
         of = f" of {human_bytes(limit)}" if limit is not None else ""
         items.append(Text(x + 8, base, human_bytes(found.total) + of, SIZE, LIMIT if is_over else INK))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fxpipe import units
 from fxpipe.inspect.drawing.svg import escaped
 from fxpipe.units import human_bytes, human_seconds
 
@@ -55,7 +56,7 @@ def seconds(value: float) -> Cell:
 
 def percent(value: float) -> Cell:
     """Of a share, 0 to 1."""
-    return Cell(f"{100 * value:.1f} %", value)
+    return Cell(units.percent(value), value)
 
 
 def missing() -> Cell:

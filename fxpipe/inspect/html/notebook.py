@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpipe import units
 from fxpipe.inspect.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.markup import Cell, code, missing, number, percent, seconds, size, text
 from fxpipe.inspect.tables.figures import plan_figures
@@ -58,7 +59,7 @@ def plan_html(plan: Plan) -> str:
     )
     facts = (
         f"schedule {plan.schedule.partition(':')[0]}; step {human_seconds(figures.step_seconds)}, "
-        f"bubble {100 * figures.mean_bubble:.1f} %, slowest stage {figures.slowest_to_mean:.2f} times the mean one"
+        f"bubble {units.percent(figures.mean_bubble)}, slowest stage {figures.slowest_to_mean:.2f} times the mean one"
     )
     parts = [_head(head, facts), _table(headers, rows)]
     if len(plan.stages) > MOST_STAGES:
@@ -102,7 +103,7 @@ def step_html(source: Source) -> str:
     for d, (name, busy, bubble) in enumerate(zip(step.devices, step.busy, step.bubble, strict=True)):
         memory = (size(step.memory[d].peak),) if step.memory else ()
         rows.append((number(d), text(name), seconds(busy), percent(bubble), *memory))
-    head = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {100 * step.mean_bubble:.1f} %"
+    head = f"{step.schedule}: step {human_seconds(step.seconds)}, bubble {units.percent(step.mean_bubble)}"
     facts = (
         f"{'simulated' if step.is_simulated else 'measured'}: {counted(step.stages, 'stage')}, "
         f"{counted(step.micro_batches, 'micro-batch', 'es')}"

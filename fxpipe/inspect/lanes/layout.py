@@ -37,7 +37,7 @@ from fxpipe.inspect.lanes.frame import (
     title_of,
 )
 from fxpipe.inspect.lanes.grouping import NodeGroup, groups_of, short_name
-from fxpipe.units import counted, human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan, StagePlan
@@ -178,9 +178,7 @@ def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame:
 
 def _group_title(group: NodeGroup, stage: StagePlan) -> str:
     time = human_seconds(group.share * seconds_of(stage))
-    head = (
-        f"{group.name}: {counted(len(group.nodes), 'node')}, {time}, {100 * group.share:.1f} % of stage {stage.index}"
-    )
+    head = f"{group.name}: {counted(len(group.nodes), 'node')}, {time}, {percent(group.share)} of stage {stage.index}"
     return title_of(head, [name for name in group.nodes if name != group.name])
 
 

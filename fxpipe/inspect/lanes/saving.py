@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.inspect.drawing.svg import svg_of
 from fxpipe.inspect.drawing.writing import check_path, write_whole
 from fxpipe.inspect.lanes.layout import lanes
-from fxpipe.inspect.lanes.viewer import page_of
+from fxpipe.inspect.lanes.viewer import viewer_page
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
@@ -30,7 +30,7 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
     """
     form = check_graph_path(path)
     picture = svg_of(lanes(plan, title))
-    content = page_of(picture, title or "Graph of a pipeline") if form == "html" else picture
+    content = viewer_page(picture, title or "Graph of a pipeline") if form == "html" else picture
     write_whole(path, content.encode(), WHAT)
 
 

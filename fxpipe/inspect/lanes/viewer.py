@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxpipe.inspect.drawing.svg import escaped
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+from fxpipe.inspect.drawing.pages import page_of
 
 STYLE = """\
 :root { color-scheme: light dark; }
@@ -24,24 +22,10 @@ html, body { height: 100%; margin: 0; background: #fff; font: 13px/1.4 system-ui
 """
 
 
-def page_of(svg: str, title: str) -> str:
+HELP = "drag to move, Ctrl + wheel or + and − to zoom, 0 to begin again"
+
+
+def viewer_page(svg: str, title: str) -> str:
     """The page: without scripts the picture as wide as the window."""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escaped(title)}</title>
-<style>
-{STYLE}</style>
-</head>
-<body>
-<div id="view" tabindex="0">
-{svg}</div>
-<div id="help" hidden>drag to move, Ctrl + wheel or + and − to zoom, 0 to begin again</div>
-<script>
-{Path(__file__).with_name("viewer.js").read_text(encoding="utf-8")}</script>
-</body>
-</html>
-"""
+    body = f'<div id="view" tabindex="0">\n{svg}</div>\n<div id="help" hidden>{HELP}</div>'
+    return page_of(title, STYLE, body, Path(__file__).with_name("viewer.js").read_text(encoding="utf-8"))

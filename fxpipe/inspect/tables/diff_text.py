@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fxpipe.inspect.tables.diff import Change, Difference, Moved, StageChange
 from fxpipe.inspect.tables.plans import MOST_LINES, NOTHING, shortened, table, wrapped
-from fxpipe.inspect.words import count
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 STAGE_HEADERS = ("stage", "nodes", "forward", "backward", "parameters", "memory", "sends")
 TOTAL_HEADERS = ("", "before", "after", "change")
@@ -46,12 +45,12 @@ def _moves(found: Difference) -> str:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more such moves"]
     for what, names in (("gone", found.gone), ("new", found.new)):
         if names:
-            lines.append(f"{what}: {count(len(names), 'node')}, {_ends(names)}")
+            lines.append(f"{what}: {counted(len(names), 'node')}, {_ends(names)}")
     return "\n".join(["moved", *(wrapped(f"- {line}") for line in lines)]) if lines else "no node moved"
 
 
 def _moved(moved: Moved) -> str:
-    return f"{count(len(moved.nodes), 'node')} from stage {moved.source} to {moved.target}: {_ends(moved.nodes)}"
+    return f"{counted(len(moved.nodes), 'node')} from stage {moved.source} to {moved.target}: {_ends(moved.nodes)}"
 
 
 def _ends(names: Sequence[str]) -> str:
@@ -72,7 +71,7 @@ def _stages(stages: Sequence[StageChange]) -> str:
     if not rows:
         return ""
     same = len(stages) - len(rows)
-    rest = f"\nand {count(same, 'stage')} as before" if same else ""
+    rest = f"\nand {counted(same, 'stage')} as before" if same else ""
     return table(rows, STAGE_HEADERS, left=()) + rest
 
 
@@ -100,10 +99,6 @@ def _figure(name: str, value: object) -> str:
     elif name.endswith("_bytes"):
         shown = human_bytes
     elif name == "bubble":
-        shown = _percent
+        shown = percent
     assert isinstance(value, (int, float))
     return shown(value)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"

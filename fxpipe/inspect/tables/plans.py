@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from fxpipe.inspect.tables.figures import PlanFigures, StageFigures, plan_figures
-from fxpipe.inspect.words import count
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan, Portal, StagePlan, Tied
@@ -52,9 +51,7 @@ def wrapped(line: str) -> str:
 
 
 def shortened_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line. Nothing where it is not known."""
-    if line == "unknown":
-        return ""
+    """Of a path and a line number, the end: it says which file and line."""
     if len(line) <= MOST_LINE:
         return line
     end = line[3 - MOST_LINE :]
@@ -64,15 +61,15 @@ def shortened_line(line: str) -> str:
 def _head(plan: Plan) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.micro_batches == 1 else "at most "
-    workers = f" on {count(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
+    workers = f" on {counted(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
-    micro_batches = f"{count(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
+    micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
     choices = (
         f"schedule {name}, checkpoint {_checkpoint(plan)}, balance {plan.balance}, tracer {plan.tracer}, "
         f"graph {plan.fingerprint[:12]}"
     )
     lines = [
-        f"{count(len(plan.stages), 'stage')}{workers}, {micro_batches}",
+        f"{counted(len(plan.stages), 'stage')}{workers}, {micro_batches}",
         wrapped(choices),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
@@ -96,12 +93,14 @@ def _heaviest(plan: Plan) -> str:
         return ""
     stage = plan.stages[node.stage]
     share = node.seconds / (stage.forward_seconds + stage.backward_seconds or node.seconds)
-    line = shortened_line(node.line)
-    place = f" ({line})" if line else ""
     return wrapped(
         f"heaviest node {shortened(node.name)}, {human_seconds(node.seconds)}, {100 * min(1.0, share):.0f} % of stage "
-        f"{node.stage}{place}: no cut makes the slowest stage faster than that"
+        f"{node.stage}{_place(node.line)}: no cut makes the slowest stage faster than that"
     )
+
+
+def _place(line: str) -> str:
+    return f" ({shortened_line(line)})" if line else ""
 
 
 def _checkpoint(plan: Plan) -> str:
@@ -174,7 +173,7 @@ def _portal_table(portals: tuple[Portal, ...]) -> str:
         rows.sort(key=lambda same: -same[0].bytes)
         others = [portal for same in rows[MOST_PORTALS:] for portal in same]
         total = human_bytes(sum(portal.bytes for portal in others))
-        rows, rest = rows[:MOST_PORTALS], f"\nand {count(len(others), 'smaller portal')}, {total} together"
+        rows, rest = rows[:MOST_PORTALS], f"\nand {counted(len(others), 'smaller portal')}, {total} together"
     return table([_portal_row(same) for same in rows], PORTAL_HEADERS, left=("portal", "line")) + rest
 
 
@@ -194,7 +193,7 @@ def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
 def _lists(plan: Plan) -> list[str]:
     """Formulas; ties; what was not looked into; how the graph came to be, where that is not plain recording; guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
-    whole = tuple(f"{module.name} ({shortened_line(module.line)}): {module.why}" for module in plan.whole)
+    whole = tuple(f"{module.name}{_place(module.line)}: {module.why}" for module in plan.whole)
     told = tuple(f"module {module.name!r} is kept whole" for module in plan.whole)
     lists = (
         ("memory in bytes, with micro-batches of b samples", memory),
@@ -224,7 +223,7 @@ def _items(lines: Sequence[str]) -> list[str]:
 def _totals(plan: Plan, figures: PlanFigures) -> str:
     parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
     return (
-        f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {100 * figures.mean_bubble:.1f} % "
+        f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
     )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from fxpipe.inspect.tables.comparing import Run, run_of
 from fxpipe.inspect.tables.plans import NOTHING, of_limit, table
-from fxpipe.inspect.words import count
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.scheduling.actions import Kind
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 LEAST_SHARE = 1e-3  # of a step, for the optimizer to be told
 MOST_DEVICES = 16  # rows; of more, those that come closest to their limits
 
-WORDS = {"F": "forward", "R": "recomputing", "B": "backward", "W": "backward of weights", "U": "updates"}
 DEVICE_HEADERS = (
     "worker", "device", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
     "working",
@@ -31,10 +30,10 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     samples = simulation.samples
     rate = f", {_rate(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
     shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
-    path = ", ".join(f"{percent(share)} {WORDS.get(kind, kind)}" for kind, share in shares)
+    path = ", ".join(f"{percent(share)} {_spent_on(kind)}" for kind, share in shares)
     is_worth_telling = simulation.update_seconds > LEAST_SHARE * run.step_seconds
     lines = [
-        f"a step as simulated, {run.schedule}, {count(run.micro_batches, 'micro-batch', 'es')}",
+        f"a step as simulated, {run.schedule}, {counted(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
         f"- critical path: {path}" if path else "",
         f"- takes most memory on worker {run.device}: {_memory(run)}",
@@ -57,12 +56,8 @@ def runs_text(runs: Sequence[Run]) -> str:
         )
         for run in runs
     ]
-    head = f"these stages in other schedules, {count(runs[0].micro_batches, 'micro-batch', 'es')}"
+    head = f"these stages in other schedules, {counted(runs[0].micro_batches, 'micro-batch', 'es')}"
     return f"{head}\n\n{table(rows, RUN_HEADERS, left=('schedule',))}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def fits_cell(limit: int | None, over: float) -> str:
@@ -70,6 +65,11 @@ def fits_cell(limit: int | None, over: float) -> str:
     if over:
         return f"over by {human_bytes(over)}"
     return NOTHING if limit is None else "yes"
+
+
+def _spent_on(kind: str) -> str:
+    """`forward` of "F"; "sending" and "waiting" are words already."""
+    return Kind(kind).words if len(kind) == 1 else kind
 
 
 def _rate(number: float) -> str:

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 
 from fxpipe.inspect.tables.plans import NOTHING, table, wrapped
-from fxpipe.inspect.tables.steps import fits_cell, percent
+from fxpipe.inspect.tables.steps import fits_cell
 from fxpipe.inspect.tables.sweep import Row
-from fxpipe.inspect.words import count
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 HEADERS = (
     "devices",
@@ -51,7 +50,7 @@ def _problems(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.problem:
             found.setdefault((row.devices, row.problem), []).append(row.schedule)
-    return [f"{count(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in found.items()]
+    return [f"{counted(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in found.items()]
 
 
 def _slowness(row: Row) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fxpipe.inspect.drawing.axes import duration
-from fxpipe.inspect.drawing.colours import KIND_NAMES, KINDS, PAPER, RECEIVING, letters_on
+from fxpipe.inspect.drawing.colours import KINDS, PAPER, RECEIVING, letters_on
 from fxpipe.inspect.drawing.letters import text_width
 from fxpipe.inspect.drawing.scene import Bars, Item, Rect, Text
 from fxpipe.inspect.timeline.frames import Frame
@@ -119,7 +119,7 @@ def _merged(row: Sequence[Span], device: int, frame: Frame, y: float, height: fl
     if RECEIVING in by_colour:
         yield Bars(y, height, tuple(by_colour[RECEIVING]), RECEIVING, f"device {device}: receiving")
     for kind, found in seconds.items():
-        title = f"device {device}: {KIND_NAMES[kind]}, {len(found)} times, {duration(sum(found))} in all"
+        title = f"device {device}: {kind.words}, {len(found)} times, {duration(sum(found))} in all"
         yield Bars(y, height, tuple(by_colour[KINDS[kind]]), KINDS[kind], title)
 
 
@@ -137,4 +137,4 @@ def told(span: Span) -> str:
     times = f"{duration(span.seconds)} from {duration(span.start)}"
     received = f", {duration(span.receiving)} of it receiving" if span.receiving else ""
     stage = f"stage {action.stage}, micro-batch {action.micro_batch}"
-    return f"{KIND_NAMES[action.kind]}, {stage}: {times}{received}"
+    return f"{action.kind.words}, {stage}: {times}{received}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from fxpipe.inspect.drawing.axes import duration, time_ticks
-from fxpipe.inspect.drawing.colours import FAINT, GRID, KIND_NAMES, KINDS, PAPER, RECEIVING
+from fxpipe.inspect.drawing.colours import FAINT, GRID, KINDS, PAPER, RECEIVING
 from fxpipe.inspect.drawing.legends import Entry, legend
 from fxpipe.inspect.drawing.letters import fitted, printable, text_width
 from fxpipe.inspect.drawing.scene import Group, Item, Line, Scene, Text
@@ -27,6 +27,7 @@ from fxpipe.inspect.timeline.frames import Frame
 from fxpipe.inspect.timeline.memory_charts import HEAD, memory_chart
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import names_of
+from fxpipe.units import counted, percent
 
 MARGIN = 16.0
 NARROWEST, WIDEST = 720.0, 1500.0  # of the part where time runs
@@ -133,11 +134,6 @@ def _beside(
             yield Text(x, y, text, size, anchor="end")
 
 
-def percent(share: float) -> str:
-    """`0.333` -> `33.3 %`."""
-    return f"{share * 100:.1f} %"
-
-
 def _ticks(frame: Frame, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:
     """Lines and numbers at round times."""
     for time, name in time_ticks(frame.seconds, int(frame.width / 90)):
@@ -166,10 +162,8 @@ def _width(step: Step, letters: float) -> float:
 
 def _headline(step: Step) -> str:
     stages, m, n = step.stages, step.micro_batches, len(step.devices)
-    where = "" if stages == n else f" on {n} device{'' if n == 1 else 's'}"
-    return (
-        f"{step.schedule}: {stages} stage{'' if stages == 1 else 's'}{where}, {m} micro-batch{'' if m == 1 else 'es'}"
-    )
+    where = "" if stages == n else f" on {counted(n, 'device')}"
+    return f"{step.schedule}: {counted(stages, 'stage')}{where}, {counted(m, 'micro-batch', 'es')}"
 
 
 def _facts(step: Step) -> str:
@@ -186,7 +180,7 @@ def _labels(step: Step) -> list[str]:
 
 def _entries(step: Step) -> list[Entry]:
     kinds = {span.action.kind for span in step.spans}
-    entries = [Entry(f"{kind} {KIND_NAMES[kind]}", KINDS[kind]) for kind in KINDS if kind in kinds]
+    entries = [Entry(f"{kind} {kind.words}", KINDS[kind]) for kind in KINDS if kind in kinds]
     if any(span.receiving for span in step.spans):
         entries.append(Entry("receiving", RECEIVING))
     return [*entries, Entry("bubble", PAPER, border="#bbbbbb")]

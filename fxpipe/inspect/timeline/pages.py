@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxpipe.inspect.drawing.colours import KIND_NAMES, KINDS, RECEIVING, letters_on
-from fxpipe.inspect.drawing.svg import escaped, svg_of
+from fxpipe.inspect.drawing.colours import KINDS, RECEIVING, letters_on
+from fxpipe.inspect.drawing.pages import page_of
+from fxpipe.inspect.drawing.svg import svg_of
 from fxpipe.inspect.timeline.boxes import MOST_BOXES
 from fxpipe.inspect.timeline.gantt import Gantt
 from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import has_loops
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 DIGITS = 9  # of a second: a nanosecond
+BODY = "body { margin: 8px; background: #fff; }\n"
 STYLE = """\
 figure.timeline { position: relative; margin: 0; font: 13px/1.4 system-ui, sans-serif; color: #222; }
 figure.timeline > svg { display: block; max-width: 100%; height: auto; touch-action: pan-y; }
@@ -32,24 +33,7 @@ figure.timeline:focus-visible { outline: 2px solid #0a5c99; outline-offset: 2px;
 
 def timeline_page(step: Step, drawn: Gantt, title: str) -> str:
     """The text of an HTML file."""
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{escaped(title)}</title>
-<style>
-body {{ margin: 8px; background: #fff; }}
-{STYLE}</style>
-</head>
-<body>
-{timeline_figure(step, drawn, wheel=True)}
-<script>
-{script()}</script>
-</body>
-</html>
-"""
+    return page_of(title, BODY + STYLE, timeline_figure(step, drawn, wheel=True), script())
 
 
 def timeline_figure(step: Step, drawn: Gantt, *, wheel: bool = False) -> str:
@@ -104,7 +88,7 @@ def _data(step: Step, drawn: Gantt, wheel: bool) -> dict[str, Any]:
         "wheel": wheel,
         "receiving": RECEIVING,
         "kinds": [
-            {"letter": str(kind), "name": KIND_NAMES[kind], "fill": KINDS[kind], "ink": letters_on(KINDS[kind])}
+            {"letter": str(kind), "name": kind.words, "fill": KINDS[kind], "ink": letters_on(KINDS[kind])}
             for kind in kinds
         ],
         "rows": rows,

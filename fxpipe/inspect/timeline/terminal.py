@@ -14,10 +14,10 @@ from itertools import pairwise
 from typing import TextIO
 
 from fxpipe.inspect.drawing.axes import duration, time_ticks
-from fxpipe.inspect.drawing.colours import KIND_NAMES
 from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines.steps import Source, Step, step_of
 from fxpipe.timelines.text import COLUMNS, extents, names_of, owners_of, rows_of, timeline
+from fxpipe.units import percent
 
 NARROWEST = 20  # columns of time; a narrower window breaks the lines
 WIDEST = 200
@@ -87,9 +87,7 @@ def coloured(source: Source, *, columns: int = COLUMNS, has_blocks: bool = True)
     indent = " " * (len(before[0]) + 1 if before else 0)
     kinds = {span.action.kind for span in step.spans}
     legend = [
-        _painted([Cell(f" {kind} ", INKS[kind], SHADES[kind])]) + f" {KIND_NAMES[kind]}"
-        for kind in SHADES
-        if kind in kinds
+        _painted([Cell(f" {kind} ", INKS[kind], SHADES[kind])]) + f" {kind.words}" for kind in SHADES if kind in kinds
     ]
     return "\n".join([*lines, f"{indent}{_axis(step.seconds, width)}".rstrip(), (indent + "  ".join(legend)).rstrip()])
 
@@ -99,7 +97,7 @@ def _beside(step: Step) -> tuple[list[str], list[str]]:
     digits = len(str(len(step.devices) - 1))
     busy = [duration(seconds) for seconds in step.busy]
     longest = max(map(len, busy), default=0)
-    bubbles = [f"{share * 100:.1f} %" for share in step.bubble]
+    bubbles = [percent(share) for share in step.bubble]
     width = max(map(len, bubbles), default=0)
     before = [f"device {d:>{digits}} " for d in range(len(step.devices))]
     return before, [f"busy {a:>{longest}}, bubble {b:>{width}}" for a, b in zip(busy, bubbles, strict=True)]

@@ -32,7 +32,7 @@ from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, same_values, slots_of, undone
-from fxpipe.tracing.source import line_in_trace
+from fxpipe.tracing.source import UNKNOWN, line_in_trace
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import untouched
 
@@ -144,7 +144,7 @@ def run_graph(recorder: Recorder, graph: fx.Graph, values: Values, named: Callab
     paths = {path for path, _ in recorder.model.named_modules()}
     for node in graph.nodes:
         if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
-            line = (origin_of(node, paths) or ("", "unknown"))[1]
+            line = (origin_of(node, paths) or ("", UNKNOWN))[1]
             raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
     needed = _needed(graph)
     before = recorder.origin

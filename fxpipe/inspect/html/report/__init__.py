@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpipe.inspect.drawing.pages import page_of
 from fxpipe.inspect.drawing.svg import escaped
 from fxpipe.inspect.drawing.writing import check_path, write_whole
 from fxpipe.inspect.html.report import sections
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["check_report_path", "report_of", "save_report"]
 
 WHAT = "a report"
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequence[Plan] = ()) -> None:
@@ -74,19 +73,7 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
     heading = title or counted(len(plan.stages), "stage")
     links = "\n".join(f'<a href="#{name}">{escaped(label)}</a>' for name, label, body in parts if body)
     body = "\n".join(sections.section(name, label, body) for name, label, body in parts)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escaped(heading)}: pipeline</title>
-<style>
-{timelines.STYLE}{_resource("page.css")}</style>
-</head>
-<body>
-<header>
+    content = f"""<header>
 <h1>{escaped(heading)}</h1>
 <p class="lead">{escaped(_lead(plan))}</p>
 <nav aria-label="sections">
@@ -96,12 +83,9 @@ def report_of(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> str
 <main>
 {body}
 </main>
-<footer>{escaped(_foot(plan))}</footer>
-<script>
-{timelines.script()}{_resource("page.js")}</script>
-</body>
-</html>
-"""
+<footer>{escaped(_foot(plan))}</footer>"""
+    style, script = timelines.STYLE + _resource("page.css"), timelines.script() + _resource("page.js")
+    return page_of(f"{heading}: pipeline", style, content, script)
 
 
 def _lead(plan: Plan) -> str:

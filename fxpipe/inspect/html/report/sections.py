@@ -23,6 +23,7 @@ from fxpipe.inspect.html.markup import (
 from fxpipe.inspect.html.report.variants import Scheduled
 from fxpipe.inspect.lanes.frame import seconds_of
 from fxpipe.inspect.lanes.layout import lanes
+from fxpipe.inspect.tables.plans import shortened_line
 from fxpipe.units import counted, human_bytes, human_seconds
 
 if TYPE_CHECKING:
@@ -102,7 +103,14 @@ def portals(plan: Plan) -> str:
     if not plan.portals:
         return ""
     rows = tuple(
-        (code(p.name), number(p.source), number(p.target), size(p.bytes), code(str(p.size)), code(p.line))
+        (
+            code(p.name),
+            number(p.source),
+            number(p.target),
+            size(p.bytes),
+            code(str(p.size)) if p.size.coefficients else missing(),
+            _line(p.line),
+        )
         for p in plan.portals
     )
     total = human_bytes(sum(portal.bytes for portal in plan.portals))
@@ -111,6 +119,11 @@ def portals(plan: Plan) -> str:
     return aside(f"{many} skip stages: {total} of each micro-batch go straight to where they are used.") + sortable(
         found, "portals"
     )
+
+
+def _line(line: str) -> Cell:
+    """Where in the user's code; others, who have other folders, read this, too."""
+    return code(shortened_line(line)) if line else missing()
 
 
 def balance(plan: Plan) -> str:
@@ -123,7 +136,7 @@ def balance(plan: Plan) -> str:
     ]
     if plan.heaviest is not None:
         heaviest = plan.heaviest
-        at = f" ({heaviest.line})" if heaviest.line else ""
+        at = f" ({shortened_line(heaviest.line)})" if heaviest.line else ""
         said.append(
             f"The heaviest node is {heaviest.name}{at}: {human_seconds(heaviest.seconds)}, in stage {heaviest.stage}. "
             "However the graph is cut, no slowest stage is shorter than that."
@@ -208,7 +221,7 @@ def tied(plan: Plan) -> str:
 def whole(plan: Plan) -> str:
     if not plan.whole:
         return ""
-    rows = tuple((code(found.name), Cell(found.why, is_prose=True), code(found.line)) for found in plan.whole)
+    rows = tuple((code(found.name), Cell(found.why, is_prose=True), _line(found.line)) for found in plan.whole)
     return sortable(Table(("module", "why", "called at"), rows), "modules kept whole")
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpipe import units
 from fxpipe.inspect.drawing.colours import MEMORY
 from fxpipe.inspect.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.bars import memory_bars
@@ -39,7 +40,7 @@ def figures(plan: Plan, simulation: Simulation, memory: Sequence[Parts]) -> str:
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
     found = [
         ("Step", human_seconds(step), ", ".join(filter(None, (rate, update))), False),
-        ("Bubble", f"{100 * simulation.mean_bubble:.1f} %", "of device time", False),
+        ("Bubble", units.percent(simulation.mean_bubble), "of device time", False),
         ("Most memory", human_bytes(peaks[fullest]), f"{of}device {fullest}", over),
         ("Parameters", human_bytes(parameters), f"in {counted(len(plan.stages), 'stage')}", False),
     ]
