@@ -29,6 +29,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -232,9 +233,15 @@ def main() -> None:
     devices = options.devices.split(",")
     if len(devices) != 2:
         parser.error("--devices: give two, as in cpu,cpu")
-    sizes = sorted({int(size) for size in options.splits.split(",")}) if options.splits else split_sizes(options.batch)
+    try:
+        asked = {int(size) for size in options.splits.split(",")} if options.splits else split_sizes(options.batch)
+    except ValueError:
+        parser.error(f"--splits {options.splits}: give whole numbers with commas, as in 4,8,12")
+    sizes = sorted(asked)
     if not all(0 < size <= options.batch for size in sizes):
         parser.error(f"--splits: give sizes from 1 to --batch ({options.batch})")
+    if not Path(options.output).parent.is_dir():
+        parser.error(f"--output {options.output}: there is no such directory")
     chunks = {size: -(-options.batch // size) for size in sizes}
     everything = torch.get_num_threads()
     share = max(1, everything // 2)

@@ -88,7 +88,8 @@ def _of_model(request: Request) -> Findings:
     except PartitionError as error:
         if not str(error).startswith("stages="):
             raise
-        raise PartitionError(f"--devices {len(devices)}: {error}") from None  # the command has no other word for it
+        told = str(error).replace("Use stages=", "Use --devices ")  # the command has no other word for it
+        raise PartitionError(f"--devices {len(devices)}: {told}") from None
     else:
         found = _of_plan(plan, request)
     rows = _sweep(request, loaded, studied, devices) if request.sweep else ()

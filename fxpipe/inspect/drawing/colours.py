@@ -33,7 +33,7 @@ MEMORY = {  # what stays throughout a step, in greys; what comes and goes
 }
 
 CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
-RAMP = ("#c8e4f5", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
+RAMP = ("#a6d3ef", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
 
 
 def letters_on(fill: str) -> str:
