@@ -31,3 +31,8 @@ def percent(share: float) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """`1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
     return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def three_digits(number: float) -> str:
+    """`0.012345` -> `0.0123`, `1118.2` -> `1,118`: as many as one compares by, and no powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

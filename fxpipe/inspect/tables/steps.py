@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fxpipe.inspect.tables.comparing import Run, run_of
 from fxpipe.inspect.tables.plans import NOTHING, of_limit, table
 from fxpipe.scheduling.actions import Kind
-from fxpipe.units import counted, human_bytes, human_seconds, percent
+from fxpipe.units import counted, human_bytes, human_seconds, percent, three_digits
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
@@ -28,7 +28,7 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
     """The step, what it hangs on, where it takes most memory."""
     run = run_of(simulation, plan)
     samples = simulation.samples
-    rate = f", {_rate(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
+    rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
     shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
     path = ", ".join(f"{percent(share)} {_spent_on(kind)}" for kind, share in shares)
     is_worth_telling = simulation.update_seconds > LEAST_SHARE * run.step_seconds
@@ -70,10 +70,6 @@ def fits_cell(limit: int | None, over: float) -> str:
 def _spent_on(kind: str) -> str:
     """`forward` of "F"; "sending" and "waiting" are words already."""
     return Kind(kind).words if len(kind) == 1 else kind
-
-
-def _rate(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def _against(seconds: float, first: float) -> str:

@@ -24,7 +24,7 @@ from fxpipe.inspect.html.report.variants import Scheduled
 from fxpipe.inspect.lanes.frame import seconds_of
 from fxpipe.inspect.lanes.layout import lanes
 from fxpipe.inspect.tables.plans import shortened_line
-from fxpipe.units import counted, human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
     import sympy
@@ -80,7 +80,7 @@ def _stage(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> 
         seconds(stage.forward_seconds),
         seconds(stage.backward_seconds),
         Cell(human_seconds(both), both, is_marked=both == slowest),
-        Cell(f"{flops:.3g}", flops),
+        Cell(three_digits(flops), flops),
         text(plan.modes[j]),
         number(plan.in_flight(j)),
         size(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),

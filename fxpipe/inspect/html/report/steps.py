@@ -16,7 +16,7 @@ from fxpipe.inspect.html.report.variants import Chunked
 from fxpipe.inspect.timeline.gantt import gantt
 from fxpipe.inspect.timeline.pages import timeline_figure
 from fxpipe.timelines.steps import step_of
-from fxpipe.units import counted, human_bytes, human_seconds
+from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
     from fxpipe.plans import Plan
@@ -35,7 +35,7 @@ def figures(plan: Plan, simulation: Simulation, memory: Sequence[Parts]) -> str:
     limit = simulation.limits[fullest]
     of = f"of {human_bytes(limit)}, " if limit is not None else ""
     step, samples = simulation.step_seconds, simulation.samples
-    rate = f"{samples / step:,.4g} samples a second" if samples and step else ""
+    rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
     found = [
