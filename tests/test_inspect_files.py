@@ -83,11 +83,15 @@ def test_a_picture_that_needs_matplotlib(
     assert main([saved, "--timeline", str(tmp_path / "t.svg")]) == 0
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written_to(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_may_not_be_written_to(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "locked"
-    folder.mkdir(mode=0o500)
+    folder.mkdir()
+    allowed = os.access  # root may write anywhere, so the answer is the test's
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.resolve() and allowed(path, mode))
     assert "may not be written to" in refusal([saved, "--report", str(folder / "r.html")], capsys)
+    assert list(folder.iterdir()) == []
 
 
 # Imports

@@ -40,8 +40,8 @@ class Net(nn.Module):
         return self.last(self.norm(x) + start)
 
 
-def settings_for(devices: list[str], profile: Profile) -> Settings:
-    return make_settings(
+def settings_for(devices: list[str], profile: Profile, **others: Any) -> Settings:
+    usual: dict[str, Any] = dict(
         devices=devices,
         chunks=4,
         schedule="1f1b",
@@ -60,6 +60,7 @@ def settings_for(devices: list[str], profile: Profile) -> Settings:
         profile=profile,
         profile_budget=None,
     )
+    return make_settings(**usual | others)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_tuning import settings_for
 from torch import nn
 
 import fxpipe
 from fxpipe.planning import study
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.settings import make_settings
 from fxpipe.tuning import measuring, tuner
 from fxpipe.tuning.candidates import Candidate
 from fxpipe.tuning.plans import OfModel
@@ -37,25 +37,7 @@ def profile(model: nn.Module) -> Profile:
 
 
 def test_modes_of_ones_own_stay_where_cuts_move_to_fit(model: nn.Module, profile: Profile) -> None:
-    settings = make_settings(
-        devices=["cpu", "cpu"],
-        chunks=4,
-        schedule="1f1b",
-        checkpoint=["always", "never"],
-        balance="auto",
-        tracer="auto",
-        in_dims=None,
-        out_dims=None,
-        leaf_modules=(),
-        check=True,
-        stages_per_device=None,
-        pin=None,
-        memory_limit=LARGE,
-        optimizer_state=2.0,
-        hardware=None,
-        profile=profile,
-        profile_budget=None,
-    )
+    settings = settings_for(["cpu", "cpu"], profile, checkpoint=["always", "never"], memory_limit=LARGE)
     plans = OfModel(study(model, (X,), {}, settings), settings)
     candidate = Candidate("1f1b", 4, 1)
     for plan in (plans.plan(candidate, "never"), plans.within_limits(candidate, "never")):
