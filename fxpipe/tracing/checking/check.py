@@ -1,6 +1,7 @@
-"""Every graph is compared with the model, on real values and at more than one size, before anything is built on it.
+"""Every graph is compared with the model, on real values, before anything is built on it: at the sizes that will run.
 
-What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size.
+What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size. A
+recording on a part of the samples has been compared with those of other sizes before (`recording.on_a_part`).
 """
 
 from __future__ import annotations
