@@ -9,7 +9,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.recording import on_a_part
-from fxpipe.tracing.recording.fake import is_faked
+from fxpipe.tracing.recording.hollow import is_hollow
 
 EXAMPLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 
@@ -48,7 +48,7 @@ def test_no_run_on_more_samples_than_a_micro_batch():
     seen = []
 
     def noting(x):
-        if not is_faked():
+        if not is_hollow(x):
             seen.append(len(x))
         return x.tanh()
 
@@ -93,6 +93,24 @@ def test_value_that_is_read_is_that_of_all_samples():
     traced = fxpipe.trace(Asking(), (x,), chunks=4)
     assert traced.recorded_on is None
     assert not traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
+
+
+def test_value_that_all_samples_agree_on_is_a_guard():
+    traced = fxpipe.trace(Asking(), (torch.zeros(12, 6),), chunks=4)
+    assert traced.recorded_on == 3
+    assert [str(guard).partition(" at ")[0] for guard in traced.guards.questions] == ["bool of all_1 was True"]
+    assert traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
+    assert not traced.matches([EXAMPLE], traced.in_spec, traced.flags)
+
+
+def at_five_in_all(x):
+    """A plain number that hangs on the samples, and is the same for any few of them."""
+    return x * torch.full((x.shape[0],), 5).sum().item()
+
+
+def test_value_that_hangs_on_the_number_of_samples():
+    with pytest.raises((ArgumentError, TraceError)):
+        fxpipe.trace(Calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
 
 
 class Asking(nn.Module):

@@ -137,9 +137,9 @@ def _recorded(
     in_parts: bool,
     in_stages: bool,
 ) -> Traced:
-    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
         with general_paths() if general else contextlib.nullcontext():
-            traced = record(model, args, kwargs, whole=whole, seed=seed)
+            traced = record(model, args, kwargs, whole=whole, seed=seed, hollow=hollow)
         refuse_unanswerable(traced, in_stages)
         return traced
 

@@ -188,12 +188,13 @@ def _recorded_on(batched: Traced, leaves: Sequence[Any], batch: int, size: int, 
             other = record_on(*pytree.tree_unflatten(take(batched, leaves, start, start + size), batched.in_spec))
         except Exception:
             return None
-        if _same_values_read(batched, other):
+        if same_values_read(batched, other):
             return other
     return None
 
 
-def _same_values_read(base: Traced, other: Traced) -> bool:
+def same_values_read(base: Traced, other: Traced) -> bool:
+    """Has forward read the same values of tensors?"""
     reads, others = ([n.meta["read"] for n in t.graph.nodes if "read" in n.meta] for t in (base, other))
     return len(reads) == len(others) and all(map(same_answer, reads, others))
 

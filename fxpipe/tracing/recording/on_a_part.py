@@ -2,18 +2,20 @@
 
 A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
 the model is recorded on the samples of one micro-batch, and once more on the mini-batch and on one sample more, there
-with fake tensors, which takes no arithmetic. Where all three recordings are the same, to the last number, forward does
-the same for each of these sizes: no loop over samples, no branch on their number. The graph is then compared with the
-model, on real values, at the sizes of micro-batches.
+without arithmetic, on hollow tensors (`hollow`) or, on a GPU, on fake ones. Where all three recordings are the same, to
+the last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
+samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
+micro-batches.
 
-Anything else is left to recording on all samples: a model that reads values (they are the mini-batch's), or that fake
-tensors are not enough for, hooks of the user's (which should meet no fake tensors) and tables that are kept from call
-to call outside the modules (they should hold none), a graph that turns out not to be the model's. That also has the
-right words for what is wrong.
+Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, or
+values that hang on its parameters, hooks of the user's and tables that are kept from call to call outside the modules
+(which should meet no tensors without values), a graph that turns out not to be the model's. That also has the right
+words for what is wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,76 +25,69 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.tracing.checking.check import samples_of
-from fxpipe.tracing.recording.batch_numbers import RecordOn, difference, numbers_in, same_numbers, same_reads
+from fxpipe.tracing.recording.batch_numbers import difference, numbers_in, same_numbers, same_reads, same_values_read
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import is_computation
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import asked_dims
-from fxpipe.tracing.snapshot import held_in_containers
+from fxpipe.tracing.snapshot import held_in_containers, slots_of
 from fxpipe.tracing.traced import Traced
 
 LONG = 0.25  # seconds of a recording
-_AS_IT_IS = frozenset(("read", "hook", "whole", "opaque"))  # in `meta`: more than a function of tensors
+_AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`: more than a function of tensors
 
 
 def on_a_part(
     model: nn.Module,
-    record_on: RecordOn,
+    record_on: Callable[..., Traced],
     finish: Callable[[Traced], Traced],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     in_dims: Any,
     chunks: int,
 ) -> Traced | None:
-    """A recording on as many samples as a micro-batch has, finished; None where it takes all samples."""
+    """A recording on as many samples as a micro-batch has, finished; None where it takes all samples.
+
+    Args:
+        record_on: (args, kwargs, hollow=False) -> a recording; see `record`.
+    """
     if is_faked() or _has_hooks(model):
         return None
-    try:
-        return _on_a_part(model, record_on, finish, args, kwargs, in_dims, chunks)
-    except Exception:
-        return None  # it will be raised again, on all samples, or it is no matter there
+    with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
+        leaves, spec, values = input_leaves(model, args, kwargs)
+        dims = asked_dims(leaves, in_dims)
+        sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+        if len(sizes) != 1:
+            return None  # which input holds samples is found on all of them
+        (batch,) = sizes
+        samples = max(2, -(-batch // min(chunks, batch)))  # a single one has shapes of its own
+        if samples >= batch:
+            return None
 
+        def given(size: int) -> Any:
+            return pytree.tree_unflatten(samples_of(values, dims, 0, size), spec)
 
-def _on_a_part(
-    model: nn.Module,
-    record_on: RecordOn,
-    finish: Callable[[Traced], Traced],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    in_dims: Any,
-    chunks: int,
-) -> Traced | None:
-    leaves, spec, values = input_leaves(model, args, kwargs)
-    dims = asked_dims(leaves, in_dims)
-    sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
-    if len(sizes) != 1:
-        return None  # which input holds samples is found on all of them
-    (batch,) = sizes
-    samples = max(2, -(-batch // min(chunks, batch)))  # a single one has shapes of its own
-    if samples >= batch:
-        return None
+        def without_arithmetic(inputs: Any) -> Traced:
+            if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
+                return record_on(*inputs, hollow=True)
+            with faked(model, inputs, always=True) as fakes:  # a hollow tensor would take memory of the GPU
+                return record_on(*fakes)
 
-    def recorded(size: int, fake: bool) -> Traced:
-        given = pytree.tree_unflatten(samples_of(values, dims, 0, size), spec)
-        if not fake:
-            return record_on(*given)
-        with faked(model, given, always=True) as fakes:
-            return record_on(*fakes)
-
-    start = time.perf_counter()
-    traced = recorded(samples, fake=False)
-    if time.perf_counter() - start < LONG:
-        return None  # fake tensors would take longer than all samples do
-    if any(not _AS_IT_IS.isdisjoint(node.meta) for node in traced.graph.nodes):
-        return None
-    if traced.constants.keys() - held_in_containers(model).keys():  # tables of its own, maybe one for each size
-        return None
-    if not _are_the_same(traced, recorded(samples, fake=False)):  # it remembers: it must meet no fake tensors
-        return None
-    if not all(_are_the_same(traced, recorded(size, fake=True)) for size in (batch, batch + 1)):
-        return None
-    traced.leaves, traced.recorded_on = leaves, samples
-    return finish(traced)
+        start = time.perf_counter()
+        traced = record_on(*given(samples))
+        if time.perf_counter() - start < LONG:
+            return None  # fake tensors would take longer than all samples do
+        if any(not _AS_IT_IS.isdisjoint(node.meta) for node in traced.graph.nodes):
+            return None
+        if traced.constants.keys() - held_in_containers(model).keys():  # tables of its own, maybe one for each size
+            return None
+        if not _are_the_same(traced, record_on(*given(samples))):  # it remembers: it must meet none without values
+            return None
+        if not all(_are_the_same(traced, without_arithmetic(given(size))) for size in (batch, batch + 1)):
+            return None
+        traced.leaves, traced.recorded_on = leaves, samples
+        return finish(traced)
+    return None
 
 
 def _has_hooks(model: nn.Module) -> bool:
@@ -108,7 +103,7 @@ def _has_hooks(model: nn.Module) -> bool:
 
 
 def _are_the_same(base: Traced, other: Traced) -> bool:
-    if difference(base, other) is not None or not same_reads(base, other):
+    if difference(base, other) is not None or not same_reads(base, other) or not same_values_read(base, other):
         return False
     if len(base.constants) != len(other.constants) or base.lots != other.lots:
         return False

@@ -14,13 +14,14 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.objects import holds
-from fxpipe.progress import Step, progress
+from fxpipe.progress import progress
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
+from fxpipe.tracing.recording.hollow import Hollow
 from fxpipe.tracing.recording.own_dice import OwnDice
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.recorder import Recorder
@@ -85,6 +86,7 @@ def record(
     held: Mapping[str, torch.Tensor] | None = None,
     whole: Mapping[str, str] | None = None,
     seed: int = 0,
+    hollow: bool = False,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
@@ -94,6 +96,7 @@ def record(
         held: tensors that `run` keeps and the model does not, by name.
         whole: paths of modules to keep whole, and why.
         seed: of the numbers that forward draws and reads.
+        hollow: nothing is computed that hangs on parameters (`recording.hollow`); for models on the CPU.
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
@@ -103,31 +106,21 @@ def record(
     """
     refuse_model(model)
     with progress("recording", None) as step:
-        return _recorded(model, args, kwargs, run, held, whole, seed, step)
 
+        def attempt(hashable: bool) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+            return _record(Recorder(model, held, whole, seed, hashable, step), args, kwargs, run, hollow)
 
-def _recorded(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[..., Any] | None,
-    held: Mapping[str, torch.Tensor] | None,
-    whole: Mapping[str, str] | None,
-    seed: int,
-    step: Step,
-) -> Traced:
-    hashable = False
-    try:
-        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable, step)
-    except _HashedError:
-        hashable = True
-        traced, foreign = _record(model, args, kwargs, run, held, whole, seed, hashable, step)
-    if foreign:
-        again = _record(model, args, kwargs, run, held, whole, seed, hashable, step)[1]
-        for (tensor, error), (other, _) in zip(foreign, again, strict=True):
-            if tensor is not other:
-                raise error
-    return traced
+        hashable = False
+        try:
+            traced, foreign = attempt(hashable)
+        except _HashedError:
+            hashable = True
+            traced, foreign = attempt(hashable)
+        if foreign:
+            for (tensor, error), (other, _) in zip(foreign, attempt(hashable)[1], strict=True):
+                if tensor is not other:
+                    raise error
+        return traced
 
 
 class _HashedError(Exception):
@@ -135,20 +128,12 @@ class _HashedError(Exception):
 
 
 def _record(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    run: Callable[..., Any] | None,
-    held: Mapping[str, torch.Tensor] | None,
-    whole: Mapping[str, str] | None,
-    seed: int,
-    hashable: bool,
-    step: Step,
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, hollow: bool
 ) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
+    model = recorder.model
     model_flags = flags(model)
     leaves, spec, values = input_leaves(model, args, kwargs)
-    recorder = Recorder(model, held, whole, seed, hashable, step)
     copies = list(map(copy_of_input, values))
     for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
         if leaf.is_tensor:
@@ -157,7 +142,7 @@ def _record(
     own_dice = OwnDice(model)
     try:
         with undone(model) as snapshot, untouched(spec):
-            with running(), followed(recorder), recorder:
+            with Hollow(model) if hollow else running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             named = snapshot.assigned(recorder.read_names())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
@@ -196,7 +181,7 @@ def _record(
         tuple(kept for kept in recorder.attributes_read.values() if kept.is_as_before()),
         attributes_of(model, recorder.read_names()),
         requires_grad=requires_grad(model) if recorder.asks_for_gradients else None,
-        seed=seed,
+        seed=recorder.seed,
         lots=tuple(recorder.lots),
         marks=tuple(recorder.marks),
     )

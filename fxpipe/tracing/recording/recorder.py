@@ -32,6 +32,7 @@ from fxpipe.tracing.recording.autograd_nodes import REMEDY, WHAT, SeenNode
 from fxpipe.tracing.recording.calls import holds_numbers, is_method, is_of_numpy, is_one_function, label_of
 from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, might_draw, same_states
 from fxpipe.tracing.recording.fake import NeedsValues, is_faked
+from fxpipe.tracing.recording.hollow import refuse_hollow
 from fxpipe.tracing.recording.kept import Kept
 from fxpipe.tracing.recording.names import CONSTANTS, OF_GRADIENTS, PLAIN, READS, TENSOR_ATTRIBUTES, leaves_no_node
 from fxpipe.tracing.recording.origins import Origins
@@ -97,7 +98,7 @@ class Recorder(TorchFunctionMode):
         self.paused = 0
         self.outside: list[torch.Tensor] = []  # tensors of the model, or recorded, used while nothing is recorded
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
-        self.draws = Draws(seed)
+        self.seed, self.draws = seed, Draws(seed)
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
@@ -347,14 +348,16 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function returns, if it can do without the values of fake tensors."""
+        """What a function returns, if it can do without values that fake and hollow tensors do not have."""
+        name = opname(func)
         try:
+            if name in READS:
+                refuse_hollow(tensors_in((args, kwargs)))
             return func(*args, **kwargs)
         except Exception as error:
-            name = opname(func)
             if is_faked() and name == "__format__":
                 return repr(args[0])  # text for people, who asked for so many digits
-            if not is_faked() or not (isinstance(error, NeedsValues) or name in READS):
+            if not (isinstance(error, NeedsValues) or (is_faked() and name in READS)):
                 raise
             found = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
