@@ -130,9 +130,14 @@ class EveryCut:
         torch.manual_seed(5)
         seed = draw_seed(self._is_random())
         made = []
+        # Products of matrices may come out with other bits where memory begins elsewhere: a part that nobody writes to
+        # is a part of the mini-batch's memory, as it is for a stage.
+        writes = set().union(*self.traced.effects.writes)
+        is_written = any(self.traced.effects.alias[n] in writes for n in self.traced.placeholders.values())
         for i, part in enumerate(parts_of(args, m, self.batch)):
             with Seeded(mixed(seed, i)):
-                made.append(model(*pytree.tree_map_only(torch.Tensor, lambda x: x.clone(), part)))
+                given = pytree.tree_map_only(torch.Tensor, torch.clone, part) if is_written else part
+                made.append(model(*given))
         leaves = [pytree.tree_leaves(output) for output in made]
         outputs = [torch.cat([x.detach() for x in parts]) for parts in zip(*leaves, strict=True)]
         if schedule == "drop-in":
