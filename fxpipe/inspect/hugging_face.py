@@ -50,7 +50,10 @@ def load_shipped(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
     try:
         import transformers
 
-        model: nn.Module = getattr(transformers, name).from_config(config)
+        from fxpipe.inspect.repeating import Repeating
+
+        with Repeating():
+            model: nn.Module = getattr(transformers, name).from_config(config)
     except Exception as error:
         raise ArgumentError(f"{model_type}: {name} cannot be made of its configuration: {describe(error)}") from error
     return model.train()
