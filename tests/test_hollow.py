@@ -53,7 +53,28 @@ def autocast(model, x):
         return F.linear(x, model.weight)
 
 
-MODELS = [norm_and_attention, parts, images, in_place, autocast]
+def numbers(model, x):
+    total = (x @ model.weight).sum()
+    return total * 2.0, total + torch.tensor(1.0, dtype=torch.float64), total > 0, total.long() / 2
+
+
+def complex_numbers(model, x):
+    h = torch.fft.fft(x @ model.weight).conj()
+    return h.real, h.imag.neg(), h * h, torch.view_as_real(h.resolve_conj())
+
+
+def recurrent(model, x):
+    lstm = nn.LSTM(6, 3, batch_first=True, bidirectional=True)
+    return lstm((x @ model.weight)[None])
+
+
+def gradients(model, x):
+    h = (x @ model.weight).tanh()
+    (found,) = torch.autograd.grad(h.sum(), model.weight, create_graph=True)
+    return found * 2
+
+
+MODELS = [norm_and_attention, parts, images, in_place, autocast, numbers, complex_numbers, recurrent, gradients]
 
 
 def described(value):

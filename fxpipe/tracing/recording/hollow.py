@@ -42,18 +42,19 @@ class Hollow(TorchDispatchMode):
     def __init__(self, model: nn.Module):
         super().__init__()
         self._fakes = FakeTensorMode()
+        self._outer: Hollow | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}  # hollow ones, kept: no other shall get their names
         for parameter in model.parameters():
             self._hollow_out(parameter)
 
     def __enter__(self) -> Hollow:
-        _current.mode = self
+        self._outer, _current.mode = _current.mode, self
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        _current.mode = None
+        _current.mode = self._outer
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Is it hollow?"""
