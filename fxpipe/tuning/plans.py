@@ -210,7 +210,8 @@ def _variant(plan: Plan, candidate: Candidate, batch: int, modes: str | tuple[st
 
 def with_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
     """The plan with what each stage may take of the memory of its device; several share it by what they need."""
-    needs = [float(plan.memory(stage.index, plan.micro_batch)) for stage in plan.stages]
+    shared = len({*plan.placement}) < len(plan.placement)
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
     stages = []
     for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
         whole = limits[k]
