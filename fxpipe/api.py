@@ -18,7 +18,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.runtime import Driver, StepRecord, driver_for
 from fxpipe.runtime.losses import check_reduction, check_scaler
-from fxpipe.scheduling import ScheduleLike, make_schedule
+from fxpipe.scheduling import ScheduleLike
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.fake import without_values
@@ -89,6 +89,7 @@ def pipeline(
             "zero_bubble"       backward split, gradients of weights fill the gaps: a third of the idling of 1f1b
             "zero_bubble_2p"    the same with twice the memory: pays where gradients of weights take less than the rest
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
+            "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
                                 per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many
                                 there are; with a plan, whose stages stay where they are, the best for them
@@ -325,11 +326,7 @@ class Pipeline(nn.Module):
         inside = self._fxpipe
         with inside.engine.running():
             assembly, leaves, batch = inside.assembly_for(args, kwargs)
-            settings = inside.settings
-            m = min(settings.chunks, batch)
-            schedule = make_schedule(
-                settings.schedule, len(settings.placement), m, settings.checkpoint, settings.placement
-            )
+            schedule = inside.schedule_for(batch)
             targets = () if target is None else (target,)
             loss, outputs = inside.engine.forward_backward(
                 assembly, leaves, batch, schedule, loss_fn or _own_loss, targets, reduction, grad_scaler, return_outputs

@@ -16,9 +16,11 @@ from torch import nn
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
 from fxpipe.plans import Plan
+from fxpipe.plans.resizing import resized
 from fxpipe.progress import showing
 from fxpipe.runtime import Assembly, Driver, Engine, driver_for, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
+from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.containers import has_values
@@ -80,6 +82,15 @@ class Inside:
             )
         prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
+
+    def schedule_for(self, batch: int) -> Schedule:
+        """Of a step of `forward_backward`; it must have a plan."""
+        settings, demands = self.settings, None
+        if is_searched(settings.schedule):
+            assert self.plan is not None
+            demands = resized(self.plan, settings.largest_micro_batch(batch), settings.checkpoint).demands()
+        n, m = len(settings.placement), settings.micro_batches(batch)
+        return make_schedule(settings.schedule, n, m, settings.checkpoint, settings.placement, demands)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""

@@ -21,7 +21,8 @@ from fxpipe.scheduling.actions import Kind
 
 BATCH = 6
 NAMES = [case.name for case in CASES]
-ALIKE = [("zero_bubble", "zero_bubble_2p"), ("interleaved_1f1b",), ("zbv",)]  # with stages on the same devices
+# With stages on the same devices:
+ALIKE = [("zero_bubble", "zero_bubble_2p", "zero_bubble_auto"), ("interleaved_1f1b",), ("zbv",)]
 
 
 def _pipe(case, plain, schedule):
@@ -72,7 +73,7 @@ def test_steps_equal_the_plain_model(name, schedules):
             assert (Kind.WEIGHT in {action.kind for action in actions}) == schedule.startswith("z")
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zbv"])
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zero_bubble_auto", "zbv"])
 def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
     case = BY_NAME["dict"]
     torch.manual_seed(1)

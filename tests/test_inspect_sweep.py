@@ -37,7 +37,8 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     plan = replace(plan_for(4, "1f1b"), chunks=8)
     runs = compare_schedules(plan, fxpipe.simulate(plan))
     assert runs[0].schedule == "1f1b"
-    assert {run.schedule for run in runs} == {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p"}  # the others want two
+    names = {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p", "zero_bubble_auto"}  # the others want two
+    assert {run.schedule for run in runs} == names
     assert [run.step_seconds for run in runs[1:]] == sorted(run.step_seconds for run in runs[1:])
     by_name = {run.schedule: run for run in runs}
     assert by_name["gpipe"].peak_bytes > by_name["1f1b"].peak_bytes
@@ -169,7 +170,7 @@ def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) 
     assert printed.startswith("numbers of devices and schedules")
     assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d", line)] == ["1", "2", "4", "8"]
     assert "no plan for\n- 4 devices, interleaved_1f1b, zbv: stages=8, but the 6 nodes can be cut into 6 at" in printed
-    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p: stages=8, but the 6" in printed
+    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p, zero_bubble_auto: stages=8, but the 6" in printed
     assert main([*mlp, "--sweep", "--json", "--devices", "2", "--schedule", "gpipe"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["schedule"] == "gpipe"

@@ -27,8 +27,7 @@ from fxpipe.simulation import StageCost, simulate_schedule
 
 SIZES = list(product(range(1, 7), range(1, 14)))  # devices, micro-batches
 UNIT = StageCost(forward=1, backward=2, weight=1, saved_bytes=1)  # F, B and W as long as each other
-BOUND = [name for name, recipe in SCHEDULES.items() if recipe.is_bound]
-SPLIT = ["zero_bubble", "zero_bubble_2p", "zbv"]
+SPLIT = ["zero_bubble", "zero_bubble_2p", "zero_bubble_auto", "zbv"]
 
 
 def rows(text: str) -> Rows:
@@ -104,7 +103,8 @@ def test_of_one_micro_batch_zbv_leaves_all_w_to_the_end():
 @st.composite
 def any_known(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    v = 2 if name == "zbv" else draw(st.integers(2, 4)) if name in BOUND else draw(st.integers(1, 3))
+    recipe = SCHEDULES[name]
+    v = recipe.most or draw(st.integers(2, 4) if recipe.is_bound else st.integers(1, 3))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=p * v, max_size=p * v))
     return on(name, p, m, v, modes)

@@ -18,6 +18,7 @@ from functools import partial
 from fxpipe.deciding.chains import chain_of
 from fxpipe.deciding.sharing import sharing
 from fxpipe.deciding.sites import kinds_left, pools_of, sites_of
+from fxpipe.demands import demands_of
 from fxpipe.errors import ArgumentError, MemoryLimitError, PartitionError
 from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
@@ -30,7 +31,7 @@ from fxpipe.partitioning.shortage import Trial, recomputing
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.scheduling import SCHEDULES, make_schedule
+from fxpipe.scheduling import SCHEDULES, is_searched, make_schedule
 from fxpipe.scheduling.neighbours import neighbours
 from fxpipe.settings import Settings
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
@@ -447,12 +448,13 @@ def _simulated(
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
     settings = case.settings
     m = settings.micro_batches(case.batch)
-    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement)
     weights = _weight_seconds(case, starts)
     costs = [
         StageCost(load.forward_seconds, load.backward_seconds, weight=min(weight, load.backward_seconds))
         for load, weight in zip(loads, weights, strict=True)
     ]
+    demands = demands_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
+    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)
     return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))
 
 

@@ -27,7 +27,7 @@ from fxpipe.work import Operation
 if TYPE_CHECKING:
     import sympy
 
-    from fxpipe.scheduling import Schedule
+    from fxpipe.scheduling import Demand, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,18 @@ class Plan:
 
     def as_schedule(self) -> Schedule:
         """Its schedule as a table: which device does what, in what order."""
-        from fxpipe.scheduling import make_schedule
+        from fxpipe.scheduling import is_searched, make_schedule
 
-        return make_schedule(self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement)
+        demands = self.demands() if is_searched(self.schedule) else None
+        return make_schedule(
+            self.schedule, len(self.stages), self.micro_batches, self.checkpoint, self.placement, demands
+        )
+
+    def demands(self) -> tuple[Demand, ...]:
+        """What a schedule that is searched is told of the stages: so the same plan has the same order, always."""
+        from fxpipe.demands import demands_of
+
+        return demands_of(*self.costs(), self.modes, [stage.memory_limit for stage in self.stages])
 
     # -- formulas in the micro-batch size ------------------------------------------------------------------------------
 

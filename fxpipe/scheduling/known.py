@@ -12,6 +12,7 @@ micro-batch takes a device, F + B + W.
 | `interleaved_1f1b` | the same, stage by stage              | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
 | `zero_bubble`      | B as soon as it can be, W in the gaps | 1, or any placement | p             | (p - 1) / 3       |
 | `zero_bubble_2p`   | the same, more in flight              | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
+| `zero_bubble_auto` | in an order searched for the stages   | 1                   | p             | (p - 1) / 3       |
 | `zbv`              | the same, loss on the first device    | 2, there and back   | p             | (p - 1) / 6       |
 | `inference`        | none                                  | 1, or any placement | 0             | p - 1, of F alone |
 
@@ -23,13 +24,16 @@ long as W takes no longer than F and than B. So the larger memory of the second 
 (attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
 which is there as long as a step ends on all devices before the next one begins.
 
+`zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
+no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`searched`).
+
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
 `zbv` if twice as many transfers are no matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -40,6 +44,8 @@ from fxpipe.scheduling.interleaved import interleaved_1f1b
 from fxpipe.scheduling.merging import merged
 from fxpipe.scheduling.neighbours import as_one, neighbours
 from fxpipe.scheduling.placements import round_robin, there_and_back
+from fxpipe.scheduling.playing import Demand
+from fxpipe.scheduling.searched import zero_bubble_auto
 from fxpipe.scheduling.zbv import zbv
 
 Placement: TypeAlias = tuple[int, ...]  # for each stage its device
@@ -54,6 +60,7 @@ class Recipe:
     per_device: int = 1  # how many stages a device has, unless others are asked for
     is_bound: bool = False  # to that placement, and no fewer stages on a device than that
     most: int | None = None  # stages on a device
+    searched: Callable[[int, Sequence[Demand]], Rows] | None = None  # in place of `rows`, where costs are known
 
 
 def _anywhere(by_stage: Callable[[int, int], Rows]) -> Recipe:
@@ -75,6 +82,10 @@ def _there_and_back(m: int, placement: Placement) -> Rows:
     return zbv(m, max(placement) + 1)
 
 
+def _alike(m: int, placement: Placement) -> Rows:
+    return zero_bubble_auto(m, [Demand(1, 1, 1)] * len(placement))
+
+
 SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
     {
         "gpipe": _anywhere(gpipe),
@@ -82,6 +93,7 @@ SCHEDULES: Mapping[str, Recipe] = MappingProxyType(
         "interleaved_1f1b": Recipe(_looping, per_device=2, is_bound=True),
         "zero_bubble": _anywhere(zero_bubble),
         "zero_bubble_2p": _anywhere(zero_bubble_2p),
+        "zero_bubble_auto": Recipe(_alike, is_bound=True, most=1, searched=zero_bubble_auto),
         "zbv": Recipe(_there_and_back, there_and_back, per_device=2, is_bound=True, most=2),
         "inference": _anywhere(inference),
     }

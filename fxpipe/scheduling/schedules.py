@@ -16,6 +16,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.scheduling.actions import Schedule
 from fxpipe.scheduling.known import SCHEDULES, Placement
 from fxpipe.scheduling.own import Function, ScheduleLike, as_schedule_like, own_schedule, placement_of
+from fxpipe.scheduling.playing import Demand
 from fxpipe.scheduling.recomputing import CHECKPOINTS, Checkpoint, with_recompute
 from fxpipe.scheduling.validation import validate
 
@@ -26,6 +27,7 @@ def make_schedule(
     micro_batches: int,
     checkpoint: str | Sequence[str] = "never",
     placement: Sequence[int] | None = None,
+    demands: Sequence[Demand] | None = None,
 ) -> Schedule:
     """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
 
@@ -38,10 +40,12 @@ def make_schedule(
             stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
         placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
             (2 stages on each device in `interleaved_1f1b` and `zbv`), else each stage its own.
+        demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
+            given, all take the same. Any other schedule is the same for all.
 
     Raises:
-        ArgumentError: an unknown name or mode, a number below 1, a device without a stage, or stages where the schedule
-            cannot have them.
+        ArgumentError: an unknown name or mode, a number below 1, a device without a stage, stages where the schedule
+            cannot have them, or demands of other stages, or that nothing can meet.
         ArgumentTypeError: a number that is no integer.
         ScheduleError: one of your own would not run.
 
@@ -60,7 +64,13 @@ def make_schedule(
     given = as_schedule_like(schedule)
     n, m = _count("stages", stages), _count("micro_batches", micro_batches)
     placed = _usual_placement(given, n) if placement is None else _placement(placement, n)
-    return _make_schedule(given, n, m, _modes(checkpoint, n), placed)
+    known = _demands(demands, n) if is_searched(given) else ()
+    return _make_schedule(given, n, m, _modes(checkpoint, n), placed, known)
+
+
+def is_searched(schedule: ScheduleLike) -> bool:
+    """Does it hang on what stages cost?"""
+    return isinstance(schedule, str) and schedule in SCHEDULES and SCHEDULES[schedule].searched is not None
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
@@ -72,12 +82,19 @@ def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placeme
 
 @lru_cache(maxsize=128)
 def _make_schedule(
-    given: ScheduleLike, n: int, m: int, modes: tuple[Checkpoint, ...], placement: Placement | None
+    given: ScheduleLike,
+    n: int,
+    m: int,
+    modes: tuple[Checkpoint, ...],
+    placement: Placement | None,
+    demands: tuple[Demand, ...],
 ) -> Schedule:
     if isinstance(given, str):
         assert placement is not None
         check_placement(given, placement)
-        made = Schedule(given, n, m, SCHEDULES[given].rows(m, placement))
+        recipe = SCHEDULES[given]
+        rows = recipe.searched(m, demands) if recipe.searched and demands else recipe.rows(m, placement)
+        made = Schedule(given, n, m, rows)
     else:
         made = _own(given, n, m, placement)
     schedule = Schedule(made.name, n, m, with_recompute(made.rows, m, modes))
@@ -105,11 +122,12 @@ def check_placement(name: str, placement: Placement) -> None:
         return
     each = n // devices
     number = f"{recipe.per_device}" if recipe.per_device == recipe.most else f"{recipe.per_device} or more"
+    stages_each = f"{number} stage{'' if number == '1' else 's'}"
     too_many = recipe.most is not None and each > recipe.most
     if each < recipe.per_device or too_many or placement != recipe.placement(devices, each):
         there = recipe.placement(devices, recipe.per_device)
         raise ArgumentError(
-            f"schedule {name!r} needs {number} stages on each device, placed as in {there}, but is given {n} stages "
+            f"schedule {name!r} needs {stages_each} on each device, placed as in {there}, but is given {n} stages "
             f"on {devices} devices, placed as in {placement}: give as many (stages_per_device={recipe.per_device}), "
             "or use '1f1b' or 'zero_bubble', which take any"
         )
@@ -134,6 +152,12 @@ def _modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
             f"checkpoint={checkpoint!r} has {len(given)} modes for {n} stages: give one for each, or one for all"
         )
     return tuple(cast(Checkpoint, _one_of("checkpoint", mode, CHECKPOINTS)) for mode in given)
+
+
+def _demands(demands: Sequence[Demand] | None, n: int) -> tuple[Demand, ...]:
+    if demands and len(demands) != n:
+        raise ArgumentError(f"demands has {len(demands)} entries for {n} stages: give one for each")
+    return tuple(demands or ())
 
 
 def _placement(placement: Sequence[int], n: int) -> Placement:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Protocol
 
 from fxpipe.deciding import Cut, decide, is_by_hand
+from fxpipe.demands import demands_of
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
 from fxpipe.placing import placed
@@ -21,7 +22,7 @@ from fxpipe.planning.preparing import Prepared, prepared
 from fxpipe.planning.studying import Studied
 from fxpipe.plans import Plan
 from fxpipe.plans.action_costs import action_seconds
-from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling import is_searched, make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.simulation.of_plans import varied
@@ -101,7 +102,8 @@ class OfModel:
         ends = accumulate(lengths)
         starting = min(action_seconds(str(device)) for device in self.settings.workers)
         stages = [_together(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)]
-        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement)
+        demands = demands_of(stages) if is_searched(candidate.schedule) else None
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement, demands=demands)
         return simulate_schedule(schedule, stages).step_seconds
 
     def prepared(self, plan: Plan) -> Prepared:
@@ -208,7 +210,8 @@ def _variant(plan: Plan, candidate: Candidate, batch: int, modes: str | tuple[st
 
 def with_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
     """The plan with what each stage may take of the memory of its device; several share it by what they need."""
-    needs = [float(plan.memory(stage.index, plan.micro_batch)) for stage in plan.stages]
+    shared = len({*plan.placement}) < len(plan.placement)
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
     stages = []
     for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
         whole = limits[k]

@@ -20,10 +20,10 @@ from typing import Any
 from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.plans import Plan
 from fxpipe.progress import nothing
-from fxpipe.scheduling import ScheduleLike
+from fxpipe.scheduling import ScheduleLike, is_searched
 from fxpipe.simulation.of_plans import simulate
 from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.plans import Plans
+from fxpipe.tuning.plans import Plans, with_limits
 from fxpipe.tuning.result import SAME, Row
 
 HOPEFUL = 1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
@@ -114,6 +114,8 @@ def _within_limits(
 
 
 def _row(candidate: Candidate, plan: Plan, limits: Limits, others: Mapping[str, Any]) -> Row:
+    if is_searched(plan.schedule):
+        plan = with_limits(plan, limits)  # its order hangs on them
     simulation = simulate(plan)
     memory = tuple(held.peak for held in simulation.memory)
     lacks = max(
