@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fxpipe.partitioning import partition
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
+    from fxpipe.plans.simulating import simulate
     from fxpipe.profiling import Profile, profile
     from fxpipe.recomputing import is_recomputing
-    from fxpipe.simulation.of_plans import simulate
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
@@ -40,7 +40,7 @@ _HOMES = {
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
-    "simulate": "fxpipe.simulation.of_plans",
+    "simulate": "fxpipe.plans.simulating",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning",
 }

@@ -24,6 +24,7 @@ from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.hooks import hooks_of, with_all_hooks
 from fxpipe.tracing.ways import Tracer
+from fxpipe.tuning.choosing import with_schedule_for
 
 
 def pipeline(
@@ -176,6 +177,8 @@ def pipeline(
         progress=progress,
         plan=plan,
     )
+    if plan is not None and settings.left:
+        settings = with_schedule_for(plan, settings)
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
         if without_values(model):
@@ -368,14 +371,14 @@ class Pipeline(nn.Module):
         return self._fxpipe.engine.last_step
 
     def extra_repr(self) -> str:
-        from fxpipe.inspect.tables.pipes import pipe_lines
+        from fxpipe.pipe_text import pipe_lines
 
         return "\n".join(pipe_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.html.notebook import pipeline_html
+        from fxpipe.pipe_text import pipe_html
 
-        return pipeline_html(self)
+        return pipe_html(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan)
 
     # -- its life ----------------------------------------------------------------------------------------------------
 

@@ -144,12 +144,10 @@ def make_settings(
         }
         devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
     workers = parse_devices(devices, anywhere)
-    if plan is not None and is_any:
-        from fxpipe.tuning.choosing import schedule_for
-
-        order = schedule_for(plan, parse_chunks(chunks, len(workers)), checkpoint)
     count = parse_chunks(chunks, len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
+    if plan is not None and is_any:
+        placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
     pins, balance = _pins(pin, balance, workers)
     return Settings(
         workers=workers,
@@ -172,7 +170,7 @@ def make_settings(
         deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
         compile=parse_compile(compile),
         progress=parse_switch("progress", progress),
-        left=_left_to_tuner(is_any, chunks, per_device, checkpoint, balance, pins) if plan is None else frozenset(),
+        left=_left_to_tuner(is_any, chunks, per_device, checkpoint, balance, pins, plan),
     )
 
 
@@ -183,7 +181,10 @@ def _left_to_tuner(
     checkpoint: str | Sequence[str],
     balance: Any,
     pins: Mapping[str, int],
+    plan: Plan | None,
 ) -> frozenset[str]:
+    if plan is not None:
+        return frozenset(("schedule",) if is_any else ())
     is_free = is_any and per_device is None and isinstance(checkpoint, str) and isinstance(balance, str) and not pins
     found = {"schedule": is_any, "chunks": chunks == AUTO, "stages_per_device": is_free}
     return frozenset(name for name in LEFT if found[name])

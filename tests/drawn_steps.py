@@ -1,7 +1,7 @@
 """Steps to draw, and what tests ask a picture."""
 
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Area, Bars, Line, Rect, Scene, Text, flat
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Area, Bars, Line, Rect, Scene, Text, flat
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
 

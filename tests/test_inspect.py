@@ -17,6 +17,7 @@ from inspected import MIB, make_plan, refusal
 
 import fxpipe.planning
 from fxpipe import arguments
+from fxpipe.drawing.columns import ranges, shortened, shortened_line
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import options
@@ -25,10 +26,10 @@ from fxpipe.inspect.devices import parse_devices
 from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
 from fxpipe.inspect.options import parse_balance
 from fxpipe.inspect.tables.document import plan_document
-from fxpipe.inspect.tables.figures import plan_figures
-from fxpipe.inspect.tables.plans import plan_table, ranges, shortened, shortened_line
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
+from fxpipe.plans.figures import plan_figures
+from fxpipe.plans.text import plan_table
 from fxpipe.polynomials import Polynomial
 from fxpipe.tracing import ways
 

@@ -16,7 +16,8 @@ from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
 from fxpipe.inspect.inputs import Input, Shape, make_arguments
-from fxpipe.inspect.request import PlanFile, in_options, parse_request, parse_subject
+from fxpipe.inspect.request import in_options, parse_request
+from fxpipe.inspect.subjects import PlanFile, parse_subject
 from fxpipe.inspect.target import Target, load_model
 from fxpipe.inspect.values import parse_keyword
 

@@ -8,14 +8,14 @@ from itertools import combinations, pairwise
 import pytest
 from drawn_plans import dense_portals, drawn_plan, portals_between
 
-from fxpipe.inspect.drawing.colours import contrast
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Curve, Rect, Scene, Text
+from fxpipe.drawing.colours import contrast
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Curve, Rect, Scene, Text
 from fxpipe.inspect.lanes.arcs import ARCS
 from fxpipe.inspect.lanes.frame import MOST_ARCS, bundles_of
-from fxpipe.inspect.lanes.grouping import groups_of, short_name
 from fxpipe.inspect.lanes.layout import BAND, MOST_GROUPS, WORKERS, lanes
 from fxpipe.plans import Plan
+from fxpipe.plans.grouping import groups_of, short_name
 
 PLANS = {
     "one": drawn_plan(1),

@@ -16,9 +16,9 @@ from torch import nn
 import fxpipe
 from fxpipe.runtime import ActionRecord, DeviceRecord, Interleaved, StepRecord, TransferRecord
 from fxpipe.runtime.exchange import bytes_of
-from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.timelines.traces import trace_of
 
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
 

@@ -15,8 +15,8 @@ import fxpipe
 from fxpipe.deciding.sites import MARGIN, Worker
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
-from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
+from fxpipe.plans.figures import plan_figures
 from fxpipe.profiling import Seconds
 
 

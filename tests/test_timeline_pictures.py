@@ -11,21 +11,20 @@ from itertools import pairwise
 import pytest
 from drawn_steps import GIB, bounds, check_scene, simulated
 
+from fxpipe.drawing.axes import byte_ticks, duration, time_ticks
+from fxpipe.drawing.colours import KINDS, RECEIVING
+from fxpipe.drawing.raster import raster_of
+from fxpipe.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
+from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.inspect.drawing.axes import byte_ticks, duration, time_ticks
-from fxpipe.inspect.drawing.colours import KINDS, RECEIVING
-from fxpipe.inspect.drawing.raster import raster_of
-from fxpipe.inspect.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
-from fxpipe.inspect.drawing.svg import svg_of
-from fxpipe.inspect.timeline.boxes import MOST_BOXES
-from fxpipe.inspect.timeline.gantt import Gantt, gantt
-from fxpipe.inspect.timeline.pages import timeline_figure, timeline_page
-from fxpipe.inspect.timeline.pictures import FORMATS, check_picture_path, save_timeline
 from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
-from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import Action, Kind
 from fxpipe.simulation import Simulation
-from fxpipe.timelines.steps import step_of
+from fxpipe.timelines.boxes import MOST_BOXES
+from fxpipe.timelines.gantt import Gantt, gantt
+from fxpipe.timelines.pages import timeline_figure, timeline_page
+from fxpipe.timelines.pictures import FORMATS, check_picture_path, save_timeline
+from fxpipe.timelines.traces import trace_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -48,7 +47,7 @@ LARGE = {"large": lambda: simulated("1f1b", 64, 64)}  # more actions than boxes
 @cache
 def _drawn(name: str) -> tuple[Simulation, Gantt]:
     found = (STEPS | LARGE)[name]()
-    return found, gantt(step_of(found))
+    return found, gantt(found.as_step())
 
 
 def _group(drawn: Gantt, name: str) -> list:
@@ -147,7 +146,7 @@ def test_names_stand_in_the_boxes_of_their_actions(name):
 
 def test_a_device_with_several_stages_names_them():
     found = simulated("interleaved_1f1b", 2, 4, per_device=2)
-    names = [text.text for text in _group(gantt(step_of(found)), "names")]
+    names = [text.text for text in _group(gantt(found.as_step()), "names")]
     assert sorted(names) == sorted(str(span.action) for span in found.spans)
 
 
@@ -171,14 +170,14 @@ def test_with_room_every_action_has_its_name():
 def test_an_update_takes_no_time_and_is_seen():
     record = _record()
     update = ActionRecord(Action(Kind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
-    drawn = gantt(step_of(StepRecord("x", (*record.actions, update), (), record.devices, 0.0)))
+    drawn = gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
     stroke = next(item for item in _group(drawn, "boxes") if item.fill == KINDS[Kind.UPDATE])
     assert stroke.width == 1
     assert stroke.x + stroke.width == pytest.approx(drawn.frame.right)
 
 
 def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
-    drawn = gantt(step_of(_record()))
+    drawn = gantt(_record().as_step())
     texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
@@ -189,7 +188,7 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
 def test_a_long_title_and_long_names_of_devices_are_shortened():
     record = _record()
     devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
-    drawn = gantt(step_of(StepRecord("1f1b", record.actions, (), devices, 0.0)), title="long " * 100)
+    drawn = gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
     check_scene(drawn.scene)
     assert drawn.scene.width < 1500
 
@@ -241,7 +240,7 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     found = simulated("1f1b", devices, 4)
     limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
                          found.step_seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
-    drawn = gantt(step_of(limited))
+    drawn = gantt(limited.as_step())
     check_scene(drawn.scene)
     lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
     assert bool(lines) is is_drawn
@@ -383,7 +382,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxpipe.inspect.drawing.writing.os.replace", full)
+    monkeypatch.setattr("fxpipe.drawing.writing.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
         save_timeline(_record(), path)
     assert path.read_text() == "before"
@@ -415,7 +414,7 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
     found, drawn = _drawn("a V")
-    page = timeline_page(step_of(found), drawn, "</title><script>alert(1)</script>")
+    page = timeline_page(found.as_step(), drawn, "</title><script>alert(1)</script>")
     assert "<script>alert" not in page
     urls = set(re.findall(r"https?://[^\"'\s<]+", page))
     assert urls == {"http://www.w3.org/2000/svg"}, "a name of XML, which nobody loads"
@@ -430,7 +429,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
 
 def test_figures_of_one_page_share_a_script():
     found, drawn = _drawn("two devices")
-    figure = timeline_figure(step_of(found), drawn)
+    figure = timeline_figure(found.as_step(), drawn)
     assert figure.count("<script") == 1
     assert "Ctrl and the wheel" in figure
 
@@ -459,7 +458,7 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
 
 def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
     record = _record()
-    one = gantt(step_of(record))
+    one = gantt(record.as_step())
     assert [item.width for item in _group(one, "boxes")] == pytest.approx(
         [span.seconds / record.seconds * one.frame.width for span in record.spans]
     )

@@ -18,7 +18,7 @@ from fxpipe.planning import planned, study
 from fxpipe.profiling import Profile, Seconds
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tuning.candidates import candidates, chunks_for_batch
-from fxpipe.tuning.result import SAME, Row, in_order, preferred
+from fxpipe.tuning.rows import SAME, Row, in_order, preferred
 
 BATCH = 8
 

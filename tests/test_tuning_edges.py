@@ -19,7 +19,7 @@ from fxpipe.profiling import Profile
 from fxpipe.tuning import measuring, tuner
 from fxpipe.tuning.candidates import Candidate
 from fxpipe.tuning.plans import OfModel
-from fxpipe.tuning.result import SAME, Row
+from fxpipe.tuning.rows import SAME, Row
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 LARGE = 1 << 40

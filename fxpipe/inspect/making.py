@@ -10,7 +10,8 @@ from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.inspect.devices import planned_devices, resolve_devices
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
 from fxpipe.inspect.inputs import Arguments, Input, make_arguments
-from fxpipe.inspect.request import PlanFile, Request
+from fxpipe.inspect.request import Request
+from fxpipe.inspect.subjects import PlanFile
 from fxpipe.inspect.target import load_model
 from fxpipe.inspect.words import describe
 

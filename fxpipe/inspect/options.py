@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.devices import parse_devices
 from fxpipe.inspect.inputs import ACCEPTED, parse_input
-from fxpipe.inspect.request import parse_subject
+from fxpipe.inspect.subjects import parse_subject
 from fxpipe.inspect.target import FORMS
 from fxpipe.inspect.values import parse_keyword
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES

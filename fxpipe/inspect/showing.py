@@ -47,7 +47,7 @@ def _write(found: Findings, option: str, path: Path) -> None:
     if option == "save":
         found.plan.save(path)
     elif option == "timeline":
-        from fxpipe.inspect.timeline.pictures import save_timeline
+        from fxpipe.timelines.pictures import save_timeline
 
         schedule = found.simulation.schedule
         step = f"{schedule.name}, {counted(schedule.micro_batches, 'micro-batch', 'es')}"
@@ -80,8 +80,8 @@ def _answers(found: Findings, request: Request) -> list[str]:
 
 
 def _everything(found: Findings, out: TextIO) -> list[str]:
-    from fxpipe.inspect.tables.plans import plan_table
     from fxpipe.inspect.tables.steps import device_table, runs_text, step_text
+    from fxpipe.plans.text import plan_table
 
     assert found.plan is not None
     assert found.simulation is not None
@@ -94,8 +94,8 @@ def _everything(found: Findings, out: TextIO) -> list[str]:
 
 def _timeline(simulation: Simulation, out: TextIO) -> str:
     """As wide as the window, or as all that is printed here."""
-    from fxpipe.inspect.tables.plans import WIDTH
-    from fxpipe.inspect.timeline.terminal import plain, shows_colours, timeline_text
+    from fxpipe.drawing.columns import WIDTH
+    from fxpipe.timelines.terminal import plain, shows_colours, timeline_text
 
     is_window = shows_colours(out) or out.isatty()
     return timeline_text(simulation, out) if is_window else plain(simulation, columns=WIDTH)

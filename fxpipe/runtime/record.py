@@ -16,6 +16,7 @@ from tabulate import tabulate
 from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
 from fxpipe.timelines import Span
+from fxpipe.timelines.steps import Arrow, Step
 from fxpipe.timelines.text import timeline
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
@@ -91,13 +92,31 @@ class StepRecord:
         """The share of the step in which a device had nothing to do."""
         return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
 
+    def as_step(self, *, has_memory: bool = True) -> Step:
+        """In one form with what is simulated. Memory over time is not known of a step that ran."""
+        cores = tuple(one.on_core for one in self.actions if one.on_core is not None)
+        return Step(
+            schedule=self.schedule,
+            is_simulated=False,
+            devices=tuple(device.name for device in self.devices),
+            spans=self.spans,
+            waited=tuple(one.waited for one in self.actions),
+            seconds=self.seconds,
+            on_core=cores if len(cores) == len(self.actions) else (),
+            away=self.away,
+        )
+
+    def arrows(self) -> Iterator[Arrow]:
+        """All that went from stage to stage."""
+        yield from (Arrow(one.maker, one.user, one.bytes, one.value) for one in self.transfers)
+
     def save_trace(self, path: str | Path) -> None:
         """Writes the step for chrome://tracing or https://ui.perfetto.dev.
 
         Raises:
             OSError: the file cannot be written.
         """
-        from fxpipe.runtime.traces import write_trace
+        from fxpipe.timelines.traces import write_trace
 
         write_trace(self, path)
 
@@ -107,14 +126,14 @@ class StepRecord:
         Raises:
             ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
         """
-        from fxpipe.inspect.timeline.pictures import save_timeline
+        from fxpipe.timelines.pictures import save_timeline
 
         save_timeline(self, path, title=title)
 
     def _repr_html_(self) -> str:
-        from fxpipe.inspect.html.notebook import step_html
+        from fxpipe.timelines.html import step_html
 
-        return step_html(self)
+        return step_html(self.as_step())
 
     def __str__(self) -> str:
         count = counted(len(self.actions), "action")

@@ -19,7 +19,7 @@ from fxpipe.planning.studying import Studied, is_the_model
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.settings import USUAL_SCHEDULE, Settings
+from fxpipe.settings import Settings
 from fxpipe.tuning.candidates import (
     PER_WORKER,
     STAGES_PER_DEVICE,
@@ -29,7 +29,7 @@ from fxpipe.tuning.candidates import (
     chunks_for_batch,
 )
 from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
-from fxpipe.tuning.result import preferred
+from fxpipe.tuning.rows import preferred
 from fxpipe.tuning.search import Limits, search
 
 
@@ -87,11 +87,15 @@ def _modes(settings: Settings) -> tuple[str, ...] | None:
     return (settings.checkpoint,) if isinstance(settings.checkpoint, str) else ("never",)  # these are in the settings
 
 
-def schedule_for(plan: Plan, chunks: int, checkpoint: Any) -> ScheduleLike:
-    """The schedule that suits the stages of a plan best; the usual one where none fits into memory."""
-    batch = plan.batch or chunks * plan.micro_batch
-    modes = None if checkpoint in ("auto", None) else (checkpoint,)
+def with_schedule_for(plan: Plan, settings: Settings) -> Settings:
+    """With the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
+    batch = plan.batch or settings.chunks * plan.micro_batch
+    modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
     rows = search(
-        candidates_of_plan(plan, TRAINING_SCHEDULES, (chunks,)), OfPlan(plan, batch), limits_of(plan), modes=modes
+        candidates_of_plan(plan, TRAINING_SCHEDULES, (settings.chunks,)),
+        OfPlan(plan, batch),
+        limits_of(plan),
+        modes=modes,
     )
-    return next((row.schedule for row in preferred(rows)), USUAL_SCHEDULE)
+    best = next((row.schedule for row in preferred(rows)), settings.schedule)
+    return replace(settings, schedule=best, left=frozenset())

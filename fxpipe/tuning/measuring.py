@@ -25,7 +25,7 @@ from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.snapshot import forked_random, gradients_aside, slots_of, undone
 from fxpipe.trees import flatten, mapped
 from fxpipe.tuning.plans import OfModel
-from fxpipe.tuning.result import Row
+from fxpipe.tuning.rows import Row
 
 CONTESTANTS = 4
 ROUNDS = 5  # beside a first one, to warm up: fewer than the steps after which a loss is verified again

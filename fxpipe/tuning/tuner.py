@@ -36,7 +36,8 @@ from fxpipe.tuning.candidates import (
 )
 from fxpipe.tuning.measuring import CONTESTANTS, Loss, measured
 from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
-from fxpipe.tuning.result import Row, Tuning, in_order, preferred
+from fxpipe.tuning.result import Tuning
+from fxpipe.tuning.rows import Row, in_order, preferred
 from fxpipe.tuning.search import Limits, search
 from fxpipe.tuning.shortage import least_that_would
 

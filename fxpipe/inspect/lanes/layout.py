@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.colours import FAINT, INK
-from fxpipe.inspect.drawing.letters import fitted, text_width
-from fxpipe.inspect.drawing.scene import Curve, Item, Rect, Scene, Text
+from fxpipe.drawing.colours import FAINT, INK
+from fxpipe.drawing.letters import fitted, text_width
+from fxpipe.drawing.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.lanes.arcs import arcs, ports
 from fxpipe.inspect.lanes.frame import (
     GAP,
@@ -36,7 +36,7 @@ from fxpipe.inspect.lanes.frame import (
     seconds_of,
     title_of,
 )
-from fxpipe.inspect.lanes.grouping import NodeGroup, groups_of, short_name
+from fxpipe.plans.grouping import NodeGroup, groups_of, short_name
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:

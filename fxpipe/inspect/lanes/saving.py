@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.svg import svg_of
-from fxpipe.inspect.drawing.writing import check_path, write_whole
+from fxpipe.drawing.svg import svg_of
+from fxpipe.drawing.writing import check_path, write_whole
 from fxpipe.inspect.lanes.layout import lanes
 from fxpipe.inspect.lanes.viewer import viewer_page
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.inspect.tables.comparing import Run
-from fxpipe.inspect.tables.figures import StageFigures, plan_figures
+from fxpipe.plans.figures import StageFigures, plan_figures
 
 if TYPE_CHECKING:
     from fxpipe.inspect.finding import Findings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpipe.drawing.columns import NOTHING, of_limit, table
 from fxpipe.inspect.tables.comparing import Run, run_of
-from fxpipe.inspect.tables.plans import NOTHING, of_limit, table
 from fxpipe.scheduling.actions import Kind
 from fxpipe.units import counted, human_bytes, human_seconds, percent, three_digits
 

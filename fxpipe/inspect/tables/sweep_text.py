@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from fxpipe.inspect.tables.plans import NOTHING, table, wrapped
+from fxpipe.drawing.columns import NOTHING, table, wrapped
 from fxpipe.inspect.tables.steps import fits_cell
 from fxpipe.inspect.tables.sweep import Row
 from fxpipe.units import counted, human_bytes, human_seconds, percent

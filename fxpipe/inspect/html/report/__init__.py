@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.pages import page_of
-from fxpipe.inspect.drawing.svg import escaped
-from fxpipe.inspect.drawing.writing import check_path, write_whole
+from fxpipe.drawing.pages import page_of
+from fxpipe.drawing.svg import escaped
+from fxpipe.drawing.writing import check_path, write_whole
 from fxpipe.inspect.html.report import sections
 from fxpipe.inspect.html.report.steps import steps
 from fxpipe.inspect.html.report.variants import by_chunks, by_schedule
-from fxpipe.inspect.timeline import pages as timelines
+from fxpipe.timelines import pages as timelines
 from fxpipe.units import counted
 
 if TYPE_CHECKING:

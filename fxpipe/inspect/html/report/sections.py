@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.svg import escaped, svg_of
-from fxpipe.inspect.html.markup import (
+from fxpipe.drawing.columns import shortened_line
+from fxpipe.drawing.markup import (
     Cell,
     Table,
     code,
@@ -20,10 +20,10 @@ from fxpipe.inspect.html.markup import (
     table_of,
     text,
 )
+from fxpipe.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.report.variants import Scheduled
 from fxpipe.inspect.lanes.frame import seconds_of
 from fxpipe.inspect.lanes.layout import lanes
-from fxpipe.inspect.tables.plans import shortened_line
 from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe import units
-from fxpipe.inspect.drawing.colours import MEMORY
-from fxpipe.inspect.drawing.svg import escaped, svg_of
+from fxpipe.drawing.colours import MEMORY
+from fxpipe.drawing.markup import Cell, Table, missing, number, percent, seconds, size, text
+from fxpipe.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.bars import memory_bars
-from fxpipe.inspect.html.markup import Cell, Table, missing, number, percent, seconds, size, text
 from fxpipe.inspect.html.report.sections import OUTCOME, Outcome, aside, least_step, sortable
 from fxpipe.inspect.html.report.variants import Chunked
-from fxpipe.inspect.timeline.gantt import gantt
-from fxpipe.inspect.timeline.pages import timeline_figure
-from fxpipe.timelines.steps import step_of
+from fxpipe.timelines.gantt import gantt
+from fxpipe.timelines.pages import timeline_figure
 from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def _part(plan: Plan, found: Chunked, is_own: bool) -> str:
     names = device_names(simulation)
     memory = [found.at_peak for found in simulation.memory]
     bars = memory_bars(names, memory, simulation.limits)
-    step = step_of(simulation)
+    step = simulation.as_step()
     parts = (
         figures(plan, simulation, memory),
         f'<div class="wide">\n{timeline_figure(step, gantt(step))}\n</div>',

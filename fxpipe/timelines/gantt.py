@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from fxpipe.inspect.drawing.axes import duration, time_ticks
-from fxpipe.inspect.drawing.colours import FAINT, GRID, KINDS, PAPER, RECEIVING
-from fxpipe.inspect.drawing.legends import Entry, legend
-from fxpipe.inspect.drawing.letters import fitted, printable, text_width
-from fxpipe.inspect.drawing.scene import Group, Item, Line, Scene, Text
-from fxpipe.inspect.timeline.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
-from fxpipe.inspect.timeline.frames import Frame
-from fxpipe.inspect.timeline.memory_charts import HEAD, memory_chart
+from fxpipe.drawing.axes import duration, time_ticks
+from fxpipe.drawing.colours import FAINT, GRID, KINDS, PAPER, RECEIVING
+from fxpipe.drawing.legends import Entry, legend
+from fxpipe.drawing.letters import fitted, printable, text_width
+from fxpipe.drawing.scene import Group, Item, Line, Scene, Text
+from fxpipe.timelines.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
+from fxpipe.timelines.frames import Frame
+from fxpipe.timelines.memory_charts import HEAD, memory_chart
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import names_of
 from fxpipe.units import counted, percent

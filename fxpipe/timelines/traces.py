@@ -16,16 +16,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fxpipe.runtime.ranges import range_name
 from fxpipe.scheduling.actions import Action
-from fxpipe.timelines import Memory, Parts, Span
-from fxpipe.timelines.steps import Arrow, Source, Step, arrows_of, step_of
+from fxpipe.timelines.spans import Memory, Parts, Span, range_name
+from fxpipe.timelines.steps import Arrow, Step, Timed
 
 PROCESS = 1
 PARTS = tuple(field.name for field in fields(Parts))
 
 
-def write_trace(source: Source, path: str | Path) -> None:
+def write_trace(source: Timed, path: str | Path) -> None:
     """Raises `OSError` where the file cannot be written."""
     text = trace_text(source)
     try:
@@ -35,17 +34,17 @@ def write_trace(source: Source, path: str | Path) -> None:
         raise
 
 
-def trace_text(source: Source) -> str:
+def trace_text(source: Timed) -> str:
     """The file's content."""
     return json.dumps(trace_of(source), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def trace_of(source: Source) -> dict[str, Any]:
+def trace_of(source: Timed) -> dict[str, Any]:
     """The trace as a JSON document."""
-    step = step_of(source)
+    step = source.as_step()
     at = {span.action: span for span in step.spans}
     numbers = count(1)
-    arrows = tuple(arrows_of(source))
+    arrows = tuple(source.arrows())
     events = [*_names(step), *_actions(step, arrows)]
     for arrow in arrows:
         events += _arrow(arrow, at, next(numbers))

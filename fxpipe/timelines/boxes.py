@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpipe.inspect.drawing.axes import duration
-from fxpipe.inspect.drawing.colours import KINDS, PAPER, RECEIVING, letters_on
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Bars, Item, Rect, Text
-from fxpipe.inspect.timeline.frames import Frame
+from fxpipe.drawing.axes import duration
+from fxpipe.drawing.colours import KINDS, PAPER, RECEIVING, letters_on
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Bars, Item, Rect, Text
 from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines import Span
+from fxpipe.timelines.frames import Frame
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import has_loops, names_of
 
