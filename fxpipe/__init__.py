@@ -12,9 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe.api import Pipeline, pipeline
+    from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
+    from fxpipe.pipes import Pipeline
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
     from fxpipe.plans.simulating import simulate
@@ -29,7 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Hardware": "fxpipe.hardware",
-    "Pipeline": "fxpipe.api",
+    "Pipeline": "fxpipe.pipes",
     "Plan": "fxpipe.plans",
     "Tuning": "fxpipe.tuning",
     "Profile": "fxpipe.profiling",

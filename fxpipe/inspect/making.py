@@ -61,14 +61,11 @@ def load(request: Request) -> Loaded:
 
 def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
-    from fxpipe.planning import plan
+    from fxpipe.options import Options
     from fxpipe.settings import make_settings
 
-    assert plan.__kwdefaults__ is not None
-    usual = {name: value for name, value in plan.__kwdefaults__.items() if not name.startswith("example_")}
-    given = {"stages_per_device": request.stages_per_device, **request.options}
-    is_elsewhere = "hardware" in request.options
-    return make_settings(**usual | given | {"devices": devices, "anywhere": is_elsewhere} | others)
+    given = {"devices": devices, "stages_per_device": request.stages_per_device, **request.options}
+    return make_settings(Options(**given | others), anywhere="hardware" in request.options)
 
 
 def look_at(loaded: Loaded, settings: Settings) -> Studied:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.pipes import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
 from fxpipe.tracing.checking.check import take
@@ -90,8 +91,6 @@ def measured(
 def _turn(
     model: nn.Module, plan: Plan, plans: OfModel, stack: contextlib.ExitStack
 ) -> Callable[[Any, Any, dict[str, Any]], float]:
-    from fxpipe.api import Pipeline
-
     prepared = plans.prepared(plan)
     pipe = stack.enter_context(Pipeline(model, prepared.settings))
     pipe._fxpipe.adopt(prepared)
