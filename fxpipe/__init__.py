@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
-    from fxpipe.tuning import Tuning, tune
+    from fxpipe.tuning.result import Tuning
+    from fxpipe.tuning.tuner import tune
 
 __version__ = "0.1.0"
 
@@ -32,7 +33,7 @@ _HOMES = {
     "Hardware": "fxpipe.hardware",
     "Pipeline": "fxpipe.pipes",
     "Plan": "fxpipe.plans",
-    "Tuning": "fxpipe.tuning",
+    "Tuning": "fxpipe.tuning.result",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "is_recomputing": "fxpipe.recomputing",
@@ -43,7 +44,7 @@ _HOMES = {
     "profile": "fxpipe.profiling",
     "simulate": "fxpipe.plans.simulating",
     "trace": "fxpipe.tracing",
-    "tune": "fxpipe.tuning",
+    "tune": "fxpipe.tuning.tuner",
 }
 
 __all__ = [

@@ -63,10 +63,12 @@ def pipeline(
         devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
             with its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number
-            of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, for mini-batches like
-            the first one; as `fxpipe.tune` finds it, which also prints what it chose from. It hangs on the profile:
-            seconds that are measured anew may lead to another number, and other numbers round in other ways. Say a
-            number, or give a `profile`, where runs must be equal to the last bit.
+            of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, as `fxpipe.tune` finds
+            it, which also prints what it chose from. It is chosen with the plan, for the first mini-batch, and again at
+            each that has more samples than any before, for the stages as they are then; mini-batches without gradients
+            count only until one comes with them. It hangs on the profile: seconds that are measured anew may lead to
+            another number, and other numbers round in other ways. Say a number, or give a `profile`, where runs must
+            be equal to the last bit.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.
         balance: how the graph is cut. "block": least time of the slowest stage, and stages as even as can be.
             "optimal": the same with what stages send and hold, within memory. "auto" is "optimal" where anything but

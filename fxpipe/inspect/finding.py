@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.settings import Settings
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning import Tuning
+    from fxpipe.tuning.result import Tuning
 
 
 @dataclass(frozen=True, slots=True)

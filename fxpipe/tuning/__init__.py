@@ -6,11 +6,5 @@
 
 `candidates.py` says what is tried, `plans.py` makes the plans that are simulated, `search.py` goes through them;
 `rows.py` has what it finds of each, and `result.py` all of it. `measuring.py` runs the best few. `choosing.py` is what
-`chunks="auto"` and `schedule="auto"` do in `fxpipe.pipeline`.
+`chunks="auto"` and `schedule="auto"` do in `fxpipe.pipeline`: pipes choose by it, and the tuner measures by pipes.
 """
-
-from fxpipe.tuning.result import Tuning
-from fxpipe.tuning.rows import Row
-from fxpipe.tuning.tuner import tune
-
-__all__ = ["Row", "Tuning", "tune"]

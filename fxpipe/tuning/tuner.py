@@ -259,7 +259,7 @@ def _that_run(
 
     # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
     while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
-        runs[row.chunks] = is_the_model(studied, args, kwargs, row.chunks, settings)
+        runs[row.chunks] = is_the_model(studied.traced, studied.batch, args, kwargs, row.chunks, settings)
     if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "

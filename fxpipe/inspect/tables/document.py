@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.inspect.tables.sweep import Row
     from fxpipe.plans import Plan, Portal, StagePlan
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning import Row as Tried
+    from fxpipe.tuning.rows import Row as Tried
 
 
 def document(found: Findings) -> dict[str, Any]:
