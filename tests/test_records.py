@@ -11,9 +11,11 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn_plans import drawn_plan
 from torch import nn
 
 import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
 from fxpipe.runtime import ActionRecord, DeviceRecord, Interleaved, StepRecord, TransferRecord
 from fxpipe.runtime.exchange import bytes_of
 from fxpipe.scheduling import make_schedule
@@ -284,11 +286,18 @@ def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path, one_pass):
 
 
 def test_a_path_that_cannot_be_written_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
-        KNOWN.save_trace(tmp_path / "missing" / "step.json")
-    assert "missing/step.json" in caught.value.__notes__[0]
-    with pytest.raises(IsADirectoryError):
-        KNOWN.save_trace(tmp_path)
+    for save in (KNOWN.save_trace, KNOWN.save_timeline, drawn_plan(2).save):
+        with pytest.raises(FileError, match=r"cannot be saved to .*missing/step.json'.* another path") as caught:
+            save(tmp_path / "missing" / "step.json")
+        assert isinstance(caught.value, ArgumentError)
+        assert isinstance(caught.value, OSError)
+    for path in (tmp_path, tmp_path / "x.json" / "y.json"):
+        (tmp_path / "x.json").touch()
+        with pytest.raises(FileError, match="a trace cannot be saved to"):
+            KNOWN.save_trace(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
+        KNOWN.save_trace(3)
 
 
 @pytest.mark.cuda

@@ -382,7 +382,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxpipe.drawing.writing.os.replace", full)
+    monkeypatch.setattr("fxpipe.files.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
         save_timeline(_record(), path)
     assert path.read_text() == "before"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxpipe.drawing.writing import check_path
 from fxpipe.errors import ArgumentError
+from fxpipe.files import check_path
 
 SUFFIXES = {
     "timeline": ("png", "pdf", "svg", "html", "json"),

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fxpipe.errors import ArgumentError
 from fxpipe.inspect.files import Output
 from fxpipe.inspect.finding import Findings
 from fxpipe.inspect.request import Request
-from fxpipe.inspect.words import describe
 from fxpipe.units import counted
 
 if TYPE_CHECKING:
@@ -34,10 +32,7 @@ def shown(found: Findings, request: Request, out: TextIO) -> str:
 def write_files(found: Findings, outputs: Sequence[Output]) -> None:
     """The files that were asked for."""
     for output in outputs:
-        try:
-            _write(found, output.option, output.path)
-        except OSError as error:
-            raise ArgumentError(f"{output}: cannot be written: {error.strerror or describe(error)}") from error
+        _write(found, output.option, output.path)
 
 
 def _write(found: Findings, option: str, path: Path) -> None:

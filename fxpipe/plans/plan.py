@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, FxpipeError
+from fxpipe.files import write_whole
 from fxpipe.plans.data import PlanData
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.stage_costs import check_costs
@@ -21,8 +22,13 @@ class Plan(PlanData):
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        """Writes the plan as JSON.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        text = json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+        write_whole(path, text.encode(), "a plan")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -114,7 +114,7 @@ class StepRecord:
         """Writes the step for chrome://tracing or https://ui.perfetto.dev.
 
         Raises:
-            OSError: the file cannot be written.
+            FileError: the file cannot be written.
         """
         from fxpipe.timelines.traces import write_trace
 
@@ -124,7 +124,8 @@ class StepRecord:
         """Draws what each device did when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
 
         Raises:
-            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
+            FileError: a place that cannot be written to.
         """
         from fxpipe.timelines.pictures import save_timeline
 

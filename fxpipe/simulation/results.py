@@ -158,7 +158,8 @@ class Simulation:
         """Draws the step: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
 
         Raises:
-            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
+            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
+            FileError: a place that cannot be written to.
         """
         from fxpipe.timelines.pictures import save_timeline
 

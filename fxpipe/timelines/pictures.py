@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxpipe.drawing.writing import check_path, write_whole
 from fxpipe.errors import ArgumentTypeError
+from fxpipe.files import check_path, write_whole
 from fxpipe.timelines.gantt import gantt
 from fxpipe.timelines.steps import Timed
 
@@ -25,7 +25,8 @@ def save_timeline(source: Timed, path: str | Path, *, title: str = "") -> None:
         title: stands above the picture; the schedule and its size, if not given.
 
     Raises:
-        ArgumentError: another suffix; a place that cannot be written to; no matplotlib where it is needed.
+        ArgumentError: another suffix; no matplotlib where it is needed.
+        FileError: a place that cannot be written to.
         ArgumentTypeError: a source, or a path, that is neither.
     """
     form = check_picture_path(path)

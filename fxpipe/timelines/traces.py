@@ -16,6 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from fxpipe.files import write_whole
 from fxpipe.scheduling.actions import Action
 from fxpipe.timelines.spans import Memory, Parts, Span, range_name
 from fxpipe.timelines.steps import Arrow, Step, Timed
@@ -25,13 +26,8 @@ PARTS = tuple(field.name for field in fields(Parts))
 
 
 def write_trace(source: Timed, path: str | Path) -> None:
-    """Raises `OSError` where the file cannot be written."""
-    text = trace_text(source)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        error.add_note(f"fxpipe: the trace of a step cannot be written to {str(path)!r}; give the path of a file")
-        raise
+    """Raises `FileError` where the file cannot be written."""
+    write_whole(path, trace_text(source).encode(), "a trace")
 
 
 def trace_text(source: Timed) -> str:
