@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 from drawn_steps import GIB, bounds, check_scene, simulated
 
-from fxpipe.drawing.axes import byte_ticks, duration, time_ticks
+from fxpipe.drawing.axes import byte_ticks, time_ticks
 from fxpipe.drawing.colours import KINDS, RECEIVING
 from fxpipe.drawing.raster import raster_of
 from fxpipe.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
@@ -275,15 +275,6 @@ def test_ticks_of_bytes_are_round_in_their_unit():
     assert [name for _, name in byte_ticks(1.5 * GIB, 4)] == ["0", "512.0 MiB", "1.0 GiB", "1.5 GiB"]
     assert [name for _, name in byte_ticks(100, 5)] == ["0", "20 B", "40 B", "60 B", "80 B", "100 B"]
     assert [name for _, name in byte_ticks(0, 4)] == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (1.36e-4, "136 µs"), (0.0165, "16.5 ms"), (0.9999, "1.00 s"), (1.147, "1.15 s"), (119.4, "119 s"),
-     (360, "6:00 min"), (7209, "2:00:09 h"), (5e-10, "0.50 ns")],
-)  # fmt: skip
-def test_durations_read_as_people_write_them(seconds, text):
-    assert duration(seconds) == text
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

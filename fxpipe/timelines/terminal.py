@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
 
-from fxpipe.drawing.axes import duration, time_ticks
+from fxpipe.drawing.axes import time_ticks
 from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines.steps import Step, Timed
 from fxpipe.timelines.text import COLUMNS, extents, names_of, owners_of, rows_of, timeline
-from fxpipe.units import percent
+from fxpipe.units import human_seconds, percent
 
 NARROWEST = 20  # columns of time; a narrower window breaks the lines
 WIDEST = 200
@@ -95,7 +95,7 @@ def coloured(source: Timed, *, columns: int = COLUMNS, has_blocks: bool = True) 
 def _beside(step: Step) -> tuple[list[str], list[str]]:
     """What stands before and behind each row."""
     digits = len(str(len(step.devices) - 1))
-    busy = [duration(seconds) for seconds in step.busy]
+    busy = [human_seconds(seconds) for seconds in step.busy]
     longest = max(map(len, busy), default=0)
     bubbles = [percent(share) for share in step.bubble]
     width = max(map(len, bubbles), default=0)
