@@ -13,6 +13,7 @@ from fxpipe.inspect.files import check_outputs
 from fxpipe.inspect.inputs import Input
 from fxpipe.inspect.making import Loaded, devices_of, load, look_at, plan_again, settings_of
 from fxpipe.inspect.request import Request
+from fxpipe.inspect.shortage import explained
 from fxpipe.inspect.subjects import PlanFile
 from fxpipe.inspect.tables.comparing import Run, compare_schedules
 from fxpipe.inspect.tables.diff import Difference, difference
@@ -51,7 +52,8 @@ def find(request: Request) -> Findings:
 
         found = _of_plan(varied(load_plan(request.subject.path), **request.options), request)
     else:
-        found = _of_model(request)
+        with explained(request):
+            found = _of_model(request)
     if before is None or found.plan is None:
         return found
     return replace(found, difference=difference(before, found.plan))
