@@ -61,7 +61,8 @@ def pipeline(
     Args:
         model: any `nn.Module`, as it is.
         devices: one for each worker; a device may stand there several times (`["cpu", "cpu"]` is two workers, each
-            with its share of the cores). None: all CUDA devices, or two CPU workers where there is none.
+            with its share of the cores). None: all CUDA devices, or two CPU workers where there is none. In all that is
+            printed and drawn, device 0 is the first entry here, device 1 the second, also where they name the same.
         chunks: number of micro-batches a mini-batch is cut into; fewer where it has fewer samples. "auto": the number
             of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, as `fxpipe.tune` finds
             it, which also prints what it chose from. It is chosen with the plan, for the first mini-batch, and again at

@@ -31,7 +31,7 @@ def plan_table(plan: PlanData) -> str:
 def _head(plan: PlanData) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.micro_batches == 1 else "at most "
-    workers = f" on {counted(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
+    devices = f" on {counted(len(plan.workers), 'device')}" if len(plan.workers) < len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
     micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
     choices = (
@@ -39,7 +39,7 @@ def _head(plan: PlanData) -> str:
         f"graph {plan.fingerprint[:12]}"
     )
     lines = [
-        f"{counted(len(plan.stages), 'stage')}{workers}, {micro_batches}",
+        f"{counted(len(plan.stages), 'stage')}{devices}, {micro_batches}",
         wrapped(choices),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
