@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn_plans import drawn_plan
+from drawn_steps import KNOWN
 from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.runtime import ActionRecord, DeviceRecord, Interleaved, StepRecord, TransferRecord
+from fxpipe.runtime import Interleaved
 from fxpipe.runtime.exchange import bytes_of
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines.traces import trace_of
 
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
@@ -200,22 +201,6 @@ def test_a_step_that_fails_leaves_the_record_of_the_one_before():
 
 
 # -- as text, and as a trace -----------------------------------------------------------------------------------------
-
-F0, F1, B1, B0 = (
-    Action(k, j, 0) for k, j in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
-)
-KNOWN = StepRecord(
-    "1f1b",
-    (
-        ActionRecord(F0, 0.0, 0.002, 0, 0.0, 0, 2048),
-        ActionRecord(F1, 0.003, 0.005, 1, 0.003, 2048, 0),
-        ActionRecord(B1, 0.005, 0.008, 1, 0.0, 0, 2048),
-        ActionRecord(B0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
-    ),
-    (TransferRecord("relu", F0, F1, 2048), TransferRecord("relu", B1, B0, 2048)),
-    (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
-    0.0,
-)
 
 
 def test_a_record_prints_as_a_table_and_a_timeline():

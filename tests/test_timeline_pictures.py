@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from drawn_steps import GIB, bounds, check_scene, simulated
+from drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
 from fxpipe.drawing.axes import byte_ticks, time_ticks
 from fxpipe.drawing.colours import KINDS, RECEIVING
@@ -17,7 +17,7 @@ from fxpipe.drawing.raster import raster_of
 from fxpipe.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
 from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
+from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Action, Kind
 from fxpipe.simulation import Simulation
 from fxpipe.timelines.boxes import MOST_BOXES
@@ -53,25 +53,6 @@ def _drawn(name: str) -> tuple[Simulation, Gantt]:
 def _group(drawn: Gantt, name: str) -> list:
     time = next(item for item in drawn.scene.items if isinstance(item, Group) and item.name == "time")
     return list(flat(next((group.items for group in time.items if group.name == name), ())))
-
-
-def _record() -> StepRecord:
-    f0, f1, b1, b0 = (
-        Action(kind, stage, 0)
-        for kind, stage in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
-    )
-    return StepRecord(
-        "1f1b",
-        (
-            ActionRecord(f0, 0.0, 0.002, 0, 0.0, 0, 2048),
-            ActionRecord(f1, 0.003, 0.005, 1, 0.003, 2048, 0),
-            ActionRecord(b1, 0.005, 0.008, 1, 0.0, 0, 2048),
-            ActionRecord(b0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
-        ),
-        (TransferRecord("relu", f0, f1, 2048), TransferRecord("relu", b1, b0, 2048)),
-        (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
-        0.0,
-    )
 
 
 # -- the picture as data ---------------------------------------------------------------------------------------------
@@ -168,7 +149,7 @@ def test_with_room_every_action_has_its_name():
 
 
 def test_an_update_takes_no_time_and_is_seen():
-    record = _record()
+    record = KNOWN
     update = ActionRecord(Action(Kind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
     drawn = gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
     stroke = next(item for item in _group(drawn, "boxes") if item.fill == KINDS[Kind.UPDATE])
@@ -177,7 +158,7 @@ def test_an_update_takes_no_time_and_is_seen():
 
 
 def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
-    drawn = gantt(_record().as_step())
+    drawn = gantt(KNOWN.as_step())
     texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
@@ -186,7 +167,7 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
 
 
 def test_a_long_title_and_long_names_of_devices_are_shortened():
-    record = _record()
+    record = KNOWN
     devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
     drawn = gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
     check_scene(drawn.scene)
@@ -316,7 +297,7 @@ def test_every_format_is_written_whole(tmp_path):
     assert ElementTree.parse(tmp_path / "step.SVG").getroot().get("aria-label").startswith("A <title> & more")
     assert json.loads((tmp_path / "step.JSON").read_text())["otherData"]["schedule"] == "1f1b"
     assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(FORMATS), "nothing else is left"
-    _record().save_timeline(tmp_path / "record.svg")
+    KNOWN.save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
 
 
@@ -324,7 +305,7 @@ def test_every_format_is_written_whole(tmp_path):
 def test_any_title_can_be_written(tmp_path, form):
     if form in ("png", "pdf"):
         pytest.importorskip("matplotlib")
-    save_timeline(_record(), tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
+    save_timeline(KNOWN, tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
     if form == "svg":
         root = ElementTree.parse(tmp_path / "step.svg").getroot()
         assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
@@ -355,12 +336,12 @@ def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
     with pytest.raises(ArgumentError, match=what):
         check_picture_path(tmp_path / name)
     with pytest.raises(ArgumentError, match=what):
-        save_timeline(_record(), tmp_path / name)
+        save_timeline(KNOWN, tmp_path / name)
 
 
 def test_what_is_no_path_and_what_is_no_step_are_refused(tmp_path):
     with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
-        save_timeline(_record(), 3)
+        save_timeline(KNOWN, 3)
     with pytest.raises(ArgumentTypeError, match="not of list"):
         save_timeline([], tmp_path / "step.svg")
     assert not list(tmp_path.iterdir())
@@ -375,7 +356,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr("fxpipe.files.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
-        save_timeline(_record(), path)
+        save_timeline(KNOWN, path)
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
 
@@ -384,7 +365,7 @@ def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
     target, link, usual = tmp_path / "target.svg", tmp_path / "link.svg", tmp_path / "usual"
     target.write_text("before")
     link.symlink_to(target)
-    save_timeline(_record(), link)
+    save_timeline(KNOWN, link)
     assert link.is_symlink()
     assert "<svg" in target.read_text(encoding="utf-8")
     usual.write_text("")
@@ -397,7 +378,7 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
         with pytest.raises(ArgumentError, match=re.escape("pip install fxpipe[plot]")):
             check_picture_path(tmp_path / f"step.{suffix}")
     assert check_picture_path(tmp_path / "step.svg") == "svg"
-    save_timeline(_record(), tmp_path / "step.html")
+    save_timeline(KNOWN, tmp_path / "step.html")
 
 
 # -- a page, and a trace ---------------------------------------------------------------------------------------------
@@ -448,7 +429,7 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
 
 
 def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
-    record = _record()
+    record = KNOWN
     one = gantt(record.as_step())
     assert [item.width for item in _group(one, "boxes")] == pytest.approx(
         [span.seconds / record.seconds * one.frame.width for span in record.spans]
