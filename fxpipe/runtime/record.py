@@ -16,6 +16,7 @@ from tabulate import tabulate
 from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
 from fxpipe.timelines import Span
+from fxpipe.timelines.drawn import Drawn
 from fxpipe.timelines.steps import Arrow, Step
 from fxpipe.timelines.text import timeline
 from fxpipe.units import counted, human_bytes, human_seconds, percent
@@ -65,7 +66,7 @@ class DeviceRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Drawn):
     """The last `forward_backward`, or a drop-in forward and, once it has run, its backward. `print` shows a summary."""
 
     schedule: str
@@ -119,22 +120,6 @@ class StepRecord:
         from fxpipe.timelines.traces import write_trace
 
         write_trace(self, path)
-
-    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
-        """Draws what each device did when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
-
-        Raises:
-            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
-            FileError: a place that cannot be written to.
-        """
-        from fxpipe.timelines.pictures import save_timeline
-
-        save_timeline(self, path, title=title)
-
-    def _repr_html_(self) -> str:
-        from fxpipe.timelines.html import step_html
-
-        return step_html(self.as_step())
 
     def __str__(self) -> str:
         count = counted(len(self.actions), "action")

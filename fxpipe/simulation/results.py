@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from fxpipe.scheduling import Action, Kind, Schedule
 from fxpipe.simulation.compared import Comparison, compared
@@ -13,13 +12,14 @@ from fxpipe.simulation.critical import Leg
 from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
 from fxpipe.timelines import Memory, Span, memory_of
+from fxpipe.timelines.drawn import Drawn
 from fxpipe.timelines.steps import Arrow, Step, Timed
 from fxpipe.timelines.text import timeline
 from fxpipe.units import human_bytes, human_seconds, percent
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Drawn):
     """What a simulation found. `print` draws it."""
 
     schedule: Schedule
@@ -153,22 +153,6 @@ class Simulation:
             ArgumentError: it ran others.
         """
         return compared(self.as_step(has_memory=False), record.as_step(has_memory=False))
-
-    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
-        """Draws the step: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
-
-        Raises:
-            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
-            FileError: a place that cannot be written to.
-        """
-        from fxpipe.timelines.pictures import save_timeline
-
-        save_timeline(self, path, title=title)
-
-    def _repr_html_(self) -> str:
-        from fxpipe.timelines.html import step_html
-
-        return step_html(self.as_step())
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
