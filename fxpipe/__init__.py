@@ -12,26 +12,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fxpipe.api import Pipeline, pipeline
+    from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
+    from fxpipe.pipes import Pipeline
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
+    from fxpipe.plans.simulating import simulate
     from fxpipe.profiling import Profile, profile
     from fxpipe.recomputing import is_recomputing
-    from fxpipe.simulation.of_plans import simulate
     from fxpipe.tracing import trace
     from fxpipe.tracing.recording.marks import cut
     from fxpipe.tracing.recording.one_node import leaf
-    from fxpipe.tuning import Tuning, tune
+    from fxpipe.tuning.result import Tuning
+    from fxpipe.tuning.tuner import tune
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Hardware": "fxpipe.hardware",
-    "Pipeline": "fxpipe.api",
+    "Pipeline": "fxpipe.pipes",
     "Plan": "fxpipe.plans",
-    "Tuning": "fxpipe.tuning",
+    "Tuning": "fxpipe.tuning.result",
     "Profile": "fxpipe.profiling",
     "cut": "fxpipe.tracing.recording.marks",
     "is_recomputing": "fxpipe.recomputing",
@@ -40,9 +42,9 @@ _HOMES = {
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
-    "simulate": "fxpipe.simulation.of_plans",
+    "simulate": "fxpipe.plans.simulating",
     "trace": "fxpipe.tracing",
-    "tune": "fxpipe.tuning",
+    "tune": "fxpipe.tuning.tuner",
 }
 
 __all__ = [

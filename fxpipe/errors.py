@@ -9,6 +9,10 @@ class ArgumentError(FxpipeError, ValueError):
     """An argument has a value that cannot be used."""
 
 
+class FileError(ArgumentError, OSError):
+    """A file cannot be written where an argument says: also what `open` would raise."""
+
+
 class ArgumentTypeError(FxpipeError, TypeError):
     """An argument has a type that cannot be used."""
 

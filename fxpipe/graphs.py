@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import flatten
+from fxpipe.tuning.choosing import with_chunks_for
 
 RESTLESS = 8  # graphs that differ in what forward read only: one is warned that each step may need another
 MOST_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the oldest goes
@@ -45,6 +47,7 @@ class Inside:
         self.first: Prepared | None = None
         self.graphs: list[tuple[Prepared, Assembly]] = []
         self.closed = False
+        self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = False
 
@@ -80,6 +83,8 @@ class Inside:
             raise ArgumentError(
                 "the inputs hold no samples (size 0 in the batch dimension); give at least one, or skip the step"
             )
+        if "chunks" in self.asked.left:
+            self._choose_chunks(prepared.traced, batch, args, kwargs)
         prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
 
@@ -91,6 +96,21 @@ class Inside:
             demands = resized(self.plan, settings.largest_micro_batch(batch), settings.checkpoint).demands()
         n, m = len(settings.placement), settings.micro_batches(batch)
         return make_schedule(settings.schedule, n, m, settings.checkpoint, settings.placement, demands)
+
+    def _choose_chunks(self, traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Chooses the number of micro-batches again where this mini-batch is larger than any before.
+
+        The number is for training: once a mini-batch came with gradients on, those without count no longer.
+        """
+        assert self.plan is not None
+        which = torch.is_grad_enabled(), batch
+        if which <= self._chosen_for:
+            return
+        if batch != self.plan.batch:  # for which it was chosen already
+            with torch.inference_mode(False), torch.enable_grad():
+                self.plan = with_chunks_for(self.plan, traced, batch, args, kwargs, self.settings)
+            self.settings = replace(self.settings, chunks=self.plan.chunks)
+        self._chosen_for = which
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly]:
         """Records and cuts a graph; the first one decides where parameters live."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,29 +24,16 @@ from fxpipe.arguments import (
     parse_stages_per_device,
     parse_switch,
 )
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
+from fxpipe.options import AUTO, Options, with_plan
 from fxpipe.placing import chunks_for, parse_schedule_to_train, placed
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.ways import Tracer, check_tracer
 
-# What planning alone asks for, and its defaults: beside a plan nobody would heed it.
-FOR_PLANNING: Mapping[str, Any] = MappingProxyType(
-    {
-        "balance": "auto",
-        "pin": None,
-        "memory_limit": None,
-        "optimizer_state": 2.0,  # for Adam
-        "hardware": None,
-        "profile": None,
-        "profile_budget": None,
-    }
-)
-
-AUTO = "auto"
 USUAL_SCHEDULE = "1f1b"
 LEFT = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
 
@@ -95,32 +81,8 @@ class Settings:
         return -(-batch // self.micro_batches(batch))
 
 
-def make_settings(
-    *,
-    devices: Sequence[str | torch.device] | None,
-    chunks: int | str,
-    schedule: ScheduleLike,
-    checkpoint: str | Sequence[str],
-    balance: Any,
-    tracer: Tracer,
-    in_dims: Any,
-    out_dims: Any,
-    leaf_modules: Sequence[str | type[nn.Module]],
-    check: bool,
-    stages_per_device: int | None,
-    pin: Mapping[str, Any] | None,
-    memory_limit: Any,
-    optimizer_state: float,
-    hardware: str | Hardware | None,
-    profile: Any,
-    profile_budget: float | None,
-    deferred_batch_norm: bool = False,
-    compile: bool | Mapping[str, Any] = False,
-    progress: bool = True,
-    plan: Plan | None = None,
-    anywhere: bool = False,
-) -> Settings:
-    """Checks each argument by itself. With a plan, what is left to it is the plan's.
+def make_settings(options: Options, plan: Plan | None = None, *, anywhere: bool = False) -> Settings:
+    """Checks each option by itself. With a plan, what is left to it is the plan's.
 
     `anywhere`: the devices need not be here, for nothing will run.
 
@@ -128,64 +90,50 @@ def make_settings(
         ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
         ScheduleError: a schedule of the user's own would not run.
     """
-    is_any = schedule == AUTO
-    order = parse_schedule_to_train(USUAL_SCHEDULE if is_any else schedule)
-    per_device = parse_stages_per_device(stages_per_device)
-    chunks = chunks_for(order, chunks)
+    is_any = options.schedule == AUTO
+    order = parse_schedule_to_train(USUAL_SCHEDULE if is_any else options.schedule)
+    per_device = parse_stages_per_device(options.stages_per_device)
+    options = replace(options, chunks=chunks_for(order, options.chunks))
     if plan is not None:
-        for_planning = {
-            "balance": balance,
-            "pin": pin or None,
-            "memory_limit": memory_limit,
-            "optimizer_state": optimizer_state,
-            "hardware": hardware,
-            "profile": profile,
-            "profile_budget": profile_budget,
-        }
-        devices, chunks, checkpoint = _left_to_plan(plan, devices, chunks, checkpoint, for_planning)
-    workers = parse_devices(devices, anywhere)
-    if plan is not None and is_any:
-        from fxpipe.tuning.choosing import schedule_for
-
-        order = schedule_for(plan, parse_chunks(chunks, len(workers)), checkpoint)
-    count = parse_chunks(chunks, len(workers))
+        options = with_plan(options, plan)
+    workers = parse_devices(options.devices, anywhere)
+    count = parse_chunks(options.chunks, len(workers))
     placement = placed(len(workers), per_device, order, count, plan)
-    pins, balance = _pins(pin, balance, workers)
+    if plan is not None and is_any:
+        placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
+    pins, balance = _pins(options.pin, options.balance, workers)
+    modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
     return Settings(
         workers=workers,
         placement=placement,
         chunks=count,
         schedule=order,
-        checkpoint=parse_checkpoint(checkpoint, None if pins else len(placement)),  # pins may take other stages
+        checkpoint=modes,
         balance=parse_balance(balance, len(placement)),
-        tracer=check_tracer(tracer),
-        in_dims=in_dims,
-        out_dims=out_dims,
-        leaf_modules=parse_leaf_modules(leaf_modules),
-        check=parse_switch("check", check),
+        tracer=check_tracer(options.tracer),
+        in_dims=options.in_dims,
+        out_dims=options.out_dims,
+        leaf_modules=parse_leaf_modules(options.leaf_modules),
+        check=parse_switch("check", options.check),
         pins=pins,
-        memory_limits=parse_memory_limit(memory_limit, len(workers)),
-        optimizer_state=parse_number("optimizer_state", optimizer_state, "bytes for each byte of a parameter"),
-        hardware=parse_given_hardware(hardware),
-        profile=parse_given_profile(profile),
-        profile_budget=parse_profile_budget(profile_budget),
-        deferred_batch_norm=parse_switch("deferred_batch_norm", deferred_batch_norm),
-        compile=parse_compile(compile),
-        progress=parse_switch("progress", progress),
-        left=_left_to_tuner(is_any, chunks, per_device, checkpoint, balance, pins) if plan is None else frozenset(),
+        memory_limits=parse_memory_limit(options.memory_limit, len(workers)),
+        optimizer_state=parse_number("optimizer_state", options.optimizer_state, "bytes for each byte of a parameter"),
+        hardware=parse_given_hardware(options.hardware),
+        profile=parse_given_profile(options.profile),
+        profile_budget=parse_profile_budget(options.profile_budget),
+        deferred_batch_norm=parse_switch("deferred_batch_norm", options.deferred_batch_norm),
+        compile=parse_compile(options.compile),
+        progress=parse_switch("progress", options.progress),
+        left=_left_to_tuner(options, is_any, pins, plan),
     )
 
 
-def _left_to_tuner(
-    is_any: bool,
-    chunks: int | str,
-    per_device: int | None,
-    checkpoint: str | Sequence[str],
-    balance: Any,
-    pins: Mapping[str, int],
-) -> frozenset[str]:
-    is_free = is_any and per_device is None and isinstance(checkpoint, str) and isinstance(balance, str) and not pins
-    found = {"schedule": is_any, "chunks": chunks == AUTO, "stages_per_device": is_free}
+def _left_to_tuner(options: Options, is_any: bool, pins: Mapping[str, int], plan: Plan | None) -> frozenset[str]:
+    if plan is not None:
+        return frozenset(("schedule",) if is_any else ())
+    given = (options.checkpoint, options.balance)
+    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in given) and not pins
+    found = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
     return frozenset(name for name in LEFT if found[name])
 
 
@@ -201,30 +149,3 @@ def _pins(pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.d
             "numbers, or pin; give one of them"
         )
     return pins, balance
-
-
-def _left_to_plan(
-    plan: Plan,
-    devices: Sequence[str | torch.device] | None,
-    chunks: int | str,
-    checkpoint: str | Sequence[str],
-    for_planning: Mapping[str, Any],
-) -> tuple[Sequence[str | torch.device], int | str, str | Sequence[str]]:
-    """Devices, chunks and checkpoint: the plan's, where they were not given. What is for planning must not be given."""
-    if not isinstance(plan, Plan):
-        raise ArgumentTypeError(
-            f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
-        )
-    for name, given in for_planning.items():
-        default = FOR_PLANNING[name]
-        if given is not default and not (isinstance(given, (str, float, int)) and given == default):
-            shown = repr(given) if isinstance(given, (str, float, int, Sequence, Mapping)) else type(given).__name__
-            raise ArgumentError(
-                f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
-                f"fxpipe.plan(model, ..., {name}=...)"
-            )
-    return (
-        plan.workers if devices is None else devices,
-        plan.chunks if isinstance(chunks, str) and chunks == "auto" else chunks,
-        plan.checkpoint if checkpoint == "auto" else checkpoint,
-    )

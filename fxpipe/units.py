@@ -15,7 +15,13 @@ def human_bytes(number: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """`0.0123` -> `12.3 ms`. Milliseconds, so that a column compares at a glance, up to ten seconds."""
+    """`0.0123` -> `12.3 ms`, `360` -> `6:00 min`, `7209` -> `2:00:09 h`.
+
+    Milliseconds, so that a column compares at a glance, up to ten seconds.
+    """
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h" if minutes >= 120 else f"{minutes}:{rest:02} min"
     if seconds >= 10:
         return f"{seconds:.1f} s"
     milliseconds = seconds * 1e3

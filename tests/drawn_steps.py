@@ -1,11 +1,31 @@
 """Steps to draw, and what tests ask a picture."""
 
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Area, Bars, Line, Rect, Scene, Text, flat
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Area, Bars, Line, Rect, Scene, Text, flat
+from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling.actions import Action, Kind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
 
 GIB = 2.0**30
+
+
+# A step that ran.
+F0, F1, B1, B0 = (
+    Action(k, j, 0) for k, j in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
+)
+KNOWN = StepRecord(
+    "1f1b",
+    (
+        ActionRecord(F0, 0.0, 0.002, 0, 0.0, 0, 2048),
+        ActionRecord(F1, 0.003, 0.005, 1, 0.003, 2048, 0),
+        ActionRecord(B1, 0.005, 0.008, 1, 0.0, 0, 2048),
+        ActionRecord(B0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
+    ),
+    (TransferRecord("relu", F0, F1, 2048), TransferRecord("relu", B1, B0, 2048)),
+    (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
+    0.0,
+)
 
 
 def simulated(

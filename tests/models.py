@@ -198,3 +198,31 @@ CASES = (
     ),
 )
 BY_NAME = {case.name: case for case in CASES}
+
+
+class TiedAtBothEnds(nn.Module):
+    """Dropout, a running buffer, a weight in the first and the last stage, and a skip past the middle one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.mix, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = F.dropout(self.tokens(ids), 0.1, self.training)
+        skip = self.mix(x)
+        x = self.inner(skip.flatten(0, 1)).view_as(skip)
+        return self.head(self.norm(x + skip))
+
+
+def token_loss(y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+def tokens(batch: int) -> list[torch.Tensor]:
+    """Inputs and targets for `TiedAtBothEnds`."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, 11, (batch, 5), generator=generator) for _ in range(2)]

@@ -14,6 +14,7 @@ from torch import nn
 import fxpipe
 from fxpipe.deciding import decide
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.options import Options
 from fxpipe.settings import make_settings
 
 BATCH, CHUNKS = 6, 3
@@ -187,15 +188,8 @@ def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
     traced = fxpipe.trace(Tied(), (ids,))
     on_cpu = fxpipe.profile(traced, (ids,), hardware="cpu")
     on_gpu = fxpipe.profile(traced, (ids,), hardware="h100")
-    settings = make_settings(
-        devices=["cpu", "cuda:0"],
-        pin={"": 1},
-        memory_limit="1GiB",
-        anywhere=True,
-        **dict(chunks=2, schedule="1f1b", checkpoint="auto", balance="auto", tracer="auto", in_dims=None),
-        **dict(out_dims=None, leaf_modules=(), check=True, stages_per_device=1, optimizer_state=2.0, hardware=None),
-        **dict(profile=None, profile_budget=None),
-    )
+    options = Options(devices=["cpu", "cuda:0"], chunks=2, pin={"": 1}, stages_per_device=1, memory_limit="1GiB")
+    settings = make_settings(options, anywhere=True)
     cut = decide([traced], [on_cpu, on_gpu], BATCH, settings)
     assert [str(worker) for worker in cut.settings.workers] == ["cuda:0"]
     assert cut.profiles == (on_gpu,)

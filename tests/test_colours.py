@@ -5,8 +5,8 @@ from math import dist
 
 import pytest
 
-from fxpipe.inspect.drawing import colours
-from fxpipe.inspect.timeline.terminal import INKS, SHADES
+from fxpipe.drawing import colours
+from fxpipe.timelines.terminal import INKS, SHADES
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),

@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from models import TiedAtBothEnds, token_loss, tokens
 from oracle import closing
 from torch import nn
 
@@ -27,39 +28,14 @@ STAGES, CHUNKS, BATCH = 3, 4, 7  # micro-batches of 2, 2, 2, 1
 CPUS = [torch.device("cpu")] * STAGES
 
 
-class Model(nn.Module):
-    """Dropout, a running buffer, a weight in the first and the last stage, and a skip past the middle one."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 6)
-        self.mix, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids):
-        x = F.dropout(self.tokens(ids), 0.1, self.training)
-        skip = self.mix(x)
-        x = self.inner(skip.flatten(0, 1)).view_as(skip)
-        return self.head(self.norm(x + skip))
-
-
-def _loss(y, t):
-    return F.cross_entropy(y.flatten(0, 1), t.flatten())
-
-
-def _data():
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(0, 11, (BATCH, 5), generator=generator) for _ in range(2)]
-
-
 @pytest.fixture(scope="module")
 def pipe():
     """Planned once; tests change its settings and its driver."""
     torch.manual_seed(4)
-    ids, _ = _data()
-    pipe = fxpipe.pipeline(Model(), ["cpu"] * STAGES, CHUNKS, balance=["flatten", "inner.3"], example_args=(ids,))
+    ids, _ = tokens(BATCH)
+    pipe = fxpipe.pipeline(
+        TiedAtBothEnds(), ["cpu"] * STAGES, CHUNKS, balance=["flatten", "inner.3"], example_args=(ids,)
+    )
     assert pipe.plan.portals
     pipe._fxpipe.engine.driver = Interleaved(0)  # no threads that outlive a test
     return pipe
@@ -72,16 +48,16 @@ def _run(pipe, driver, schedule, checkpoint):
     usual, inside.engine.driver = inside.engine.driver, driver
     order = "gpipe" if schedule == "drop-in" else schedule
     inside.settings = dataclasses.replace(inside.settings, schedule=order, checkpoint=checkpoint)
-    ids, t = _data()
+    ids, t = tokens(BATCH)
     found = {}
     try:
         torch.manual_seed(8)
         for k in range(2):
             if schedule == "drop-in":
-                loss = _loss(pipe(ids), t)
+                loss = token_loss(pipe(ids), t)
                 loss.backward()
             else:
-                loss = pipe.forward_backward(ids, target=t, loss_fn=_loss)
+                loss = pipe.forward_backward(ids, target=t, loss_fn=token_loss)
             found[f"loss {k}"] = loss.detach()
             _check_record(pipe.last_step, order, checkpoint)
         found |= {name: p.grad for name, p in pipe.named_parameters()}
@@ -191,8 +167,8 @@ def test_autocast_under_every_driver():
 
 
 def test_a_driver_can_be_given():
-    ids, _ = _data()
-    model = Model()
+    ids, _ = tokens(BATCH)
+    model = TiedAtBothEnds()
     planned = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(ids,))
     pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, driver=Interleaved(3))
     before = threading.active_count()

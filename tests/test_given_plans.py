@@ -18,8 +18,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
+from fxpipe.plans.figures import plan_figures
 
 
 class Moody(nn.Module):

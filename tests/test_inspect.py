@@ -17,6 +17,7 @@ from inspected import MIB, make_plan, refusal
 
 import fxpipe.planning
 from fxpipe import arguments
+from fxpipe.drawing.columns import ranges, shortened, shortened_line
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import HARDWARE
 from fxpipe.inspect import options
@@ -25,10 +26,10 @@ from fxpipe.inspect.devices import parse_devices
 from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
 from fxpipe.inspect.options import parse_balance
 from fxpipe.inspect.tables.document import plan_document
-from fxpipe.inspect.tables.figures import plan_figures
-from fxpipe.inspect.tables.plans import plan_table, ranges, shortened, shortened_line
 from fxpipe.inspect.target import Target, parse_target
 from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
+from fxpipe.plans.figures import plan_figures
+from fxpipe.plans.text import plan_table
 from fxpipe.polynomials import Polynomial
 from fxpipe.tracing import ways
 
@@ -220,7 +221,7 @@ def test_bubble_of_equal_stages_is_the_known_one() -> None:
 
 def test_table_and_document_say_where_stages_share_a_worker() -> None:
     plan = replace(make_plan(4), placement=(0, 1, 0, 1))
-    assert plan_table(plan).startswith("4 stages on 2 workers, 4 micro-batches of at most 2 samples\n")
+    assert plan_table(plan).startswith("4 stages on 2 devices, 4 micro-batches of at most 2 samples\n")
     document = plan_document(plan)
     assert (document["devices"], document["placement"]) == (["cpu", "cpu"], [0, 1, 0, 1])
     assert len(document["totals"]["device_bubbles"]) == 2
@@ -504,7 +505,7 @@ def test_a_number_of_devices_with_cuda(
     assert main(["zoo_of_models:make_mlp"]) == 0
     assert fake_plan.devices == ("cuda:0", "cuda:1", "cuda:2")
     capsys.readouterr()
-    assert "CUDA has 3 here; for CPU workers give a list: cpu,cpu,..." in refusal(
+    assert "CUDA has 3 here; for shares of the CPU give a list: cpu,cpu,..." in refusal(
         ["zoo_of_models:make_mlp", "--devices", "4"], capsys
     )
 

@@ -57,7 +57,7 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     peak = simulation.memory[2].peak
     assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
     text = step_text(simulation, plan)
-    assert "- takes most memory on worker 2: " in text
+    assert "- takes most memory on device 2: " in text
     assert "of 20.0 MiB, over by" in text
     assert "of 20.0 MiB" in device_table(simulation)
 
@@ -65,7 +65,7 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
 def test_of_many_devices_those_with_most_memory_are_shown() -> None:
     plan = make_plan(64, 128)
     text = device_table(fxpipe.simulate(plan))
-    assert "and 48 workers that hold less" in text
+    assert "and 48 devices that hold less" in text
     assert len(text.splitlines()) < 30
     assert max(map(len, text.splitlines())) <= 120
 
@@ -111,7 +111,7 @@ def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
     assert "as if each had a core" not in sweep_table(rows[:1])
     many = {"devices": ("cpu",) * 4096, "placement": tuple(range(4096))}
     crowded = [replace(row, plan=replace(row.plan, **many)) for row in rows if row.plan]
-    assert "workers are simulated as if each had a core; there " in sweep_table(crowded)
+    assert "CPU devices are simulated as if each had a core; there " in sweep_table(crowded)
     assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
 
 

@@ -16,7 +16,8 @@ from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
 from fxpipe.inspect.inputs import Input, Shape, make_arguments
-from fxpipe.inspect.request import PlanFile, in_options, parse_request, parse_subject
+from fxpipe.inspect.request import in_options, parse_request
+from fxpipe.inspect.subjects import PlanFile, parse_subject
 from fxpipe.inspect.target import Target, load_model
 from fxpipe.inspect.values import parse_keyword
 
@@ -295,3 +296,62 @@ def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.Cap
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--memory-limit", "lots"]
     assert "inspect: --memory-limit: memory_limit='lots' is no number of bytes" in refusal(argv, capsys)
     assert "TARGET goes before --kwargs" in refusal(["--kwargs", "width=2", f"{factories}:make"], capsys)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4398046511104 bytes. Error code 12 (Cannot allocate memory)"
+)
+TOO_LARGE = f"""
+import torch
+from torch import nn
+
+class InForward(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(4, 4), error
+
+    def forward(self, x):
+        if x.device.type != "meta" and not torch._guards.detect_fake_mode([x]):
+            raise self.error
+        return torch.relu(self.layer(torch.relu(self.layer(x))))
+
+def in_forward():
+    return InForward(RuntimeError({ALLOCATOR!r}))
+
+def in_python():
+    return InForward(MemoryError())
+
+def while_made():
+    if torch.empty(0).device.type == "meta":
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    raise RuntimeError({ALLOCATOR!r})
+"""
+
+
+@pytest.mark.parametrize("name", ["in_forward", "in_python", "while_made"])
+def test_a_model_too_large_for_this_machine_is_answered_with_meta(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "large.py").write_text(TOO_LARGE)
+    line = [f"large.py:{name}", "--input", "8x4", "--devices", "2", "--no-progress"]
+    found = refusal(line, capsys)
+    assert f"large.py:{name}: the memory here does not hold the model and its inputs" in found
+    assert "give --meta to plan it without values, and --hardware" in found
+    assert ("where 4.0 TiB were asked for at once" in found) == (name != "in_python")
+    assert main([*line, "--meta", "--hardware", "h100"]) == 0
+
+
+def test_an_input_too_large_for_this_machine_is_answered_with_meta(
+    factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = [f"{factories}:make", "--kwargs", "width=8", "--input", "99999999999999x8", "--no-progress"]
+    assert "give --meta to plan it without values" in refusal(line, capsys)
+
+
+def test_other_failures_are_not_taken_for_a_lack_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no memory of that')\n")
+    assert "raised RuntimeError: no memory of that" in refusal([f"{tmp_path}/broken.py:make"], capsys)

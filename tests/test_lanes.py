@@ -8,14 +8,14 @@ from itertools import combinations, pairwise
 import pytest
 from drawn_plans import dense_portals, drawn_plan, portals_between
 
-from fxpipe.inspect.drawing.colours import contrast
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Curve, Rect, Scene, Text
+from fxpipe.drawing.colours import contrast
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Curve, Rect, Scene, Text
 from fxpipe.inspect.lanes.arcs import ARCS
 from fxpipe.inspect.lanes.frame import MOST_ARCS, bundles_of
-from fxpipe.inspect.lanes.grouping import groups_of, short_name
-from fxpipe.inspect.lanes.layout import BAND, MOST_GROUPS, WORKERS, lanes
+from fxpipe.inspect.lanes.layout import BAND, DEVICES, MOST_GROUPS, lanes
 from fxpipe.plans import Plan
+from fxpipe.plans.grouping import groups_of, short_name
 
 PLANS = {
     "one": drawn_plan(1),
@@ -36,7 +36,7 @@ def plan(request) -> Plan:
 
 
 def boxes_of(scene: Scene) -> list[Rect]:
-    fills = {fill for worker in WORKERS for fill in worker[:2]}
+    fills = {fill for worker in DEVICES for fill in worker[:2]}
     return [item for item in scene.items if isinstance(item, Rect) and item.fill in fills]
 
 
@@ -180,11 +180,11 @@ def test_colours_tell_workers_with_several_stages():
     assert fills[0] == fills[3] != fills[1]
     assert fills[1] == fills[2]
     written = [item.text for item in scene.items if isinstance(item, Text)]
-    assert [text for text in written if text.startswith("worker")] == [f"worker {w}, cuda:{w}" for w in (0, 1, 1, 0)]
+    assert [text for text in written if text.startswith("device")] == [f"device {w}, cuda:{w}" for w in (0, 1, 1, 0)]
 
 
 def test_names_are_legible_on_every_box():
-    assert all(contrast("#222222", fill) > 7 and contrast("#6b6b6b", fill) > 3 for w in WORKERS for fill in w[:2])
+    assert all(contrast("#222222", fill) > 7 and contrast("#6b6b6b", fill) > 3 for w in DEVICES for fill in w[:2])
 
 
 def test_a_plan_without_shares_or_modules_is_drawn():

@@ -13,7 +13,8 @@ from torch import nn
 import fxpipe
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.tuning import Row, Tuning
+from fxpipe.tuning.result import Tuning
+from fxpipe.tuning.rows import Row
 from fxpipe.units import human_seconds
 
 EVIL = "<script>alert(1)</script>"

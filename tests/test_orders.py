@@ -13,8 +13,8 @@ from test_sites import SLOW, Causal, estimated, hardware, ids
 from torch import nn
 
 import fxpipe
-from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
+from fxpipe.plans.figures import plan_figures
 
 
 class Translation(nn.Module):

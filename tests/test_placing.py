@@ -10,8 +10,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, MemoryLimitError
-from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.placing import TRAINING_SCHEDULES
+from fxpipe.plans.figures import plan_figures
 from fxpipe.scheduling import CHECKPOINTS, make_schedule, micro_batches_in_flight
 
 TWICE = ["interleaved_1f1b", "zbv"]

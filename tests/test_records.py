@@ -11,14 +11,17 @@ import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+from drawn_plans import drawn_plan
+from drawn_steps import KNOWN
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime import ActionRecord, DeviceRecord, Interleaved, StepRecord, TransferRecord
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
+from fxpipe.runtime import Interleaved
 from fxpipe.runtime.exchange import bytes_of
-from fxpipe.runtime.traces import trace_of
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Kind
+from fxpipe.timelines.traces import trace_of
 
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
 
@@ -199,22 +202,6 @@ def test_a_step_that_fails_leaves_the_record_of_the_one_before():
 
 # -- as text, and as a trace -----------------------------------------------------------------------------------------
 
-F0, F1, B1, B0 = (
-    Action(k, j, 0) for k, j in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
-)
-KNOWN = StepRecord(
-    "1f1b",
-    (
-        ActionRecord(F0, 0.0, 0.002, 0, 0.0, 0, 2048),
-        ActionRecord(F1, 0.003, 0.005, 1, 0.003, 2048, 0),
-        ActionRecord(B1, 0.005, 0.008, 1, 0.0, 0, 2048),
-        ActionRecord(B0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
-    ),
-    (TransferRecord("relu", F0, F1, 2048), TransferRecord("relu", B1, B0, 2048)),
-    (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
-    0.0,
-)
-
 
 def test_a_record_prints_as_a_table_and_a_timeline():
     assert str(KNOWN).splitlines() == [
@@ -284,11 +271,18 @@ def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path, one_pass):
 
 
 def test_a_path_that_cannot_be_written_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
-        KNOWN.save_trace(tmp_path / "missing" / "step.json")
-    assert "missing/step.json" in caught.value.__notes__[0]
-    with pytest.raises(IsADirectoryError):
-        KNOWN.save_trace(tmp_path)
+    for save in (KNOWN.save_trace, KNOWN.save_timeline, drawn_plan(2).save):
+        with pytest.raises(FileError, match=r"cannot be saved to .*missing/step.json'.* another path") as caught:
+            save(tmp_path / "missing" / "step.json")
+        assert isinstance(caught.value, ArgumentError)
+        assert isinstance(caught.value, OSError)
+    for path in (tmp_path, tmp_path / "x.json" / "y.json"):
+        (tmp_path / "x.json").touch()
+        with pytest.raises(FileError, match="a trace cannot be saved to"):
+            KNOWN.save_trace(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
+        KNOWN.save_trace(3)
 
 
 @pytest.mark.cuda

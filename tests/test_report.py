@@ -9,9 +9,9 @@ import pytest
 from drawn_plans import dense_portals, drawn_plan, portals_between
 
 import fxpipe
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Line, Rect, Text
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Line, Rect, Text
 from fxpipe.inspect.html.bars import memory_bars
 from fxpipe.inspect.html.report import report_of, save_report
 from fxpipe.inspect.html.report.variants import by_chunks, by_schedule, numbers_of_chunks

@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from fxpipe.drawing.letters import fitted, text_width
+from fxpipe.drawing.raster import raster_of
+from fxpipe.drawing.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head, flat
+from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.drawing.letters import fitted, text_width
-from fxpipe.inspect.drawing.raster import raster_of
-from fxpipe.inspect.drawing.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head, flat
-from fxpipe.inspect.drawing.svg import svg_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 RED, BLUE = "#ff0000", "#0000ff"

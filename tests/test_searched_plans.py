@@ -19,12 +19,12 @@ import fxpipe
 from fxpipe.demands import demands_of
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
+from fxpipe.plans.simulating import varied
 from fxpipe.scheduling import CHECKPOINTS, Rows
 from fxpipe.scheduling.playing import played
 from fxpipe.scheduling.searched import WORTH
 from fxpipe.simulation import StageCost
-from fxpipe.simulation.of_plans import varied
-from fxpipe.tuning.result import SAME
+from fxpipe.tuning.rows import SAME
 
 AUTO = "zero_bubble_auto"
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from models import BY_NAME, CASES
+from models import BY_NAME, CASES, TiedAtBothEnds, token_loss, tokens
 from oracle import assert_same_gradients, assert_same_state, closing, draw_seed, train_step
 from torch import nn
 
@@ -143,43 +143,17 @@ def test_any_placement(placement):
 # Drivers
 
 
-class Model(nn.Module):
-    """Dropout, a running buffer, a weight used at both ends, a skip."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(11, 6)
-        self.mix, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
-        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids):
-        skip = self.mix(F.dropout(self.tokens(ids), 0.1, self.training))
-        x = self.inner(skip.flatten(0, 1)).view_as(skip)
-        return self.head(self.norm(x + skip))
-
-
-def _ids():
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(0, 11, (7, 5), generator=generator) for _ in range(2)]
-
-
-def _loss(y, t):
-    return F.cross_entropy(y.flatten(0, 1), t.flatten())
-
-
 def _run(pipe, driver, drop_in):
     start = copy.deepcopy(pipe.model.state_dict())
     pipe._fxpipe.engine.driver = driver
     pipe.zero_grad()
     torch.manual_seed(8)
-    ids, t = _ids()
+    ids, t = tokens(7)
     if drop_in:
-        loss = _loss(pipe(ids), t)
+        loss = token_loss(pipe(ids), t)
         loss.backward()
     else:
-        loss = pipe.forward_backward(ids, target=t, loss_fn=_loss)
+        loss = pipe.forward_backward(ids, target=t, loss_fn=token_loss)
     found = {"loss": loss.detach()} | {name: p.grad for name, p in pipe.named_parameters()}
     found |= {name: b.clone() for name, b in pipe.named_buffers()}
     pipe.load_state_dict(start)
@@ -193,7 +167,12 @@ def test_every_driver_gives_the_same_bits(workers, per_device, order):
     schedule, drop_in = ("gpipe", True) if order == "drop-in" else (order, False)
     modes = tuple(CHECKPOINTS[j % 3] for j in range(workers * per_device))
     pipe = fxpipe.pipeline(
-        Model(), ["cpu"] * workers, 4, schedule=schedule, stages_per_device=per_device, example_args=(_ids()[0],)
+        TiedAtBothEnds(),
+        ["cpu"] * workers,
+        4,
+        schedule=schedule,
+        stages_per_device=per_device,
+        example_args=(tokens(7)[0],),
     )
     _set(pipe, checkpoint=modes)
     cpus = pipe._fxpipe.settings.workers

@@ -24,11 +24,11 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, shared_between
 from fxpipe.partitioning import Link
 from fxpipe.plans import Plan, StagePlan
+from fxpipe.plans.simulating import varied
 from fxpipe.polynomials import Polynomial
 from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Kind, make_schedule, parse_schedule, round_robin, there_and_back
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
-from fxpipe.simulation.of_plans import varied
 
 # -- published figures -------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ import fxpipe
 from fxpipe.deciding.sites import MARGIN, Worker
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
-from fxpipe.inspect.tables.figures import plan_figures
 from fxpipe.partitioning import Link
+from fxpipe.plans.figures import plan_figures
 from fxpipe.profiling import Seconds
 
 
@@ -186,7 +186,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
     monkeypatch.setattr("fxpipe.profiling.profile", profile)
     monkeypatch.setattr("fxpipe.deciding.sites.kinds_of", lambda devices: list(devices[:2]))
     monkeypatch.setattr("fxpipe.planning.Studied.profiles_for", lambda studied, settings: list(studied.profiles))
-    monkeypatch.setattr("fxpipe.deciding.cuts.kinds_left", lambda before, now: (0, 1))
+    monkeypatch.setattr("fxpipe.deciding.cases.kinds_left", lambda before, now: (0, 1))
     monkeypatch.setattr("fxpipe.deciding.sites.workers_of", lambda settings: (Worker(0, None), Worker(1, None)))
 
 

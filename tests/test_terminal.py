@@ -5,10 +5,10 @@ from functools import cache
 import pytest
 from drawn_steps import simulated
 
-from fxpipe.inspect.timeline.terminal import SHADES, coloured, plain, shows_colours, timeline_text
 from fxpipe.scheduling import Action, Kind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.timelines import Span
+from fxpipe.timelines.terminal import SHADES, coloured, plain, shows_colours, timeline_text
 from fxpipe.timelines.text import timeline
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")

@@ -9,23 +9,22 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from drawn_steps import GIB, bounds, check_scene, simulated
+from drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
+from fxpipe.drawing.axes import byte_ticks, time_ticks
+from fxpipe.drawing.colours import KINDS, RECEIVING
+from fxpipe.drawing.raster import raster_of
+from fxpipe.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
+from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.inspect.drawing.axes import byte_ticks, duration, time_ticks
-from fxpipe.inspect.drawing.colours import KINDS, RECEIVING
-from fxpipe.inspect.drawing.raster import raster_of
-from fxpipe.inspect.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
-from fxpipe.inspect.drawing.svg import svg_of
-from fxpipe.inspect.timeline.boxes import MOST_BOXES
-from fxpipe.inspect.timeline.gantt import Gantt, gantt
-from fxpipe.inspect.timeline.pages import timeline_figure, timeline_page
-from fxpipe.inspect.timeline.pictures import FORMATS, check_picture_path, save_timeline
-from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
-from fxpipe.runtime.traces import trace_of
+from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import Action, Kind
 from fxpipe.simulation import Simulation
-from fxpipe.timelines.steps import step_of
+from fxpipe.timelines.boxes import MOST_BOXES
+from fxpipe.timelines.gantt import Gantt, gantt
+from fxpipe.timelines.pages import timeline_figure, timeline_page
+from fxpipe.timelines.pictures import FORMATS, check_picture_path, save_timeline
+from fxpipe.timelines.traces import trace_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -48,31 +47,12 @@ LARGE = {"large": lambda: simulated("1f1b", 64, 64)}  # more actions than boxes
 @cache
 def _drawn(name: str) -> tuple[Simulation, Gantt]:
     found = (STEPS | LARGE)[name]()
-    return found, gantt(step_of(found))
+    return found, gantt(found.as_step())
 
 
 def _group(drawn: Gantt, name: str) -> list:
     time = next(item for item in drawn.scene.items if isinstance(item, Group) and item.name == "time")
     return list(flat(next((group.items for group in time.items if group.name == name), ())))
-
-
-def _record() -> StepRecord:
-    f0, f1, b1, b0 = (
-        Action(kind, stage, 0)
-        for kind, stage in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
-    )
-    return StepRecord(
-        "1f1b",
-        (
-            ActionRecord(f0, 0.0, 0.002, 0, 0.0, 0, 2048),
-            ActionRecord(f1, 0.003, 0.005, 1, 0.003, 2048, 0),
-            ActionRecord(b1, 0.005, 0.008, 1, 0.0, 0, 2048),
-            ActionRecord(b0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
-        ),
-        (TransferRecord("relu", f0, f1, 2048), TransferRecord("relu", b1, b0, 2048)),
-        (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
-        0.0,
-    )
 
 
 # -- the picture as data ---------------------------------------------------------------------------------------------
@@ -147,7 +127,7 @@ def test_names_stand_in_the_boxes_of_their_actions(name):
 
 def test_a_device_with_several_stages_names_them():
     found = simulated("interleaved_1f1b", 2, 4, per_device=2)
-    names = [text.text for text in _group(gantt(step_of(found)), "names")]
+    names = [text.text for text in _group(gantt(found.as_step()), "names")]
     assert sorted(names) == sorted(str(span.action) for span in found.spans)
 
 
@@ -169,16 +149,16 @@ def test_with_room_every_action_has_its_name():
 
 
 def test_an_update_takes_no_time_and_is_seen():
-    record = _record()
+    record = KNOWN
     update = ActionRecord(Action(Kind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
-    drawn = gantt(step_of(StepRecord("x", (*record.actions, update), (), record.devices, 0.0)))
+    drawn = gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
     stroke = next(item for item in _group(drawn, "boxes") if item.fill == KINDS[Kind.UPDATE])
     assert stroke.width == 1
     assert stroke.x + stroke.width == pytest.approx(drawn.frame.right)
 
 
 def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
-    drawn = gantt(step_of(_record()))
+    drawn = gantt(KNOWN.as_step())
     texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
@@ -187,9 +167,9 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
 
 
 def test_a_long_title_and_long_names_of_devices_are_shortened():
-    record = _record()
+    record = KNOWN
     devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
-    drawn = gantt(step_of(StepRecord("1f1b", record.actions, (), devices, 0.0)), title="long " * 100)
+    drawn = gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
     check_scene(drawn.scene)
     assert drawn.scene.width < 1500
 
@@ -241,7 +221,7 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     found = simulated("1f1b", devices, 4)
     limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
                          found.step_seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
-    drawn = gantt(step_of(limited))
+    drawn = gantt(limited.as_step())
     check_scene(drawn.scene)
     lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
     assert bool(lines) is is_drawn
@@ -276,15 +256,6 @@ def test_ticks_of_bytes_are_round_in_their_unit():
     assert [name for _, name in byte_ticks(1.5 * GIB, 4)] == ["0", "512.0 MiB", "1.0 GiB", "1.5 GiB"]
     assert [name for _, name in byte_ticks(100, 5)] == ["0", "20 B", "40 B", "60 B", "80 B", "100 B"]
     assert [name for _, name in byte_ticks(0, 4)] == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (1.36e-4, "136 µs"), (0.0165, "16.5 ms"), (0.9999, "1.00 s"), (1.147, "1.15 s"), (119.4, "119 s"),
-     (360, "6:00 min"), (7209, "2:00:09 h"), (5e-10, "0.50 ns")],
-)  # fmt: skip
-def test_durations_read_as_people_write_them(seconds, text):
-    assert duration(seconds) == text
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -326,7 +297,7 @@ def test_every_format_is_written_whole(tmp_path):
     assert ElementTree.parse(tmp_path / "step.SVG").getroot().get("aria-label").startswith("A <title> & more")
     assert json.loads((tmp_path / "step.JSON").read_text())["otherData"]["schedule"] == "1f1b"
     assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(FORMATS), "nothing else is left"
-    _record().save_timeline(tmp_path / "record.svg")
+    KNOWN.save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
 
 
@@ -334,7 +305,7 @@ def test_every_format_is_written_whole(tmp_path):
 def test_any_title_can_be_written(tmp_path, form):
     if form in ("png", "pdf"):
         pytest.importorskip("matplotlib")
-    save_timeline(_record(), tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
+    save_timeline(KNOWN, tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
     if form == "svg":
         root = ElementTree.parse(tmp_path / "step.svg").getroot()
         assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
@@ -365,12 +336,12 @@ def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
     with pytest.raises(ArgumentError, match=what):
         check_picture_path(tmp_path / name)
     with pytest.raises(ArgumentError, match=what):
-        save_timeline(_record(), tmp_path / name)
+        save_timeline(KNOWN, tmp_path / name)
 
 
 def test_what_is_no_path_and_what_is_no_step_are_refused(tmp_path):
     with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
-        save_timeline(_record(), 3)
+        save_timeline(KNOWN, 3)
     with pytest.raises(ArgumentTypeError, match="not of list"):
         save_timeline([], tmp_path / "step.svg")
     assert not list(tmp_path.iterdir())
@@ -383,9 +354,9 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxpipe.inspect.drawing.writing.os.replace", full)
+    monkeypatch.setattr("fxpipe.files.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
-        save_timeline(_record(), path)
+        save_timeline(KNOWN, path)
     assert path.read_text() == "before"
     assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
 
@@ -394,7 +365,7 @@ def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
     target, link, usual = tmp_path / "target.svg", tmp_path / "link.svg", tmp_path / "usual"
     target.write_text("before")
     link.symlink_to(target)
-    save_timeline(_record(), link)
+    save_timeline(KNOWN, link)
     assert link.is_symlink()
     assert "<svg" in target.read_text(encoding="utf-8")
     usual.write_text("")
@@ -407,7 +378,7 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
         with pytest.raises(ArgumentError, match=re.escape("pip install fxpipe[plot]")):
             check_picture_path(tmp_path / f"step.{suffix}")
     assert check_picture_path(tmp_path / "step.svg") == "svg"
-    save_timeline(_record(), tmp_path / "step.html")
+    save_timeline(KNOWN, tmp_path / "step.html")
 
 
 # -- a page, and a trace ---------------------------------------------------------------------------------------------
@@ -415,7 +386,7 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
 
 def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
     found, drawn = _drawn("a V")
-    page = timeline_page(step_of(found), drawn, "</title><script>alert(1)</script>")
+    page = timeline_page(found.as_step(), drawn, "</title><script>alert(1)</script>")
     assert "<script>alert" not in page
     urls = set(re.findall(r"https?://[^\"'\s<]+", page))
     assert urls == {"http://www.w3.org/2000/svg"}, "a name of XML, which nobody loads"
@@ -430,7 +401,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
 
 def test_figures_of_one_page_share_a_script():
     found, drawn = _drawn("two devices")
-    figure = timeline_figure(step_of(found), drawn)
+    figure = timeline_figure(found.as_step(), drawn)
     assert figure.count("<script") == 1
     assert "Ctrl and the wheel" in figure
 
@@ -458,8 +429,8 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
 
 
 def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
-    record = _record()
-    one = gantt(step_of(record))
+    record = KNOWN
+    one = gantt(record.as_step())
     assert [item.width for item in _group(one, "boxes")] == pytest.approx(
         [span.seconds / record.seconds * one.frame.width for span in record.spans]
     )

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, FxpipeError, TraceError
 from fxpipe.tracing.guards import refuse_unanswerable
@@ -344,6 +345,7 @@ MODELS: dict[str, tuple[Any, str]] = {
     "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
     "compiled": (lambda: torch.compile(nn.Linear(6, 6), backend="eager"), "'inner' .*compiled module.*_orig_mod"),
     "compiled in place": (_compiled_in_place, r"'inner' \(Linear\) was compiled in place"),
+    "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*pipe.model"),
     "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
 }
 

@@ -13,12 +13,13 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
+from fxpipe.options import Options
 from fxpipe.placing import TRAINING_SCHEDULES, placed
 from fxpipe.planning import planned, study
 from fxpipe.profiling import Profile, Seconds
 from fxpipe.settings import Settings, make_settings
 from fxpipe.tuning.candidates import candidates, chunks_for_batch
-from fxpipe.tuning.result import SAME, Row, in_order, preferred
+from fxpipe.tuning.rows import SAME, Row, in_order, preferred
 
 BATCH = 8
 
@@ -41,26 +42,8 @@ class Net(nn.Module):
 
 
 def settings_for(devices: list[str], profile: Profile, **others: Any) -> Settings:
-    usual: dict[str, Any] = dict(
-        devices=devices,
-        chunks=4,
-        schedule="1f1b",
-        checkpoint="never",
-        balance="auto",
-        tracer="auto",
-        in_dims=None,
-        out_dims=None,
-        leaf_modules=(),
-        check=True,
-        stages_per_device=None,
-        pin=None,
-        memory_limit=None,
-        optimizer_state=2.0,
-        hardware=None,
-        profile=profile,
-        profile_budget=None,
-    )
-    return make_settings(**usual | others)
+    usual = {"chunks": 4, "checkpoint": "never"}
+    return make_settings(Options(devices=devices, profile=profile, **usual | others))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fxpipe.profiling import Profile
 from fxpipe.tuning import measuring, tuner
 from fxpipe.tuning.candidates import Candidate
 from fxpipe.tuning.plans import OfModel
-from fxpipe.tuning.result import SAME, Row
+from fxpipe.tuning.rows import SAME, Row
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 LARGE = 1 << 40
@@ -76,13 +77,13 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
     ]
     tried: list[int] = []
 
-    def is_the_model(studied: Any, args: Any, kwargs: Any, chunks: int, settings: Any) -> bool:
+    def is_the_model(traced: Any, batch: int, args: Any, kwargs: Any, chunks: int, settings: Any) -> bool:
         tried.append(chunks)
         return chunks == 2
 
     monkeypatch.setattr(tuner, "is_the_model", is_the_model)
     nothing: Any = None
-    found = tuner._that_run(rows, 1, nothing, (), {}, nothing)
+    found = tuner._that_run(rows, 1, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
     assert tried == [1, 4, 2]
     assert [row.plan is None for row in found] == [True, False, True]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from fxpipe.deciding.cuts import Cut
 from fxpipe.deciding.formulas import flops, stage_bytes, value_bytes
+from fxpipe.deciding.outcomes import Cut
 from fxpipe.deciding.remarks import heaviest, line_of, tied, whole
 from fxpipe.deciding.shares import shares
 from fxpipe.deciding.sites import link_of

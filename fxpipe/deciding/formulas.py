@@ -23,7 +23,7 @@ from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 if TYPE_CHECKING:
     from torch import fx
 
-    from fxpipe.deciding.cuts import Cut
+    from fxpipe.deciding.outcomes import Cut
     from fxpipe.partitioning.chain import Chain
     from fxpipe.profiling import Profile
 

@@ -13,7 +13,7 @@ from fxpipe.tracing.source import UNKNOWN
 from fxpipe.tracing.traced import lookup
 
 if TYPE_CHECKING:
-    from fxpipe.deciding.cuts import Cut
+    from fxpipe.deciding.outcomes import Cut
     from fxpipe.rewriting import Program
     from fxpipe.tracing import Traced
 

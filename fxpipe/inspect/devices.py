@@ -21,7 +21,7 @@ def parse_devices(text: str) -> Devices:
 
 
 def resolve_devices(devices: Devices | None) -> tuple[str, ...]:
-    """The name of each worker's device; a number means so many CUDA devices, or CPU workers where CUDA is absent."""
+    """The name of each device; a number means so many CUDA devices, or shares of the CPU where CUDA is absent."""
     import torch
 
     if isinstance(devices, tuple):
@@ -35,10 +35,10 @@ def resolve_devices(devices: Devices | None) -> tuple[str, ...]:
     if not present:
         return ("cpu",) * (2 if devices is None else devices)
     if devices is not None and devices > present:
-        workers = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
+        shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
         raise ArgumentError(
-            f"--devices {devices}: CUDA has {present} here; for CPU workers give a list: {workers}; to plan for GPUs "
-            "that are elsewhere, --hardware"
+            f"--devices {devices}: CUDA has {present} here; for shares of the CPU give a list: {shares}; to plan for "
+            "GPUs that are elsewhere, --hardware"
         )
     return tuple(f"cuda:{index}" for index in range(present if devices is None else devices))
 
@@ -59,6 +59,6 @@ def more_like(devices: tuple[str, ...], count: int, hardware: str | None) -> tup
 
 
 def most_like(devices: tuple[str, ...], usual: int, hardware: str | None) -> int:
-    """Up to how many there can be: as many as one likes where they are CPU workers, or elsewhere."""
+    """Up to how many there can be: as many as one likes where they are shares of the CPU, or elsewhere."""
     are_here = hardware is None and any(name != "cpu" for name in devices)
     return len(devices) if are_here else max(len(devices), usual)

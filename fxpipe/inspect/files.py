@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.drawing.writing import check_path
+from fxpipe.files import check_path
 
 SUFFIXES = {
     "timeline": ("png", "pdf", "svg", "html", "json"),
@@ -42,6 +42,6 @@ def check_outputs(outputs: Sequence[Output]) -> None:
             raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
         form = check_path(output.path, SUFFIXES[output.option], f"--{output.option}: {WHAT[output.option]}")
         if form in ("png", "pdf"):
-            from fxpipe.inspect.drawing.raster import require_matplotlib
+            from fxpipe.drawing.raster import require_matplotlib
 
             require_matplotlib(form)

@@ -12,7 +12,9 @@ from fxpipe.inspect.devices import more_like, most_like
 from fxpipe.inspect.files import check_outputs
 from fxpipe.inspect.inputs import Input
 from fxpipe.inspect.making import Loaded, devices_of, load, look_at, plan_again, settings_of
-from fxpipe.inspect.request import PlanFile, Request
+from fxpipe.inspect.request import Request
+from fxpipe.inspect.shortage import explained
+from fxpipe.inspect.subjects import PlanFile
 from fxpipe.inspect.tables.comparing import Run, compare_schedules
 from fxpipe.inspect.tables.diff import Difference, difference
 from fxpipe.inspect.tables.sweep import USUAL, Row, counts_up_to, sweep
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.settings import Settings
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning import Tuning
+    from fxpipe.tuning.result import Tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +48,12 @@ def find(request: Request) -> Findings:
     if isinstance(request.subject, PlanFile) and request.tune:
         found = _of_tuning(_tune_again(load_plan(request.subject.path), request), request)
     elif isinstance(request.subject, PlanFile):
-        from fxpipe.simulation.of_plans import varied
+        from fxpipe.plans.simulating import varied
 
         found = _of_plan(varied(load_plan(request.subject.path), **request.options), request)
     else:
-        found = _of_model(request)
+        with explained(request):
+            found = _of_model(request)
     if before is None or found.plan is None:
         return found
     return replace(found, difference=difference(before, found.plan))
@@ -132,7 +135,7 @@ def _tune(request: Request, loaded: Loaded, devices: tuple[str, ...]) -> Tuning:
 def _tune_again(plan: Plan, request: Request) -> Tuning:
     """Of a plan, whose stages stay."""
     import fxpipe
-    from fxpipe.simulation.of_plans import varied
+    from fxpipe.plans.simulating import varied
 
     options = dict(request.options)
     return fxpipe.tune(varied(plan, hardware=options.pop("hardware", None)), **_chosen(options))

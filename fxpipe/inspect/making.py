@@ -10,7 +10,8 @@ from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.inspect.devices import planned_devices, resolve_devices
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
 from fxpipe.inspect.inputs import Arguments, Input, make_arguments
-from fxpipe.inspect.request import PlanFile, Request
+from fxpipe.inspect.request import Request
+from fxpipe.inspect.subjects import PlanFile
 from fxpipe.inspect.target import load_model
 from fxpipe.inspect.words import describe
 
@@ -60,14 +61,11 @@ def load(request: Request) -> Loaded:
 
 def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
     """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
-    from fxpipe.planning import plan
+    from fxpipe.options import Options
     from fxpipe.settings import make_settings
 
-    assert plan.__kwdefaults__ is not None
-    usual = {name: value for name, value in plan.__kwdefaults__.items() if not name.startswith("example_")}
-    given = {"stages_per_device": request.stages_per_device, **request.options}
-    is_elsewhere = "hardware" in request.options
-    return make_settings(**usual | given | {"devices": devices, "anywhere": is_elsewhere} | others)
+    given = {"devices": devices, "stages_per_device": request.stages_per_device, **request.options}
+    return make_settings(Options(**given | others), anywhere="hardware" in request.options)
 
 
 def look_at(loaded: Loaded, settings: Settings) -> Studied:

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeVar
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.devices import parse_devices
 from fxpipe.inspect.inputs import ACCEPTED, parse_input
-from fxpipe.inspect.request import parse_subject
+from fxpipe.inspect.subjects import parse_subject
 from fxpipe.inspect.target import FORMS
 from fxpipe.inspect.values import parse_keyword
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
@@ -126,8 +126,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=_value(parse_devices),
         metavar="N|LIST",
-        help="number of workers, or the device of each: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, "
-        "or CPU workers where CUDA is absent. Default: all CUDA devices, or two CPU workers",
+        help="how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, or "
+        "shares of the CPU where CUDA is absent. Default: all CUDA devices, or two shares of the CPU",
     )
     add(
         "--hardware",
@@ -141,7 +141,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--stages-per-device",
         type=_value(_number_of("stages of a device", 4)),
         metavar="K",
-        help="number of stages of each worker, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
+        help="number of stages of each device, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
     )
     add(
         "--balance",

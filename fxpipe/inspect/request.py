@@ -6,27 +6,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.devices import Devices
 from fxpipe.inspect.files import SUFFIXES, Output
-from fxpipe.inspect.hugging_face import PREFIX, ModelType, parse_model_type
 from fxpipe.inspect.inputs import Input
-from fxpipe.inspect.target import FORMS, Target, parse_target
-
-
-@dataclass(frozen=True, slots=True)
-class PlanFile:
-    """A plan that was saved."""
-
-    path: Path
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
-Subject: TypeAlias = Target | ModelType | PlanFile
+from fxpipe.inspect.options import make_parser
+from fxpipe.inspect.subjects import PlanFile, Subject
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +51,6 @@ ARGUMENTS = (*OPTIONS, "devices", "stages_per_device", "pin")
 
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
-    from fxpipe.inspect.options import make_parser
-
     found = make_parser().parse_args(argv)
     given = {name: getattr(found, name) for name in OPTIONS}
     given["leaf_modules"] = tuple(found.leaf) or None
@@ -89,18 +74,6 @@ def parse_request(argv: Sequence[str]) -> Request:
     )
     _check_together(request)
     return request
-
-
-def parse_subject(text: str) -> Subject:
-    """`hf:gpt2`, `plan.json`, or a factory."""
-    if text.startswith(PREFIX):
-        return parse_model_type(text)
-    if text.endswith(".json"):
-        return PlanFile(Path(text))
-    try:
-        return parse_target(text)
-    except ArgumentError:
-        raise ArgumentError(f"{text!r}: expected {FORMS}, hf:gpt2 or another type, or a saved plan.json") from None
 
 
 def in_options(message: str) -> str:

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from fxpipe.errors import ArgumentError
 from fxpipe.inspect.files import Output
 from fxpipe.inspect.finding import Findings
 from fxpipe.inspect.request import Request
-from fxpipe.inspect.words import describe
 from fxpipe.units import counted
 
 if TYPE_CHECKING:
@@ -34,10 +32,7 @@ def shown(found: Findings, request: Request, out: TextIO) -> str:
 def write_files(found: Findings, outputs: Sequence[Output]) -> None:
     """The files that were asked for."""
     for output in outputs:
-        try:
-            _write(found, output.option, output.path)
-        except OSError as error:
-            raise ArgumentError(f"{output}: cannot be written: {error.strerror or describe(error)}") from error
+        _write(found, output.option, output.path)
 
 
 def _write(found: Findings, option: str, path: Path) -> None:
@@ -47,7 +42,7 @@ def _write(found: Findings, option: str, path: Path) -> None:
     if option == "save":
         found.plan.save(path)
     elif option == "timeline":
-        from fxpipe.inspect.timeline.pictures import save_timeline
+        from fxpipe.timelines.pictures import save_timeline
 
         schedule = found.simulation.schedule
         step = f"{schedule.name}, {counted(schedule.micro_batches, 'micro-batch', 'es')}"
@@ -80,8 +75,8 @@ def _answers(found: Findings, request: Request) -> list[str]:
 
 
 def _everything(found: Findings, out: TextIO) -> list[str]:
-    from fxpipe.inspect.tables.plans import plan_table
     from fxpipe.inspect.tables.steps import device_table, runs_text, step_text
+    from fxpipe.plans.text import plan_table
 
     assert found.plan is not None
     assert found.simulation is not None
@@ -94,8 +89,8 @@ def _everything(found: Findings, out: TextIO) -> list[str]:
 
 def _timeline(simulation: Simulation, out: TextIO) -> str:
     """As wide as the window, or as all that is printed here."""
-    from fxpipe.inspect.tables.plans import WIDTH
-    from fxpipe.inspect.timeline.terminal import plain, shows_colours, timeline_text
+    from fxpipe.drawing.columns import WIDTH
+    from fxpipe.timelines.terminal import plain, shows_colours, timeline_text
 
     is_window = shows_colours(out) or out.isatty()
     return timeline_text(simulation, out) if is_window else plain(simulation, columns=WIDTH)

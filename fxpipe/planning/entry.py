@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fxpipe.hardware import Hardware
+    from fxpipe.options import Options
     from fxpipe.profiling import Profile
     from fxpipe.scheduling import ScheduleLike
     from fxpipe.settings import Settings
@@ -31,11 +33,11 @@ def plan(
     example_kwargs: dict[str, Any] | None = None,
     devices: Sequence[str | torch.device] | None = None,
     chunks: int | str = "auto",
-    schedule: ScheduleLike = "1f1b",
-    checkpoint: str | Sequence[str] = "auto",
     balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = "auto",
     pin: Mapping[str, Any] | None = None,
     stages_per_device: int | None = None,
+    schedule: ScheduleLike = "1f1b",
+    checkpoint: str | Sequence[str] = "auto",
     memory_limit: Any = None,
     optimizer_state: float = 2.0,
     hardware: str | Hardware | None = None,
@@ -64,47 +66,21 @@ def plan(
         example_args, example_kwargs: a mini-batch as training will use it.
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
-        devices, chunks, schedule, checkpoint, balance, pin, stages_per_device, memory_limit, optimizer_state, profile,
+        devices, chunks, balance, pin, stages_per_device, schedule, checkpoint, memory_limit, optimizer_state, profile,
             profile_budget, tracer, in_dims, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
-    from fxpipe.placing import parse_schedule_to_train, workers_for
+    from fxpipe.options import Options
     from fxpipe.progress import showing
-    from fxpipe.settings import AUTO, USUAL_SCHEDULE, make_settings
+    from fxpipe.settings import make_settings
 
-    per_device = parse_stages_per_device(stages_per_device)
-    given_hardware = parse_given_hardware(hardware)
+    options = Options.among(locals())
     if devices is None and stages is not None:
-        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-            raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
-        is_gpu = given_hardware is not None and given_hardware.within is not None
-        order = parse_schedule_to_train(USUAL_SCHEDULE if schedule == AUTO else schedule)
-        devices = [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
-    settings = make_settings(
-        devices=devices,
-        chunks=chunks,
-        schedule=schedule,
-        checkpoint=checkpoint,
-        balance=balance,
-        pin=pin,
-        stages_per_device=per_device,
-        memory_limit=memory_limit,
-        optimizer_state=optimizer_state,
-        hardware=given_hardware,
-        profile=profile,
-        profile_budget=profile_budget,
-        tracer=tracer,
-        in_dims=in_dims,
-        out_dims=out_dims,
-        leaf_modules=leaf_modules,
-        check=check,
-        progress=progress,
-        anywhere=given_hardware is not None,
-    )
+        options = replace(options, devices=_devices_for(stages, options))
+    settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
         shared = f" of {each} stages" if each > 1 else ""
@@ -114,6 +90,21 @@ def plan(
         )
     with showing(settings.progress):
         return prepare(model, example_args, example_kwargs or {}, settings).plan
+
+
+def _devices_for(stages: int, options: Options) -> list[str]:
+    """One for each worker that so many stages take: GPUs where they are planned for such, else the CPU."""
+    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
+    from fxpipe.options import AUTO
+    from fxpipe.placing import parse_schedule_to_train, workers_for
+    from fxpipe.settings import USUAL_SCHEDULE
+
+    per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_given_hardware(options.hardware)
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+        raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
+    is_gpu = hardware is not None and hardware.within is not None
+    order = parse_schedule_to_train(USUAL_SCHEDULE if options.schedule == AUTO else options.schedule)
+    return [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
 
 
 def prepare(

@@ -96,19 +96,18 @@ def studied_again(studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def is_the_model(
-    studied: Studied, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
+    traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
 ) -> bool:
-    """Whether the model takes micro-batches of a `chunks`-th of the batch, and the graph does the same there."""
+    """Whether the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
     from fxpipe.tracing.checking.again import agrees
     from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
 
-    parts = min(chunks, studied.batch)
-    sizes = {studied.batch // parts, -(-studied.batch // parts)}
-    model = studied.traced.model
-    with on_one_device(model) as device, in_mode(model, None):
+    parts = min(chunks, batch)
+    sizes = {batch // parts, -(-batch // parts)}
+    with on_one_device(traced.model) as device, in_mode(traced.model, None):
         args, kwargs = moved((args, kwargs), device)
-        return not settings.check or agrees(studied.traced, args, kwargs, sorted(sizes))
+        return not settings.check or agrees(traced, args, kwargs, sorted(sizes))
 
 
 def traced_batch(

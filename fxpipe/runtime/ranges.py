@@ -19,13 +19,9 @@ import torch
 from torch.autograd import profiler
 
 from fxpipe.scheduling.actions import Action
+from fxpipe.timelines.spans import range_name
 
 _NOTHING = contextlib.nullcontext()
-
-
-def range_name(action: Action) -> str:
-    """`1F3` -> `fxpipe F stage 1 micro-batch 3`."""
-    return f"fxpipe {action.kind} stage {action.stage} micro-batch {action.micro_batch}"
 
 
 def is_profiled() -> bool:

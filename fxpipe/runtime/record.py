@@ -16,6 +16,8 @@ from tabulate import tabulate
 from fxpipe.runtime.log import HostClock, StepLog
 from fxpipe.scheduling.actions import Action, Kind, Schedule
 from fxpipe.timelines import Span
+from fxpipe.timelines.drawn import Drawn
+from fxpipe.timelines.steps import Arrow, Step
 from fxpipe.timelines.text import timeline
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
@@ -64,7 +66,7 @@ class DeviceRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(Drawn):
     """The last `forward_backward`, or a drop-in forward and, once it has run, its backward. `print` shows a summary."""
 
     schedule: str
@@ -91,30 +93,33 @@ class StepRecord:
         """The share of the step in which a device had nothing to do."""
         return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
 
+    def as_step(self, *, has_memory: bool = True) -> Step:
+        """In one form with what is simulated. Memory over time is not known of a step that ran."""
+        cores = tuple(one.on_core for one in self.actions if one.on_core is not None)
+        return Step(
+            schedule=self.schedule,
+            is_simulated=False,
+            devices=tuple(device.name for device in self.devices),
+            spans=self.spans,
+            waited=tuple(one.waited for one in self.actions),
+            seconds=self.seconds,
+            on_core=cores if len(cores) == len(self.actions) else (),
+            away=self.away,
+        )
+
+    def arrows(self) -> Iterator[Arrow]:
+        """All that went from stage to stage."""
+        yield from (Arrow(one.maker, one.user, one.bytes, one.value) for one in self.transfers)
+
     def save_trace(self, path: str | Path) -> None:
         """Writes the step for chrome://tracing or https://ui.perfetto.dev.
 
         Raises:
-            OSError: the file cannot be written.
+            FileError: the file cannot be written.
         """
-        from fxpipe.runtime.traces import write_trace
+        from fxpipe.timelines.traces import write_trace
 
         write_trace(self, path)
-
-    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
-        """Draws what each device did when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
-
-        Raises:
-            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
-        """
-        from fxpipe.inspect.timeline.pictures import save_timeline
-
-        save_timeline(self, path, title=title)
-
-    def _repr_html_(self) -> str:
-        from fxpipe.inspect.html.notebook import step_html
-
-        return step_html(self)
 
     def __str__(self) -> str:
         count = counted(len(self.actions), "action")

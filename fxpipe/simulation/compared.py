@@ -8,17 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, Kind
+from fxpipe.timelines import Span
+from fxpipe.timelines.steps import Step
 from fxpipe.units import human_seconds, percent
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.record import StepRecord
-    from fxpipe.simulation.results import Simulation
 
 QUIET = 0.95  # actions have a core for so much of their time, where nothing else wants it
 
@@ -79,35 +76,32 @@ class Comparison:
             yield f"On it they took {measured}, simulated {simulated}: {ratio}"
 
 
-def compared(simulation: Simulation, record: StepRecord) -> Comparison:
-    """The simulation beside a step that ran the same actions.
+def compared(simulated: Step, measured: Step) -> Comparison:
+    """A step as it was simulated beside one that ran the same actions.
 
     Raises:
         ArgumentError: it ran others.
     """
-    ran, thought = (Counter(one.action for one in of) for of in (record.actions, simulation.spans))
+    thought, ran = (Counter(span.action for span in of.spans) for of in (simulated, measured))
     if ran != thought:
         raise ArgumentError(
-            f"the step ran {record.schedule} with {_described(ran)}, the simulation is of {simulation.schedule.name} "
+            f"the step ran {measured.schedule} with {_described(ran)}, the simulation is of {simulated.schedule} "
             f"with {_described(thought)}: simulate with the schedule, chunks, batch and checkpoint of the step"
         )
-    devices = tuple(
-        DeviceComparison(one.name, Pair(one.busy, busy), Pair(record.bubble(d), bubble))
-        for d, (one, busy, bubble) in enumerate(zip(record.devices, simulation.busy, simulation.bubble, strict=True))
+    pairs = (
+        map(Pair, one, other) for one, other in ((measured.busy, simulated.busy), (measured.bubble, simulated.bubble))
     )
-    measured = _by_kind((a.action, a.end - a.start) for a in record.actions)
-    simulated = _by_kind((span.action, span.seconds) for span in simulation.spans)
-    kinds = {kind: Pair(measured[kind], simulated[kind]) for kind in Kind if measured[kind] or simulated[kind]}
-    cores = [a.on_core for a in record.actions if a.on_core is not None]
-    all_simulated = sum(simulated.values())
-    on_core = Pair(sum(cores), all_simulated) if cores and len(cores) == len(record.actions) else None
-    return Comparison(record.schedule, Pair(record.seconds, simulation.step_seconds), devices, kinds, on_core)
+    devices = tuple(map(DeviceComparison, measured.devices, *pairs))
+    was, will_be = _by_kind(measured.spans), _by_kind(simulated.spans)
+    kinds = {kind: Pair(was[kind], will_be[kind]) for kind in Kind if was[kind] or will_be[kind]}
+    on_core = Pair(sum(measured.on_core), sum(will_be.values())) if measured.on_core else None
+    return Comparison(measured.schedule, Pair(measured.seconds, simulated.seconds), devices, kinds, on_core)
 
 
-def _by_kind(seconds: Iterable[tuple[Action, float]]) -> dict[Kind, float]:
+def _by_kind(spans: Iterable[Span]) -> dict[Kind, float]:
     found = dict.fromkeys(Kind, 0.0)
-    for action, time in seconds:
-        found[action.kind] += time
+    for span in spans:
+        found[span.action.kind] += span.seconds
     return found
 
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fxpipe.scheduling import Kind, Schedule
+from fxpipe.scheduling import Action, Kind, Schedule
+from fxpipe.simulation.compared import Comparison, compared
 from fxpipe.simulation.critical import Leg
 from fxpipe.simulation.needs import devices_of
 from fxpipe.stage_costs import StageCost, Transfer
 from fxpipe.timelines import Memory, Span, memory_of
+from fxpipe.timelines.drawn import Drawn
+from fxpipe.timelines.steps import Arrow, Step, Timed
 from fxpipe.timelines.text import timeline
 from fxpipe.units import human_bytes, human_seconds, percent
 
-if TYPE_CHECKING:
-    from fxpipe.runtime.record import StepRecord
-    from fxpipe.simulation.compared import Comparison
-
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Drawn):
     """What a simulation found. `print` draws it."""
 
     schedule: Schedule
@@ -120,30 +118,41 @@ class Simulation:
                 sent[link] += transfer.bytes * self.schedule.micro_batches
         return dict(sorted(sent.items()))
 
-    def compared(self, record: StepRecord) -> Comparison:
+    def as_step(self, *, has_memory: bool = True) -> Step:
+        """In one form with what is measured; without memory over time where nobody asks for it."""
+        has_bytes = any(
+            cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
+            for cost in self.stages
+        )
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.device)))
+        return Step(
+            schedule=self.schedule.name,
+            is_simulated=True,
+            devices=self.devices,
+            spans=spans,
+            waited=_gaps(spans),
+            seconds=self.step_seconds,
+            memory=self.memory if has_memory and has_bytes else (),
+            limits=self.limits,
+        )
+
+    def arrows(self) -> Iterator[Arrow]:
+        """All that goes from stage to stage, micro-batch by micro-batch."""
+        kinds = {span.action.kind for span in self.spans}
+        for transfer in self.transfers:
+            kind = Kind.BACKWARD if transfer.is_gradient else Kind.FORWARD
+            if kind in kinds:
+                for i in range(self.schedule.micro_batches):
+                    maker, user = (Action(kind, j, i) for j in (transfer.source, transfer.target))
+                    yield Arrow(maker, user, transfer.bytes)
+
+    def compared(self, record: Timed) -> Comparison:
         """Beside a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
 
         Raises:
             ArgumentError: it ran others.
         """
-        from fxpipe.simulation.compared import compared
-
-        return compared(self, record)
-
-    def save_timeline(self, path: str | Path, *, title: str = "") -> None:
-        """Draws the step: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
-
-        Raises:
-            ArgumentError: another suffix; a place that cannot be written to; png or pdf, and there is no matplotlib.
-        """
-        from fxpipe.inspect.timeline.pictures import save_timeline
-
-        save_timeline(self, path, title=title)
-
-    def _repr_html_(self) -> str:
-        from fxpipe.inspect.html.notebook import step_html
-
-        return step_html(self)
+        return compared(self.as_step(has_memory=False), record.as_step(has_memory=False))
 
     def __str__(self) -> str:
         head = str(self.schedule).partition("\n")[0]
@@ -172,3 +181,13 @@ class Simulation:
             + ("" if limit is None else f" of {human_bytes(limit)}{'' if peak <= limit else ': does not fit'}")
             for peak, limit in zip(peaks, self.limits, strict=True)
         ]
+
+
+def _gaps(spans: Sequence[Span]) -> tuple[float, ...]:
+    """Before each, how long its device had nothing to do."""
+    ended: dict[int, float] = {}
+    gaps = []
+    for span in spans:
+        gaps.append(max(0.0, span.start - ended.get(span.device, 0.0)))
+        ended[span.device] = span.end
+    return tuple(gaps)

@@ -9,6 +9,11 @@ from fxpipe.scheduling import Action, Kind
 from fxpipe.stage_costs import StageCost
 
 
+def range_name(action: Action) -> str:
+    """As profilers and traces call it: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
+    return f"fxpipe {action.kind} stage {action.stage} micro-batch {action.micro_batch}"
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """When a device runs an action."""

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, runtime_checkable
 
-from fxpipe.errors import ArgumentTypeError
 from fxpipe.scheduling import Action, Kind
-from fxpipe.simulation import Simulation
-from fxpipe.timelines import Memory, Span
-
-if TYPE_CHECKING:
-    from fxpipe.runtime.record import StepRecord
-
-Source: TypeAlias = "Simulation | StepRecord"
+from fxpipe.timelines.spans import Memory, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +36,7 @@ class Step:
     seconds: float
     memory: tuple[Memory, ...] = ()  # by device; empty where it is not known
     limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
+    on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty where not known
     away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
 
     @property
@@ -76,70 +70,14 @@ class Step:
         return len({span.action.micro_batch for span in self.spans})
 
 
-def step_of(source: Source, *, has_memory: bool = True) -> Step:
-    """The common form; without memory over time, which takes the longest to find out, where nobody asks for it.
+@runtime_checkable
+class Timed(Protocol):
+    """What knows when each action of a step ran, and says it in the common form: a `Simulation`, a `StepRecord`."""
 
-    Raises:
-        ArgumentTypeError: it is neither a simulation nor the record of a step.
-    """
-    if isinstance(source, Simulation):
-        return _simulated(source, has_memory)
-    from fxpipe.runtime.record import StepRecord
+    def as_step(self, *, has_memory: bool = True) -> Step:
+        """The step; without memory over time, which takes the longest to find out, where nobody asks for it."""
+        ...
 
-    if isinstance(source, StepRecord):
-        return _measured(source)
-    raise ArgumentTypeError(
-        f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
-    )
-
-
-def arrows_of(source: Source) -> Iterator[Arrow]:
-    """All that goes from stage to stage."""
-    if not isinstance(source, Simulation):
-        yield from (Arrow(one.maker, one.user, one.bytes, one.value) for one in source.transfers)
-        return
-    kinds = {span.action.kind for span in source.spans}
-    for transfer in source.transfers:
-        kind = Kind.BACKWARD if transfer.is_gradient else Kind.FORWARD
-        if kind in kinds:
-            for i in range(source.schedule.micro_batches):
-                yield Arrow(Action(kind, transfer.source, i), Action(kind, transfer.target, i), transfer.bytes)
-
-
-def _simulated(found: Simulation, has_memory: bool) -> Step:
-    has_bytes = any(
-        cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
-        for cost in found.stages
-    )
-    spans = tuple(sorted(found.spans, key=lambda span: (span.start, span.device)))
-    return Step(
-        schedule=found.schedule.name,
-        is_simulated=True,
-        devices=found.devices,
-        spans=spans,
-        waited=_gaps(spans),
-        seconds=found.step_seconds,
-        memory=found.memory if has_memory and has_bytes else (),
-        limits=found.limits,
-    )
-
-
-def _measured(record: StepRecord) -> Step:
-    return Step(
-        schedule=record.schedule,
-        is_simulated=False,
-        devices=tuple(device.name for device in record.devices),
-        spans=record.spans,
-        waited=tuple(one.waited for one in record.actions),
-        seconds=record.seconds,
-        away=record.away,
-    )
-
-
-def _gaps(spans: Sequence[Span]) -> tuple[float, ...]:
-    ended: dict[int, float] = {}
-    gaps = []
-    for span in spans:
-        gaps.append(max(0.0, span.start - ended.get(span.device, 0.0)))
-        ended[span.device] = span.end
-    return tuple(gaps)
+    def arrows(self) -> Iterator[Arrow]:
+        """All that goes from stage to stage."""
+        ...

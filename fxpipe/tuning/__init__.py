@@ -4,12 +4,7 @@
     print(tuning)                                               # the table that it chose from
     pipe = fxpipe.pipeline(model, **tuning.best.arguments)
 
-`candidates.py` says what is tried, `plans.py` makes the plans that are simulated, `search.py` goes through them and
-`result.py` is what it finds. `measuring.py` runs the best few. `choosing.py` is what `chunks="auto"` and
-`schedule="auto"` do in `fxpipe.pipeline`.
+`candidates.py` says what is tried, `plans.py` makes the plans that are simulated, `search.py` goes through them;
+`rows.py` has what it finds of each, and `result.py` all of it. `measuring.py` runs the best few. `choosing.py` is what
+`chunks="auto"` and `schedule="auto"` do in `fxpipe.pipeline`: pipes choose by it, and the tuner measures by pipes.
 """
-
-from fxpipe.tuning.result import Row, Tuning
-from fxpipe.tuning.tuner import tune
-
-__all__ = ["Row", "Tuning", "tune"]

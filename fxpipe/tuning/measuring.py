@@ -19,13 +19,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.pipes import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.progress import progress
 from fxpipe.tracing.checking.check import take
 from fxpipe.tracing.snapshot import forked_random, gradients_aside, slots_of, undone
 from fxpipe.trees import flatten, mapped
 from fxpipe.tuning.plans import OfModel
-from fxpipe.tuning.result import Row
+from fxpipe.tuning.rows import Row
 
 CONTESTANTS = 4
 ROUNDS = 5  # beside a first one, to warm up: fewer than the steps after which a loss is verified again
@@ -90,8 +91,6 @@ def measured(
 def _turn(
     model: nn.Module, plan: Plan, plans: OfModel, stack: contextlib.ExitStack
 ) -> Callable[[Any, Any, dict[str, Any]], float]:
-    from fxpipe.api import Pipeline
-
     prepared = plans.prepared(plan)
     pipe = stack.enter_context(Pipeline(model, prepared.settings))
     pipe._fxpipe.adopt(prepared)

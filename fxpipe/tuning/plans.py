@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from fxpipe.deciding import Cut, decide, is_by_hand
 from fxpipe.demands import demands_of
@@ -22,18 +22,20 @@ from fxpipe.planning.preparing import Prepared, prepared
 from fxpipe.planning.studying import Studied
 from fxpipe.plans import Plan
 from fxpipe.plans.action_costs import action_seconds
+from fxpipe.plans.simulating import varied
 from fxpipe.scheduling import is_searched, make_schedule
 from fxpipe.settings import Settings
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.simulation.of_plans import varied
 from fxpipe.tracing.checking.check import is_same_graph
 from fxpipe.tuning.candidates import Candidate
+
+Mode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
 
 
 class Plans(Protocol):
     """Where the plans of candidates come from."""
 
-    def plan(self, candidate: Candidate, mode: str) -> Plan:
+    def plan(self, candidate: Candidate, mode: Mode) -> Plan:
         """Cut for stages that recompute so, as if memory had no limit.
 
         Raises:
@@ -43,7 +45,7 @@ class Plans(Protocol):
     def has(self, candidate: Candidate) -> bool:
         """Is its plan for stages that do not recompute there already?"""
 
-    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
+    def within_limits(self, candidate: Candidate, mode: Mode) -> Plan | None:
         """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
 
         Raises:
@@ -68,7 +70,7 @@ class OfModel:
     _same: dict[tuple[object, ...], Prepared] = field(default_factory=dict)  # by what the cut is
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
-    def plan(self, candidate: Candidate, mode: str) -> Plan:
+    def plan(self, candidate: Candidate, mode: Mode) -> Plan:
         found = self._prepared(self._unlimited(candidate, mode))
         modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
         return _variant(found.plan, candidate, self.studied.batch, modes)
@@ -79,7 +81,7 @@ class OfModel:
         except ArgumentError:
             return False
 
-    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
+    def within_limits(self, candidate: Candidate, mode: Mode) -> Plan | None:
         settings = self._settings(candidate)
         if isinstance(settings.checkpoint, str):
             settings = replace(settings, checkpoint=mode)
@@ -133,7 +135,7 @@ class OfModel:
             raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
         return placed(workers, each, candidate.schedule, candidate.chunks, None)
 
-    def _unlimited(self, candidate: Candidate, mode: str) -> Settings:
+    def _unlimited(self, candidate: Candidate, mode: Mode) -> Settings:
         settings = self._settings(candidate)
         if isinstance(settings.checkpoint, str):
             # All but the last micro-batch are recomputed: stages are balanced for these.
@@ -187,13 +189,13 @@ class OfPlan:
     given: Plan
     batch: int
 
-    def plan(self, candidate: Candidate, mode: str) -> Plan:
+    def plan(self, candidate: Candidate, mode: Mode) -> Plan:
         return _variant(self.given, candidate, self.batch, mode)
 
     def has(self, candidate: Candidate) -> bool:
         return True
 
-    def within_limits(self, candidate: Candidate, mode: str) -> Plan | None:
+    def within_limits(self, candidate: Candidate, mode: Mode) -> Plan | None:
         return None
 
     def bound(self, candidate: Candidate) -> float:
@@ -203,7 +205,7 @@ class OfPlan:
         return 0.0
 
 
-def _variant(plan: Plan, candidate: Candidate, batch: int, modes: str | tuple[str, ...]) -> Plan:
+def _variant(plan: Plan, candidate: Candidate, batch: int, modes: Mode) -> Plan:
     """The same stages with the schedule of a candidate, its micro-batches, and these checkpoint modes."""
     return varied(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
 

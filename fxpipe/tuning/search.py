@@ -19,12 +19,12 @@ from typing import Any
 
 from fxpipe.errors import ArgumentError, PartitionError, ScheduleError
 from fxpipe.plans import Plan
+from fxpipe.plans.simulating import simulate
 from fxpipe.progress import nothing
 from fxpipe.scheduling import ScheduleLike, is_searched
-from fxpipe.simulation.of_plans import simulate
 from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.plans import Plans, with_limits
-from fxpipe.tuning.result import SAME, Row
+from fxpipe.tuning.plans import Mode, Plans, with_limits
+from fxpipe.tuning.rows import SAME, Row
 
 HOPEFUL = 1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
 EVEN = 0.98  # of the step without sending: unevenness saves no more
@@ -37,7 +37,7 @@ def search(
     plans: Plans,
     limits: Limits,
     *,
-    modes: Sequence[str] | None = None,
+    modes: Sequence[Mode] | None = None,
     others: Mapping[str, Any] | None = None,
     wanted: int = 1,
     step: Callable[[], object] = nothing,
@@ -78,7 +78,7 @@ def _rows_of(
     candidate: Candidate,
     plans: Plans,
     limits: Limits,
-    modes: Sequence[str] | None,
+    modes: Sequence[Mode] | None,
     others: Mapping[str, Any],
     best: float,
 ) -> Iterator[Row]:
@@ -105,7 +105,7 @@ def _rows_of(
 
 
 def _within_limits(
-    candidate: Candidate, plans: Plans, limits: Limits, mode: str, others: Mapping[str, Any]
+    candidate: Candidate, plans: Plans, limits: Limits, mode: Mode, others: Mapping[str, Any]
 ) -> Iterator[Row]:
     with contextlib.suppress(ArgumentError, PartitionError, ScheduleError):  # what it lacks, the rows before say
         plan = plans.within_limits(candidate, mode)

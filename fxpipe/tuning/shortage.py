@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpipe.tuning.result import Row
+from fxpipe.tuning.rows import Row
 from fxpipe.tuning.search import Limits
 from fxpipe.units import human_bytes
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import BALANCES, parse_given_hardware, parse_several, parse_switch
+from fxpipe.arguments import BALANCES, parse_several, parse_switch
 from fxpipe.counts import whole_number
 from fxpipe.deciding.sites import workers_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
 from fxpipe.limits import parse_memory_limit
+from fxpipe.options import DEFAULTS, FOR_TRACING, Options, is_left_out
 from fxpipe.placing import TRAINING_SCHEDULES
 from fxpipe.planning.studying import Studied, is_the_model, study
 from fxpipe.plans import Plan
@@ -36,9 +38,13 @@ from fxpipe.tuning.candidates import (
 )
 from fxpipe.tuning.measuring import CONTESTANTS, Loss, measured
 from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
-from fxpipe.tuning.result import Row, Tuning, in_order, preferred
+from fxpipe.tuning.result import Tuning
+from fxpipe.tuning.rows import Row, in_order, preferred
 from fxpipe.tuning.search import Limits, search
 from fxpipe.tuning.shortage import least_that_would
+
+TRIED = ("chunks", "checkpoint", "stages_per_device")  # what are options elsewhere, and here several to choose from
+BESIDE_PLAN = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
 
 
 def tune(
@@ -48,18 +54,18 @@ def tune(
     example_args: tuple[Any, ...] = (),
     example_kwargs: dict[str, Any] | None = None,
     batch_size: int | None = None,
-    memory_limit: Any = None,
     schedules: Sequence[str] | None = None,
     chunks: Sequence[int] | None = None,
     checkpoint: Sequence[str] | None = None,
     stages_per_device: Sequence[int] | None = None,
-    hardware: str | Hardware | None = None,
-    optimizer_state: float = 2.0,
-    balance: str = "auto",
     measure: bool = False,
     target: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     reduction: str = "mean",
+    balance: str = "auto",
+    memory_limit: Any = None,
+    optimizer_state: float = 2.0,
+    hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
     tracer: Tracer = "auto",
@@ -92,16 +98,16 @@ def tune(
         devices: as for `fxpipe.pipeline`. With `hardware` they need not be here. Not beside a plan.
         example_args, example_kwargs: a mini-batch as training will use it.
         batch_size: samples of the mini-batch, if it is not that of the example.
-        memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
         schedules, chunks, checkpoint, stages_per_device: try these only. Checkpoint modes are "never", "except_last"
             and "always", and of those given each is tried.
-        hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
-        balance: how stages are cut: "auto", "block" or "optimal".
         measure: run the best few for real, on the devices and with the model's values, in alternation, and choose by
             the median of what they take. They run `forward_backward`; parameters, gradients, buffers and random
             numbers are left as they were.
         target, loss_fn, reduction: of `forward_backward`, to measure with. Without a `loss_fn` the model's output is
             the loss if it is a scalar, and the mean of the squares of all outputs if not.
+        balance: how stages are cut: "auto", "block" or "optimal".
+        memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
+        hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
         optimizer_state, profile, profile_budget, tracer, in_dims, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
         progress: show bars, where stderr is a terminal.
@@ -114,6 +120,7 @@ def tune(
         MemoryLimitError: nothing fits; says what is the least that would.
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
+    given = locals()
     with showing(parse_switch("progress", progress)):
         parse_switch("measure", measure)
         names = parse_several("schedules", schedules, TRAINING_SCHEDULES)
@@ -122,31 +129,7 @@ def tune(
         each = None if stages_per_device is None else _counts("stages_per_device", stages_per_device)
         size = None if batch_size is None else _counts("batch_size", [batch_size])[0]
         if isinstance(model_or_plan, Plan):
-            given = {
-                "devices": devices,
-                "example_args": example_args or None,
-                "example_kwargs": example_kwargs or None,
-                "stages_per_device": stages_per_device,
-                "hardware": hardware,
-                "optimizer_state": None if optimizer_state == 2.0 else optimizer_state,
-                "balance": None if balance == "auto" else balance,
-                "measure": measure or None,
-                "target": target,
-                "loss_fn": loss_fn,
-                "reduction": None if reduction == "mean" else reduction,
-                "profile": profile,
-                "profile_budget": profile_budget,
-                "in_dims": in_dims,
-                "out_dims": out_dims,
-                "leaf_modules": leaf_modules or None,
-                "tracer": None if tracer == "auto" else tracer,
-                "check": None if check else check,
-            }
-            for name, value in given.items():
-                if value is not None:
-                    raise ArgumentError(
-                        f"{name} beside a plan, which has its stages: give the model, or leave {name} out"
-                    )
+            _check_beside_plan(given)
             return _of_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
             raise ArgumentTypeError(
@@ -156,37 +139,13 @@ def tune(
             raise ArgumentError("example_args is empty: give a mini-batch to study the model with, as in (x,)")
         if balance not in BALANCES:
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
-        found_hardware = parse_given_hardware(hardware)
-        if measure and found_hardware is not None:
+        if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        for_tracing = {
-            "tracer": tracer,
-            "in_dims": in_dims,
-            "out_dims": out_dims,
-            "leaf_modules": leaf_modules,
-            "check": check,
-        }
-        settings = make_settings(
-            devices=devices,
-            chunks="auto",
-            schedule="1f1b",
-            checkpoint="auto",
-            balance=balance,
-            stages_per_device=None,
-            pin=None,
-            memory_limit=memory_limit,
-            optimizer_state=optimizer_state,
-            hardware=found_hardware,
-            profile=profile,
-            profile_budget=profile_budget,
-            anywhere=found_hardware is not None,
-            **for_tracing,
-        )
+        settings = make_settings(Options.among(given, but=TRIED), anywhere=hardware is not None)
         kwargs = example_kwargs or {}
         studied = _resized(study(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())
-        usual = {"tracer": "auto", "in_dims": None, "out_dims": None, "leaf_modules": (), "check": True}
-        others = {name: value for name, value in for_tracing.items() if value != usual[name]}
+        others = {name: given[name] for name in FOR_TRACING if not is_left_out(given[name], DEFAULTS[name])}
         plans, limits = OfModel(studied, settings), [worker.memory for worker in workers_of(settings)]
         rows = _searched(
             lambda count: candidates(names, count, each or STAGES_PER_DEVICE),
@@ -204,6 +163,13 @@ def tune(
             loss = Loss(loss_fn, target, reduction)
             rows = measured(rows, preferred(rows)[:CONTESTANTS], plans, (example_args, kwargs), loss)
         return _tuning(rows, limits, studied.batch)
+
+
+def _check_beside_plan(given: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
+    for name, parameter in inspect.signature(tune).parameters.items():
+        if name not in BESIDE_PLAN and not is_left_out(given[name], parameter.default):
+            raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
 
 
 def _of_plan(
@@ -293,7 +259,7 @@ def _that_run(
 
     # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
     while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
-        runs[row.chunks] = is_the_model(studied, args, kwargs, row.chunks, settings)
+        runs[row.chunks] = is_the_model(studied.traced, studied.batch, args, kwargs, row.chunks, settings)
     if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "

@@ -1,1 +1,1 @@
-"""Plans and steps as HTML: in notebooks, and in a report."""
+"""Plans and steps as HTML: a report."""

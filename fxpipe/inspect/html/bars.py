@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.colours import GRID, INK, LIMIT, MEMORY
-from fxpipe.inspect.drawing.legends import Entry, legend
-from fxpipe.inspect.drawing.letters import fitted
-from fxpipe.inspect.drawing.scene import Item, Line, Rect, Scene, Text
-from fxpipe.inspect.timeline.memory_charts import FLAT
+from fxpipe.drawing.colours import GRID, INK, LIMIT, MEMORY
+from fxpipe.drawing.legends import Entry, legend
+from fxpipe.drawing.letters import fitted
+from fxpipe.drawing.scene import Item, Line, Rect, Scene, Text
+from fxpipe.timelines.memory_charts import FLAT
 from fxpipe.units import human_bytes
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fxpipe.inspect.drawing.colours import FAINT, INK
-from fxpipe.inspect.drawing.letters import fitted, text_width
-from fxpipe.inspect.drawing.scene import Curve, Item, Text
+from fxpipe.drawing.colours import FAINT, INK
+from fxpipe.drawing.letters import fitted, text_width
+from fxpipe.drawing.scene import Curve, Item, Text
 from fxpipe.inspect.lanes.frame import PORTS, ROW, SMALL, Bundle, Frame, title_of
 from fxpipe.units import counted, human_bytes
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.colours import FAINT, INK
-from fxpipe.inspect.drawing.letters import fitted, text_width
-from fxpipe.inspect.drawing.scene import Curve, Item, Rect, Scene, Text
+from fxpipe.drawing.colours import FAINT, INK
+from fxpipe.drawing.letters import fitted, text_width
+from fxpipe.drawing.scene import Curve, Item, Rect, Scene, Text
 from fxpipe.inspect.lanes.arcs import arcs, ports
 from fxpipe.inspect.lanes.frame import (
     GAP,
@@ -36,7 +36,7 @@ from fxpipe.inspect.lanes.frame import (
     seconds_of,
     title_of,
 )
-from fxpipe.inspect.lanes.grouping import NodeGroup, groups_of, short_name
+from fxpipe.plans.grouping import NodeGroup, groups_of, short_name
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 MOST_GROUPS = 16  # in a lane
 
 BAND, LINE = "#f3f5f7", "#8b949e"
-# For each worker: of its boxes, those of small modules together, and the mark at the head of a lane.
-WORKERS = (
+# For each device: of its boxes, those of small modules together, and the mark at the head of a lane.
+DEVICES = (
     ("#b9d6f2", "#dcebf8", "#0072b2"),
     ("#f6cfa8", "#fbe7d4", "#d55e00"),
     ("#b5e0d1", "#daf0e8", "#009e73"),
@@ -80,8 +80,8 @@ def _heading(plan: Plan, title: str) -> Iterator[Item]:
 
 
 def _summary(plan: Plan) -> str:
-    stages, workers = len(plan.stages), len(plan.workers)
-    on = f" on {counted(workers, 'worker')}" if workers != stages else ""
+    stages, devices = len(plan.stages), len(plan.workers)
+    on = f" on {counted(devices, 'device')}" if devices != stages else ""
     most = "" if plan.micro_batches == 1 else "at most "
     return (
         f"{counted(stages, 'stage')}{on}, {counted(plan.micro_batches, 'micro-batch', 'es')} of {most}"
@@ -128,22 +128,22 @@ def _lane(plan: Plan, stage: StagePlan, frame: Frame) -> Iterator[Item]:
 
 
 def _colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
-    """By worker, where workers have several stages; where each lane has its own, colours would tell nothing."""
-    worker = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
-    return WORKERS[worker % len(WORKERS)]
+    """By device, where devices have several stages; where each lane has its own, colours would tell nothing."""
+    device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
+    return DEVICES[device % len(DEVICES)]
 
 
 def _head(plan: Plan, stage: StagePlan, frame: Frame) -> Iterator[Item]:
     x, room = MARGIN + 13, HEAD - 20
-    worker = plan.placement[stage.index]
+    device = plan.placement[stage.index]
     name = f"stage {stage.index}"
-    where = f"worker {worker}, {stage.device}"
+    where = f"device {device}, {stage.device}"
     time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
     base = 3.5  # from the middle of a line to its base line
     yield Text(x, frame.row(stage.index, 0) + base, name, USUAL, INK, is_bold=True)
     if frame.is_low:
         beside = text_width(name, USUAL, is_bold=True) + 6
-        short = f"worker {worker}" if len(plan.workers) < len(plan.stages) else stage.device
+        short = f"device {device}" if len(plan.workers) < len(plan.stages) else stage.device
         yield Text(x + beside, frame.row(stage.index, 0) + base, fitted(short, room - beside, SMALL), SMALL, FAINT)
         yield Text(x, frame.row(stage.index, 1) + base, time, SMALL, FAINT)
         return
@@ -158,8 +158,8 @@ def _stage_title(plan: Plan, stage: StagePlan) -> str:
         f"{human_bytes(stage.parameter_bytes)} of parameters",
         *([f"{counted(len(stage.copies), 'node')} of other stages computed here, too"] if stage.copies else ()),
     ]
-    worker = plan.placement[stage.index]
-    return title_of(f"stage {stage.index}, worker {worker}, {stage.device}: {counted(len(stage.nodes), 'node')}", lines)
+    device = plan.placement[stage.index]
+    return title_of(f"stage {stage.index}, device {device}, {stage.device}: {counted(len(stage.nodes), 'node')}", lines)
 
 
 def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: Frame) -> Iterator[Item]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.svg import svg_of
-from fxpipe.inspect.drawing.writing import check_path, write_whole
+from fxpipe.drawing.svg import svg_of
+from fxpipe.files import check_path, write_whole
 from fxpipe.inspect.lanes.layout import lanes
 from fxpipe.inspect.lanes.viewer import viewer_page
 
@@ -26,7 +26,7 @@ def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
         title: stands above it, such as the model's name.
 
     Raises:
-        ArgumentError: the path has another suffix, or cannot be written.
+        ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
     """
     form = check_graph_path(path)
     picture = svg_of(lanes(plan, title))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxpipe.inspect.drawing.pages import page_of
+from fxpipe.drawing.pages import page_of
 
 STYLE = """\
 :root { color-scheme: light dark; }

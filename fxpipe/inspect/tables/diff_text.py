@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from fxpipe.drawing.columns import MOST_LINES, NOTHING, shortened, table, wrapped
 from fxpipe.inspect.tables.diff import Change, Difference, Moved, StageChange
-from fxpipe.inspect.tables.plans import MOST_LINES, NOTHING, shortened, table, wrapped
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
 STAGE_HEADERS = ("stage", "nodes", "forward", "backward", "parameters", "memory", "sends")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.inspect.tables.comparing import Run
-from fxpipe.inspect.tables.figures import StageFigures, plan_figures
+from fxpipe.plans.figures import StageFigures, plan_figures
 
 if TYPE_CHECKING:
     from fxpipe.inspect.finding import Findings
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fxpipe.inspect.tables.sweep import Row
     from fxpipe.plans import Plan, Portal, StagePlan
     from fxpipe.simulation import Simulation
-    from fxpipe.tuning import Row as Tried
+    from fxpipe.tuning.rows import Row as Tried
 
 
 def document(found: Findings) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def document(found: Findings) -> dict[str, Any]:
         simulation           of a step: see `simulation_document`
         schedules            list of the same stages in several schedules, the simulated one first: each
             schedule, micro_batches, checkpoint, step_seconds, bubble
-            device           the number of the worker that comes closest to its limit, or is furthest over it
-            peak_bytes, limit_bytes, over_bytes                   of that worker; the limit is null if none is known
+            device           the number of the device that comes closest to its limit, or is furthest over it
+            peak_bytes, limit_bytes, over_bytes                   of that device; the limit is null if none is known
         sweep                with --sweep, list of numbers of devices and schedules: each
             devices, schedule
             run              as in `schedules`; null where there is no such plan
@@ -68,8 +68,8 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         checkpoint           a mode, or a list with the mode of each stage
         why                  list of texts: how the tracer came to this graph, where that is not plain recording
         guards               list of texts: values that forward read; with other ones another graph runs
-        devices              list of names, one for each worker
-        placement            list: for each stage the number of its worker
+        devices              list of names, one for each entry of `devices`: its place is the number of the device
+        placement            list: for each stage the number of its device
         stages               list, in order, of
             index, device
             nodes            list of node names in the order in which they run
@@ -145,13 +145,13 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
     samples              of the mini-batch; null if not known
     update_seconds       of the optimizer, after the step; 0 if not known
     bubble               share of the device time of the step that is idle
-    devices              list, one for each worker, of
+    devices              list, in order, of
         device           its name
         busy_seconds, bubble
         peak_bytes       at most at one time
         peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
         limit_bytes      null where none is known
-    sent                 list of {source, target, bytes}: from worker to worker, in the whole step
+    sent                 list of {source, target, bytes}: from device to device, in the whole step
     critical_shares      what the step hangs on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
                          the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0

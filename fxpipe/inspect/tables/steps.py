@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fxpipe.drawing.columns import NOTHING, of_limit, table
 from fxpipe.inspect.tables.comparing import Run, run_of
-from fxpipe.inspect.tables.plans import NOTHING, of_limit, table
 from fxpipe.scheduling.actions import Kind
 from fxpipe.units import counted, human_bytes, human_seconds, percent, three_digits
 
@@ -18,10 +18,10 @@ LEAST_SHARE = 1e-3  # of a step, for the optimizer to be told
 MOST_DEVICES = 16  # rows; of more, those that come closest to their limits
 
 DEVICE_HEADERS = (
-    "worker", "device", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
+    "device", "", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
     "working",
 )  # fmt: skip
-RUN_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on worker", "fits")
+RUN_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on device", "fits")
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:
@@ -36,7 +36,7 @@ def step_text(simulation: Simulation, plan: Plan) -> str:
         f"a step as simulated, {run.schedule}, {counted(run.micro_batches, 'micro-batch', 'es')}",
         f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
         f"- critical path: {path}" if path else "",
-        f"- takes most memory on worker {run.device}: {_memory(run)}",
+        f"- takes most memory on device {run.device}: {_memory(run)}",
         f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
     ]
     return "\n".join(filter(None, lines))
@@ -89,7 +89,7 @@ def device_table(simulation: Simulation) -> str:
     shown, rest = list(range(len(names))), ""
     if len(names) > MOST_DEVICES:
         by_peak = sorted(shown, key=lambda d: -memory[d].peak / (limits[d] or 1))
-        shown, rest = sorted(by_peak[:MOST_DEVICES]), f"\nand {len(names) - MOST_DEVICES} workers that hold less"
+        shown, rest = sorted(by_peak[:MOST_DEVICES]), f"\nand {len(names) - MOST_DEVICES} devices that hold less"
     rows = []
     for d in shown:
         parts, limit = memory[d].at_peak, limits[d]
@@ -97,4 +97,4 @@ def device_table(simulation: Simulation) -> str:
         peak = human_bytes(parts.total) if limit is None else of_limit(parts.total, limit)
         cells = (human_bytes(size) if size else NOTHING for size in sizes)
         rows.append((str(d), names[d], percent(bubbles[d]), peak, *cells))
-    return table(rows, DEVICE_HEADERS, left=("device",)) + rest
+    return table(rows, DEVICE_HEADERS, left=("",)) + rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from fxpipe.inspect.tables.plans import NOTHING, table, wrapped
+from fxpipe.drawing.columns import NOTHING, table, wrapped
 from fxpipe.inspect.tables.steps import fits_cell
 from fxpipe.inspect.tables.sweep import Row
 from fxpipe.units import counted, human_bytes, human_seconds, percent
@@ -36,12 +36,12 @@ def sweep_table(rows: Sequence[Row]) -> str:
 
 
 def _cores(rows: Sequence[Row]) -> str:
-    """What is measured on a CPU holds for workers that have a core each."""
+    """What is measured on a CPU holds for CPU devices that have a core each."""
     cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
     are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
     if all(len(plan.workers) <= cores for plan in are_here):
         return ""
-    return f"\nworkers are simulated as if each had a core; there {'is' if cores == 1 else 'are'} {cores} here"
+    return f"\nCPU devices are simulated as if each had a core; there {'is' if cores == 1 else 'are'} {cores} here"
 
 
 def _problems(rows: Sequence[Row]) -> list[str]:

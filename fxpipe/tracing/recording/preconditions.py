@@ -36,7 +36,7 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
             yield f"{name} is a compiled module; use the module it was made from (compiled._orig_mod)"
         elif module._compiled_call_impl is not None:
             yield f"{name} was compiled in place (module.compile()); use a module that was not"
-        elif kind.__module__ == "fxpipe.api":
+        elif kind.__module__ == "fxpipe.pipes":
             yield f"{name} is a pipe itself; use the module it was made from (pipe.model)"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
             yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"

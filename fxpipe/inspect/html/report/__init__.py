@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.pages import page_of
-from fxpipe.inspect.drawing.svg import escaped
-from fxpipe.inspect.drawing.writing import check_path, write_whole
+from fxpipe.drawing.pages import page_of
+from fxpipe.drawing.svg import escaped
+from fxpipe.files import check_path, write_whole
 from fxpipe.inspect.html.report import sections
 from fxpipe.inspect.html.report.steps import steps
 from fxpipe.inspect.html.report.variants import by_chunks, by_schedule
-from fxpipe.inspect.timeline import pages as timelines
+from fxpipe.timelines import pages as timelines
 from fxpipe.units import counted
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def save_report(plan: Plan, path: str | Path, *, title: str = "", sweep: Sequenc
         sweep: plans of the same model for other numbers of devices, to compare with.
 
     Raises:
-        ArgumentError: the path has another suffix, or cannot be written.
+        ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
     """
     check_report_path(path)
     write_whole(path, report_of(plan, title=title, sweep=sweep).encode(), WHAT)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.svg import escaped, svg_of
-from fxpipe.inspect.html.markup import (
+from fxpipe.drawing.columns import shortened_line
+from fxpipe.drawing.markup import (
     Cell,
     Table,
     code,
@@ -20,10 +19,11 @@ from fxpipe.inspect.html.markup import (
     table_of,
     text,
 )
+from fxpipe.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.report.variants import Scheduled
 from fxpipe.inspect.lanes.frame import seconds_of
 from fxpipe.inspect.lanes.layout import lanes
-from fxpipe.inspect.tables.plans import shortened_line
+from fxpipe.inspect.tables.comparing import Run, run_of
 from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
@@ -149,46 +149,32 @@ def balance(plan: Plan) -> str:
     return list_of(said)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step comes to, in a line."""
-
-    step: float  # seconds
-    bubble: float
-    memory: float  # bytes, of the device that holds most
-    fits: bool
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> Outcome:
-        peaks = [memory.peak for memory in simulation.memory]
-        fits = all(limit is None or peak <= limit for peak, limit in zip(peaks, simulation.limits, strict=True))
-        return cls(simulation.step_seconds, simulation.mean_bubble, max(peaks), fits)
-
-    def cells(self, least: float) -> tuple[Cell, Cell, Cell]:
-        """For `OUTCOME`; the least step of those that fit is marked."""
-        return (
-            Cell(human_seconds(self.step), self.step, is_marked=self.fits and self.step == least),
-            percent(self.bubble),
-            size(self.memory, "" if self.fits else "does not fit"),
-        )
+OUTCOME = ("step", "bubble", "peak memory")
 
 
-OUTCOME = ("step", "bubble", "most memory")
+def outcome(run: Run, least: float) -> tuple[Cell, Cell, Cell]:
+    """For `OUTCOME`; the least step of those that fit is marked."""
+    fits = not run.over_bytes
+    return (
+        Cell(human_seconds(run.step_seconds), run.step_seconds, is_marked=fits and run.step_seconds == least),
+        percent(run.bubble),
+        size(run.peak_bytes, "" if fits else "does not fit"),
+    )
 
 
-def least_step(outcomes: Iterable[Outcome]) -> float:
+def least_step(runs: Iterable[Run]) -> float:
     """Of those that fit."""
-    return min((found.step for found in outcomes if found.fits), default=0.0)
+    return min((run.step_seconds for run in runs if not run.over_bytes), default=0.0)
 
 
 def schedules(plan: Plan, compared: Sequence[Scheduled]) -> str:
     own = plan.schedule.partition(":")[0]
-    outcomes = [None if found.simulation is None else Outcome.of(found.simulation) for found in compared]
-    least = least_step(filter(None, outcomes))
+    runs = [None if found.simulation is None else run_of(found.simulation, plan) for found in compared]
+    least = least_step(filter(None, runs))
     rows = []
-    for found, outcome in zip(compared, outcomes, strict=True):
+    for found, run in zip(compared, runs, strict=True):
         name = Cell(found.schedule, note="the plan's" if found.schedule == own else "", is_code=True)
-        cells = (missing(),) * 3 if outcome is None else outcome.cells(least)
+        cells = (missing(),) * 3 if run is None else outcome(run, least)
         rows.append((name, *cells, Cell(found.why, is_prose=True)))
     return sortable(Table(("schedule", *OUTCOME, "why not"), tuple(rows)), "schedules")
 
@@ -196,14 +182,14 @@ def schedules(plan: Plan, compared: Sequence[Scheduled]) -> str:
 def sweep(plans: Sequence[tuple[Plan, Simulation]]) -> str:
     if not plans:
         return ""
-    outcomes = [Outcome.of(simulation) for _, simulation in plans]
-    least, first = least_step(outcomes), outcomes[0].step
+    runs = [run_of(simulation, plan) for plan, simulation in plans]
+    least, first = least_step(runs), runs[0].step_seconds
     rows = []
-    for (plan, _), outcome in zip(plans, outcomes, strict=True):
-        times = first / outcome.step if outcome.step else 1.0
+    for (plan, _), run in zip(plans, runs, strict=True):
+        times = first / run.step_seconds if run.step_seconds else 1.0
         schedule = code(plan.schedule.partition(":")[0])
         numbers = number(len(plan.workers)), number(len(plan.stages)), schedule
-        rows.append((*numbers, *outcome.cells(least), Cell(f"{times:.2f}", times)))
+        rows.append((*numbers, *outcome(run, least), Cell(f"{times:.2f}", times)))
     headers = ("devices", "stages", "schedule", *OUTCOME, "times as fast as the first")
     return sortable(Table(headers, tuple(rows)), "numbers of devices")
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fxpipe import units
-from fxpipe.inspect.drawing.colours import MEMORY
-from fxpipe.inspect.drawing.svg import escaped, svg_of
+from fxpipe.drawing.colours import MEMORY
+from fxpipe.drawing.markup import Cell, Table, missing, number, percent, seconds, size, text
+from fxpipe.drawing.svg import escaped, svg_of
 from fxpipe.inspect.html.bars import memory_bars
-from fxpipe.inspect.html.markup import Cell, Table, missing, number, percent, seconds, size, text
-from fxpipe.inspect.html.report.sections import OUTCOME, Outcome, aside, least_step, sortable
+from fxpipe.inspect.html.report.sections import OUTCOME, aside, least_step, outcome, sortable
 from fxpipe.inspect.html.report.variants import Chunked
-from fxpipe.inspect.timeline.gantt import gantt
-from fxpipe.inspect.timeline.pages import timeline_figure
-from fxpipe.timelines.steps import step_of
+from fxpipe.inspect.tables.comparing import run_of
+from fxpipe.timelines.gantt import gantt
+from fxpipe.timelines.pages import timeline_figure
 from fxpipe.units import counted, human_bytes, human_seconds, three_digits
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def steps(plan: Plan, chunked: Sequence[Chunked], own: int) -> str:
         f'<output for="chunks">{escaped(_label(chunked[own]))}</output>\n</div>'
     )
     parts = [_part(plan, found, is_own=k == own) for k, found in enumerate(chunked)]
-    return "\n".join([*([slider] if len(chunked) > 1 else []), *parts, _overview(chunked, own)])
+    return "\n".join([*([slider] if len(chunked) > 1 else []), *parts, _overview(plan, chunked, own)])
 
 
 def _label(found: Chunked) -> str:
@@ -75,7 +75,7 @@ def _part(plan: Plan, found: Chunked, is_own: bool) -> str:
     names = device_names(simulation)
     memory = [found.at_peak for found in simulation.memory]
     bars = memory_bars(names, memory, simulation.limits)
-    step = step_of(simulation)
+    step = simulation.as_step()
     parts = (
         figures(plan, simulation, memory),
         f'<div class="wide">\n{timeline_figure(step, gantt(step))}\n</div>',
@@ -140,13 +140,13 @@ def _links(simulation: Simulation, names: Sequence[str]) -> str:
     return "<h3>Sent in a step</h3>\n" + sortable(Table(("from", "to", "bytes"), rows), "links") if rows else ""
 
 
-def _overview(chunked: Sequence[Chunked], own: int) -> str:
+def _overview(plan: Plan, chunked: Sequence[Chunked], own: int) -> str:
     if len(chunked) == 1:
         return ""
-    outcomes = [Outcome.of(found.simulation) for found in chunked]
-    least = least_step(outcomes)
+    runs = [run_of(found.simulation, plan) for found in chunked]
+    least = least_step(runs)
     rows = tuple(
-        (number(found.chunks, "the plan's" if k == own else ""), number(found.samples), *outcomes[k].cells(least))
+        (number(found.chunks, "the plan's" if k == own else ""), number(found.samples), *outcome(runs[k], least))
         for k, found in enumerate(chunked)
     )
     table = sortable(Table(("micro-batches", "samples in one", *OUTCOME), rows), "micro-batches")

@@ -14,13 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from fxpipe.inspect.drawing.letters import fitted, text_width
-
-if TYPE_CHECKING:
-    from fxpipe.plans import StagePlan
-
+from fxpipe.drawing.letters import fitted, text_width
+from fxpipe.plans.parts import StagePlan
 
 TO = " – "  # from the first to the last
 LEAST_LETTERS = 4.5  # of a name that is cut in its middle; times the size of the letters

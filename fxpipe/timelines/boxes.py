@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fxpipe.inspect.drawing.axes import duration
-from fxpipe.inspect.drawing.colours import KINDS, PAPER, RECEIVING, letters_on
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Bars, Item, Rect, Text
-from fxpipe.inspect.timeline.frames import Frame
+from fxpipe.drawing.colours import KINDS, PAPER, RECEIVING, letters_on
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Bars, Item, Rect, Text
 from fxpipe.scheduling.actions import Kind
 from fxpipe.timelines import Span
+from fxpipe.timelines.frames import Frame
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import has_loops, names_of
+from fxpipe.units import human_seconds
 
 MOST_BOXES = 4000
 INSTANT = 1.0  # the width of an action that takes no time
@@ -119,7 +119,7 @@ def _merged(row: Sequence[Span], device: int, frame: Frame, y: float, height: fl
     if RECEIVING in by_colour:
         yield Bars(y, height, tuple(by_colour[RECEIVING]), RECEIVING, f"device {device}: receiving")
     for kind, found in seconds.items():
-        title = f"device {device}: {kind.words}, {len(found)} times, {duration(sum(found))} in all"
+        title = f"device {device}: {kind.words}, {len(found)} times, {human_seconds(sum(found))} in all"
         yield Bars(y, height, tuple(by_colour[KINDS[kind]]), KINDS[kind], title)
 
 
@@ -134,7 +134,7 @@ def _places(span: Span, frame: Frame) -> tuple[float, float, float]:
 def told(span: Span) -> str:
     """What a box says where the pointer rests on it."""
     action = span.action
-    times = f"{duration(span.seconds)} from {duration(span.start)}"
-    received = f", {duration(span.receiving)} of it receiving" if span.receiving else ""
+    times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
+    received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
     stage = f"stage {action.stage}, micro-batch {action.micro_batch}"
     return f"{action.kind.words}, {stage}: {times}{received}"

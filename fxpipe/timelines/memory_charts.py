@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby
 
-from fxpipe.inspect.drawing.axes import byte_ticks
-from fxpipe.inspect.drawing.colours import FAINT, GRID, LIMIT, MEMORY, on_ramp
-from fxpipe.inspect.drawing.legends import Entry, legend
-from fxpipe.inspect.drawing.scene import Area, Item, Line, Point, Rect, Text
-from fxpipe.inspect.timeline.frames import Frame
+from fxpipe.drawing.axes import byte_ticks
+from fxpipe.drawing.colours import FAINT, GRID, LIMIT, MEMORY, on_ramp
+from fxpipe.drawing.legends import Entry, legend
+from fxpipe.drawing.scene import Area, Item, Line, Point, Rect, Text
 from fxpipe.timelines import Memory, Parts
+from fxpipe.timelines.frames import Frame
 from fxpipe.units import human_bytes
 
 MOST_PANELS = 8  # devices

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fxpipe.inspect.drawing.letters import text_width
-from fxpipe.inspect.drawing.scene import Item, Line, Rect, Text
+from fxpipe.drawing.letters import text_width
+from fxpipe.drawing.scene import Item, Line, Rect, Text
 
 SIDE = 10.0  # of a square
 SIZE = 10.0  # of the letters

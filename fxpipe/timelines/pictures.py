@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fxpipe.inspect.drawing.writing import check_path, write_whole
-from fxpipe.inspect.timeline.gantt import gantt
-from fxpipe.timelines.steps import Source, step_of
+from fxpipe.errors import ArgumentTypeError
+from fxpipe.files import check_path, write_whole
+from fxpipe.timelines.gantt import gantt
+from fxpipe.timelines.steps import Timed
 
 FORMATS = ("png", "pdf", "svg", "html", "json")
 WHAT = "a timeline"
 
 
-def save_timeline(source: Source, path: str | Path, *, title: str = "") -> None:
+def save_timeline(source: Timed, path: str | Path, *, title: str = "") -> None:
     """Draws what each device does when and, of a simulation, what memory it takes.
 
     >>> save_timeline(pipe.last_step, "step.svg")  # doctest: +SKIP
@@ -24,27 +25,32 @@ def save_timeline(source: Source, path: str | Path, *, title: str = "") -> None:
         title: stands above the picture; the schedule and its size, if not given.
 
     Raises:
-        ArgumentError: another suffix; a place that cannot be written to; no matplotlib where it is needed.
+        ArgumentError: another suffix; no matplotlib where it is needed.
+        FileError: a place that cannot be written to.
         ArgumentTypeError: a source, or a path, that is neither.
     """
     form = check_picture_path(path)
-    step = step_of(source)
+    if not isinstance(source, Timed):
+        raise ArgumentTypeError(
+            f"a timeline is that of a Simulation or a StepRecord (pipe.last_step), not of {type(source).__name__}"
+        )
+    step = source.as_step()
     if form == "json":
-        from fxpipe.runtime.traces import trace_text
+        from fxpipe.timelines.traces import trace_text
 
         write_whole(path, trace_text(source).encode(), WHAT)
         return
     drawn = gantt(step, title=title)
     if form == "svg":
-        from fxpipe.inspect.drawing.svg import svg_of
+        from fxpipe.drawing.svg import svg_of
 
         content = svg_of(drawn.scene).encode()
     elif form == "html":
-        from fxpipe.inspect.timeline.pages import timeline_page
+        from fxpipe.timelines.pages import timeline_page
 
         content = timeline_page(step, drawn, title or drawn.scene.title).encode()
     else:
-        from fxpipe.inspect.drawing.raster import raster_of
+        from fxpipe.drawing.raster import raster_of
 
         content = raster_of(drawn.scene, form)
     write_whole(path, content, WHAT)
@@ -54,7 +60,7 @@ def check_picture_path(path: str | Path) -> str:
     """The format of a timeline's file, before there is a timeline: raises as `save_timeline` would; writes nothing."""
     form = check_path(path, FORMATS, WHAT)
     if form in ("png", "pdf"):
-        from fxpipe.inspect.drawing.raster import require_matplotlib
+        from fxpipe.drawing.raster import require_matplotlib
 
         require_matplotlib(form)
     return form

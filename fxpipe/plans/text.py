@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from tabulate import tabulate
-
-from fxpipe.inspect.tables.figures import PlanFigures, StageFigures, plan_figures
+from fxpipe.drawing.columns import MOST_LINES, NOTHING, of_limit, ranges, shortened, shortened_line, table, wrapped
+from fxpipe.plans.data import PlanData
+from fxpipe.plans.figures import PlanFigures, StageFigures, plan_figures
+from fxpipe.plans.parts import Portal, StagePlan, Tied
 from fxpipe.units import counted, human_bytes, human_seconds, percent
 
-if TYPE_CHECKING:
-    from fxpipe.plans import Plan, Portal, StagePlan, Tied
-
-WIDTH = 120  # characters, of what can be wrapped
 MOST_PORTALS = 20  # rows; a dense network has hundreds, and its largest are what one looks for
-MOST_LINES = 10  # of a list
-MOST_NAME = 40  # characters
-MOST_LINE = 32  # characters of where the user's line is
 
 STAGE_HEADERS = (
     "stage", "device", "nodes", "parameters", "forward", "backward", "in\nflight", "memory", "sends",
     "portals\nin/out",
 )  # fmt: skip
 PORTAL_HEADERS = ("portal", "from", "to", "bytes", "of b samples", "line")
-NOTHING = "-"
 
 
-def plan_table(plan: Plan) -> str:
+def plan_table(plan: PlanData) -> str:
     """The plan as it prints. Seconds and bytes are those of one micro-batch; memory is a step's (`Plan.memory`)."""
     figures = plan_figures(plan)
     blocks = [_head(plan), _stage_table(plan, figures)]
@@ -37,31 +28,10 @@ def plan_table(plan: Plan) -> str:
     return "\n\n".join([*blocks, *_lists(plan), _totals(plan, figures)])
 
 
-def shortened(name: str, length: int = MOST_NAME) -> str:
-    """At most `length` characters; the middle goes, since names begin with a module path and end with a number."""
-    if len(name) <= length:
-        return name
-    tail = (length - 3) // 2
-    return f"{name[: length - 3 - tail]}...{name[-tail:]}"
-
-
-def wrapped(line: str) -> str:
-    """In as many lines as it takes, the others indented."""
-    return textwrap.fill(line, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def shortened_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line."""
-    if len(line) <= MOST_LINE:
-        return line
-    end = line[3 - MOST_LINE :]
-    return f"...{end[max(0, end.find('/')) :]}"  # from a folder on
-
-
-def _head(plan: Plan) -> str:
+def _head(plan: PlanData) -> str:
     samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'}"
     most = "" if plan.micro_batches == 1 else "at most "
-    workers = f" on {counted(len(plan.workers), 'worker')}" if len(plan.workers) < len(plan.stages) else ""
+    devices = f" on {counted(len(plan.workers), 'device')}" if len(plan.workers) < len(plan.stages) else ""
     name = plan.schedule.partition(":")[0]  # in front of a table of the user's own
     micro_batches = f"{counted(plan.micro_batches, 'micro-batch', 'es')} of {most}{samples}"
     choices = (
@@ -69,7 +39,7 @@ def _head(plan: Plan) -> str:
         f"graph {plan.fingerprint[:12]}"
     )
     lines = [
-        f"{counted(len(plan.stages), 'stage')}{workers}, {micro_batches}",
+        f"{counted(len(plan.stages), 'stage')}{devices}, {micro_batches}",
         wrapped(choices),
         f"seconds are estimates for {plan.estimated_for}" if plan.estimated_for else "",
         f"slowest stage {_bottlenecks(plan)}" if plan.bottlenecks else "",
@@ -78,7 +48,7 @@ def _head(plan: Plan) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _bottlenecks(plan: Plan) -> str:
+def _bottlenecks(plan: PlanData) -> str:
     """What a step waits for, by the ways of cutting that were compared."""
     return ", ".join(
         f"{human_seconds(found.seconds)} by {found.balance}" + ("" if found.fits else ", which does not fit")
@@ -86,7 +56,7 @@ def _bottlenecks(plan: Plan) -> str:
     )
 
 
-def _heaviest(plan: Plan) -> str:
+def _heaviest(plan: PlanData) -> str:
     """What bounds the balance."""
     node = plan.heaviest
     if node is None or not node.seconds:
@@ -103,7 +73,7 @@ def _place(line: str) -> str:
     return f" ({shortened_line(line)})" if line else ""
 
 
-def _checkpoint(plan: Plan) -> str:
+def _checkpoint(plan: PlanData) -> str:
     """One mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
     most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
     where = []
@@ -113,23 +83,12 @@ def _checkpoint(plan: Plan) -> str:
     return f"{most} ({'; '.join(where)})" if where else most
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-2, 5` of 0, 1, 2, 5."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
-
-
-def _stage_table(plan: Plan, figures: PlanFigures) -> str:
+def _stage_table(plan: PlanData, figures: PlanFigures) -> str:
     rows = [_stage_row(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
     return table(rows, STAGE_HEADERS, left=("device",))
 
 
-def _stage_row(plan: Plan, stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
+def _stage_row(plan: PlanData, stage: StagePlan, figures: StageFigures) -> tuple[str, ...]:
     return (
         str(stage.index),
         stage.device,
@@ -148,13 +107,6 @@ def _memory_cell(stage: StagePlan, figures: StageFigures) -> str:
     if stage.memory_limit is None:
         return human_bytes(figures.memory_bytes)
     return of_limit(figures.memory_bytes, stage.memory_limit)
-
-
-def of_limit(size: float, limit: float) -> str:
-    """`3.1 of 8.0 GiB`."""
-    number, unit = human_bytes(size).split()
-    most = human_bytes(limit)
-    return f"{number} of {most}" if most.endswith(f" {unit}") else f"{number} {unit} of {most}"
 
 
 def _portal_cell(figures: StageFigures) -> str:
@@ -190,7 +142,7 @@ def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
     )
 
 
-def _lists(plan: Plan) -> list[str]:
+def _lists(plan: PlanData) -> list[str]:
     """Formulas; ties; what was not looked into; how the graph came to be, where that is not plain recording; guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
     whole = tuple(f"{module.name}{_place(module.line)}: {module.why}" for module in plan.whole)
@@ -220,15 +172,9 @@ def _items(lines: Sequence[str]) -> list[str]:
     return items + ([f"- and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else [])
 
 
-def _totals(plan: Plan, figures: PlanFigures) -> str:
+def _totals(plan: PlanData, figures: PlanFigures) -> str:
     parameters = human_bytes(sum(stage.parameter_bytes for stage in plan.stages))
     return (
         f"balance {figures.slowest_to_mean:.2f} (slowest stage / mean), bubble {percent(figures.mean_bubble)} "
         f"of device time, step {human_seconds(figures.step_seconds)}, parameters {parameters}"
     )
-
-
-def table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...], left: tuple[str, ...]) -> str:
-    alignment = ["left" if header in left else "right" for header in headers]
-    # Cells are text already: left to itself, tabulate would read a node named `1e5` as a number.
-    return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)

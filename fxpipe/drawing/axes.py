@@ -1,4 +1,4 @@
-"""Round numbers along an axis, and their names: of time, and of bytes; and a time as a picture writes it."""
+"""Round numbers along an axis, and their names: of time, and of bytes."""
 
 from __future__ import annotations
 
@@ -18,19 +18,6 @@ def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
     step = next((s for s in MINUTES if s >= least), _round_up(least)) if seconds >= 120 else _round_up(least)
     count = int(seconds / step * (1 + 1e-9))
     return tuple((k * step, _time(k * step, step, seconds)) for k in range(count + 1))
-
-
-def duration(seconds: float) -> str:
-    """In the unit that suits its length: `136 µs`, `16.5 ms`, `1.15 s`, `6:00 min`, `2:00:09 h`."""
-    if seconds <= 0:
-        return "0 s"
-    if seconds >= 120:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h" if minutes >= 120 else f"{minutes}:{rest:02} min"
-    size, unit = next((one for one in reversed(TIMES) if one[0] <= seconds * 1.0005), TIMES[0])
-    value = seconds / size
-    places = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:.{places}f} {unit}"
 
 
 def byte_ticks(size: float, most: int) -> tuple[tuple[float, str], ...]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fxpipe.inspect.lanes.grouping import groups_of
+from fxpipe.drawing.fragments import aside, fragment, head
+from fxpipe.plans import Plan
+from fxpipe.plans.grouping import groups_of
+from fxpipe.plans.html import plan_html
+from fxpipe.settings import Settings
 from fxpipe.units import counted, human_bytes, human_seconds
-
-if TYPE_CHECKING:
-    from fxpipe.plans import Plan
-    from fxpipe.settings import Settings
 
 MOST_STAGES = 8
 
@@ -33,6 +31,14 @@ def pipe_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
         left_out = len(stage_lines) - MOST_STAGES
         stage_lines[MOST_STAGES - 1 : -1] = [f"... {counted(left_out, 'more stage')}, as print(pipe.plan) shows"]
     return [head, *stage_lines]
+
+
+def pipe_html(model: str, settings: Settings, plan: Plan | None) -> str:
+    """The same as notebooks show it: what it is and where, and its plan, once there is one."""
+    first, *rest = pipe_lines(model, settings, plan)
+    if plan is None:
+        return fragment([head("Pipeline", first), *map(aside, rest)])
+    return fragment([head("Pipeline", first)]) + plan_html(plan)
 
 
 def schedule_name(settings: Settings) -> str:

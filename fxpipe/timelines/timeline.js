@@ -99,15 +99,15 @@ for (const figure of document.querySelectorAll("figure.timeline")) (() => {
   // -- numbers --------------------------------------------------------------------------------------------------------
   const units = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
   const unitOf = (seconds) => units.find(([size]) => size <= seconds * 1.0005) || units[3];
-  const duration = (seconds) => {
-    if (seconds <= 0) return "0 s";
+  const duration = (seconds) => {  // as fxpipe.units.human_seconds
     if (seconds >= 120) {
       const all = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
       const minutes = Math.floor(all / 60);
       return minutes >= 120 ? `${Math.floor(minutes / 60)}:${pad(minutes % 60)}:${pad(all % 60)} h` : `${minutes}:${pad(all % 60)} min`;
     }
-    const [size, unit] = unitOf(seconds), value = seconds / size;
-    return `${value.toFixed(value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2)} ${unit}`;
+    if (seconds >= 10) return `${seconds.toFixed(1)} s`;
+    const ms = seconds * 1e3;
+    return `${ms.toFixed(ms >= 100 ? 0 : ms >= 10 ? 1 : ms >= 1 ? 2 : 3)} ms`;
   };
   const drawTicks = () => {
     const least = (to - from) / Math.max(1, Math.floor(width / 110)), power = 10 ** Math.floor(Math.log10(least));

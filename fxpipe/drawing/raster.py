@@ -6,9 +6,9 @@ import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from fxpipe.drawing.letters import FONTS
+from fxpipe.drawing.scene import Area, Bars, Curve, Line, Rect, Scene, Text, arrow_head, flat
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.drawing.letters import FONTS
-from fxpipe.inspect.drawing.scene import Area, Bars, Curve, Line, Rect, Scene, Text, arrow_head, flat
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,36 +16,31 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from fxpipe.runtime.ranges import range_name
+from fxpipe.files import write_whole
 from fxpipe.scheduling.actions import Action
-from fxpipe.timelines import Memory, Parts, Span
-from fxpipe.timelines.steps import Arrow, Source, Step, arrows_of, step_of
+from fxpipe.timelines.spans import Memory, Parts, Span, range_name
+from fxpipe.timelines.steps import Arrow, Step, Timed
 
 PROCESS = 1
 PARTS = tuple(field.name for field in fields(Parts))
 
 
-def write_trace(source: Source, path: str | Path) -> None:
-    """Raises `OSError` where the file cannot be written."""
-    text = trace_text(source)
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        error.add_note(f"fxpipe: the trace of a step cannot be written to {str(path)!r}; give the path of a file")
-        raise
+def write_trace(source: Timed, path: str | Path) -> None:
+    """Raises `FileError` where the file cannot be written."""
+    write_whole(path, trace_text(source).encode(), "a trace")
 
 
-def trace_text(source: Source) -> str:
+def trace_text(source: Timed) -> str:
     """The file's content."""
     return json.dumps(trace_of(source), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def trace_of(source: Source) -> dict[str, Any]:
+def trace_of(source: Timed) -> dict[str, Any]:
     """The trace as a JSON document."""
-    step = step_of(source)
+    step = source.as_step()
     at = {span.action: span for span in step.spans}
     numbers = count(1)
-    arrows = tuple(arrows_of(source))
+    arrows = tuple(source.arrows())
     events = [*_names(step), *_actions(step, arrows)]
     for arrow in arrows:
         events += _arrow(arrow, at, next(numbers))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fxpipe import units
-from fxpipe.inspect.drawing.svg import escaped
+from fxpipe.drawing.svg import escaped
 from fxpipe.units import human_bytes, human_seconds
 
 NOTHING = "–"

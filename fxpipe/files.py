@@ -1,4 +1,4 @@
-"""Files of pictures: looked at before the long work, and written whole or not at all."""
+"""Files to be written: looked at before the long work, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
 
 
 def check_path(path: str | Path, formats: Sequence[str], what: str) -> str:
     """The format that `path` names by its suffix, in small letters. Nothing is written.
 
     Raises:
-        ArgumentError: a suffix that is none of `formats`; a folder that is not there or may not be written to.
+        ArgumentError: a suffix that is none of `formats`.
+        FileError: a folder that is not there or may not be written to.
         ArgumentTypeError: not the path of a file.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise ArgumentTypeError(f"path={path!r}: expected the path of a file, as str or pathlib.Path")
-    place = Path(path)
+    place = _as_path(path)
     known = ", ".join(f".{name}" for name in formats)
     form = place.suffix.removeprefix(".").lower()
     if form not in formats:
@@ -44,9 +43,10 @@ def write_whole(path: str | Path, content: bytes, what: str) -> None:
     """Writes beside the file first: whoever looks sees the old one or the new one, and nothing half-written.
 
     Raises:
-        ArgumentError: it cannot be written.
+        FileError: it cannot be written.
+        ArgumentTypeError: not the path of a file.
     """
-    place = Path(path).resolve()  # what a link leads to is replaced, not the link
+    place = _as_path(path).resolve()  # what a link leads to is replaced, not the link
     part = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.part")
     try:
         with part.open("xb") as file:
@@ -59,5 +59,11 @@ def write_whole(path: str | Path, content: bytes, what: str) -> None:
             part.unlink(missing_ok=True)
 
 
-def _refusal(what: str, path: str | Path, why: str) -> ArgumentError:
-    return ArgumentError(f"{what} cannot be saved to {str(path)!r}: {why}")
+def _as_path(given: str | Path) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentTypeError(f"path={given!r}: expected the path of a file, as str or pathlib.Path")
+    return Path(given)
+
+
+def _refusal(what: str, path: str | Path, why: str) -> FileError:
+    return FileError(f"{what} cannot be saved to {str(path)!r}: {why}")

@@ -5,7 +5,7 @@ It can be mailed, opened from a disk, and kept.
 
 from __future__ import annotations
 
-from fxpipe.inspect.drawing.svg import escaped
+from fxpipe.drawing.svg import escaped
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 

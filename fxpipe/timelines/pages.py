@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fxpipe.inspect.drawing.colours import KINDS, RECEIVING, letters_on
-from fxpipe.inspect.drawing.pages import page_of
-from fxpipe.inspect.drawing.svg import svg_of
-from fxpipe.inspect.timeline.boxes import MOST_BOXES
-from fxpipe.inspect.timeline.gantt import Gantt
+from fxpipe.drawing.colours import KINDS, RECEIVING, letters_on
+from fxpipe.drawing.pages import page_of
+from fxpipe.drawing.svg import svg_of
 from fxpipe.scheduling.actions import Kind
+from fxpipe.timelines.boxes import MOST_BOXES
+from fxpipe.timelines.gantt import Gantt
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import has_loops
 

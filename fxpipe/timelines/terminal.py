@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TextIO
 
-from fxpipe.inspect.drawing.axes import duration, time_ticks
+from fxpipe.drawing.axes import time_ticks
 from fxpipe.scheduling.actions import Kind
-from fxpipe.timelines.steps import Source, Step, step_of
+from fxpipe.timelines.steps import Step, Timed
 from fxpipe.timelines.text import COLUMNS, extents, names_of, owners_of, rows_of, timeline
-from fxpipe.units import percent
+from fxpipe.units import human_seconds, percent
 
 NARROWEST = 20  # columns of time; a narrower window breaks the lines
 WIDEST = 200
@@ -38,7 +38,7 @@ class Cell:
     shade: int | None = None  # behind it
 
 
-def timeline_text(source: Source, stream: TextIO | None = None) -> str:
+def timeline_text(source: Timed, stream: TextIO | None = None) -> str:
     """What to print to `stream`, standard output if not given: coloured where it shows colours, else plain."""
     stream = sys.stdout if stream is None else stream
     columns = shutil.get_terminal_size((COLUMNS, 24)).columns if _is_terminal(stream) else None
@@ -60,23 +60,23 @@ def shows_colours(stream: TextIO) -> bool:
     return True
 
 
-def plain(source: Source, *, columns: int | None = None) -> str:
+def plain(source: Timed, *, columns: int | None = None) -> str:
     """A line for each device: what it does when, and how long it is busy. `columns` is the width of the window."""
-    step = step_of(source, has_memory=False)
+    step = source.as_step(has_memory=False)
     before, behind = _beside(step)
     room = COLUMNS if columns is None else columns - len(before[0]) - len(behind[0]) - 3 if before else 0
     lines = timeline(step.spans, len(step.devices), step.seconds, columns=max(NARROWEST, room))
     return "\n".join(f"{a}|{line}| {b}" for a, line, b in zip(before, lines, behind, strict=True))
 
 
-def coloured(source: Source, *, columns: int = COLUMNS, has_blocks: bool = True) -> str:
+def coloured(source: Timed, *, columns: int = COLUMNS, has_blocks: bool = True) -> str:
     """The same with the codes of a terminal's colours, a time axis, and what the colours mean.
 
     Args:
         columns: of the window.
         has_blocks: may have characters beyond ASCII.
     """
-    step = step_of(source, has_memory=False)
+    step = source.as_step(has_memory=False)
     before, behind = _beside(step)
     width = min(
         WIDEST, max(NARROWEST, columns - max(map(len, before), default=0) - max(map(len, behind), default=0) - 2)
@@ -95,7 +95,7 @@ def coloured(source: Source, *, columns: int = COLUMNS, has_blocks: bool = True)
 def _beside(step: Step) -> tuple[list[str], list[str]]:
     """What stands before and behind each row."""
     digits = len(str(len(step.devices) - 1))
-    busy = [duration(seconds) for seconds in step.busy]
+    busy = [human_seconds(seconds) for seconds in step.busy]
     longest = max(map(len, busy), default=0)
     bubbles = [percent(share) for share in step.bubble]
     width = max(map(len, bubbles), default=0)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fxpipe.plans import Plan, Portal
+from fxpipe.plans.data import PlanData
+from fxpipe.plans.parts import Portal
+from fxpipe.simulation import simulate_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,9 @@ class PlanFigures:
         return fmean(self.bubble)
 
 
-def plan_figures(plan: Plan) -> PlanFigures:
+def plan_figures(plan: PlanData) -> PlanFigures:
     """Simulate the plan's schedule and add up what each stage holds."""
-    # Imported here, not above: a plan is printed by planning, which need not load all this before it is asked to.
-    from fxpipe.simulation.of_plans import simulate
-
-    simulation = simulate(plan)
+    simulation = simulate_schedule(plan.as_schedule(), *plan.costs(), overlaps=False)
     stages = tuple(
         StageFigures(
             portals_in=tuple(portal for portal in plan.portals if portal.target == stage.index),
@@ -54,7 +51,7 @@ def plan_figures(plan: Plan) -> PlanFigures:
     return PlanFigures(stages, slowest_to_mean(plan), tuple(simulation.bubble), simulation.step_seconds)
 
 
-def slowest_to_mean(plan: Plan) -> float:
+def slowest_to_mean(plan: PlanData) -> float:
     """1 where all stages take the same time, n where one of n stages takes it all."""
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
     return max(seconds) / fmean(seconds) if any(seconds) else 1.0

@@ -17,17 +17,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from fxpipe.inspect.drawing.axes import duration, time_ticks
-from fxpipe.inspect.drawing.colours import FAINT, GRID, KINDS, PAPER, RECEIVING
-from fxpipe.inspect.drawing.legends import Entry, legend
-from fxpipe.inspect.drawing.letters import fitted, printable, text_width
-from fxpipe.inspect.drawing.scene import Group, Item, Line, Scene, Text
-from fxpipe.inspect.timeline.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
-from fxpipe.inspect.timeline.frames import Frame
-from fxpipe.inspect.timeline.memory_charts import HEAD, memory_chart
+from fxpipe.drawing.axes import time_ticks
+from fxpipe.drawing.colours import FAINT, GRID, KINDS, PAPER, RECEIVING
+from fxpipe.drawing.legends import Entry, legend
+from fxpipe.drawing.letters import fitted, printable, text_width
+from fxpipe.drawing.scene import Group, Item, Line, Scene, Text
+from fxpipe.timelines.boxes import SLACK, SMALLEST, box_names, boxes, letters_of, smaller
+from fxpipe.timelines.frames import Frame
+from fxpipe.timelines.memory_charts import HEAD, memory_chart
 from fxpipe.timelines.steps import Step
 from fxpipe.timelines.text import names_of
-from fxpipe.units import counted, percent
+from fxpipe.units import counted, human_seconds, percent
 
 MARGIN = 16.0
 NARROWEST, WIDEST = 720.0, 1500.0  # of the part where time runs
@@ -57,7 +57,7 @@ def gantt(step: Step, *, title: str = "") -> Gantt:
     pitch = min(HIGHEST, max(LOWEST, ROWS / max(1, n)))
     height = pitch * 0.82 if pitch > 8 else pitch - 1
     labels = [fitted(name, LONGEST, BESIDE) for name in _labels(step)]
-    figures = _Figures([duration(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
+    figures = _Figures([human_seconds(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
     left = MARGIN + max((text_width(label, BESIDE) for label in labels), default=0) + 8
     frame = Frame(left, left + _width(step, letters_of(height)), step.seconds)
     width = frame.right + 8 + max(figures.width, 70) + MARGIN
@@ -167,10 +167,10 @@ def _headline(step: Step) -> str:
 
 
 def _facts(step: Step) -> str:
-    facts = [f"{'simulated' if step.is_simulated else 'measured'} step {duration(step.seconds)}"]
+    facts = [f"{'simulated' if step.is_simulated else 'measured'} step {human_seconds(step.seconds)}"]
     facts.append(f"mean bubble {percent(step.mean_bubble)}")
     if step.away:
-        facts.append(f"{duration(step.away)} between forward and backward left out")
+        facts.append(f"{human_seconds(step.away)} between forward and backward left out")
     return ", ".join(facts)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fxpipe.inspect.drawing.letters import FONTS, printable
-from fxpipe.inspect.drawing.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
+from fxpipe.drawing.letters import FONTS, printable
+from fxpipe.drawing.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
 
 DEFAULTS = Text(0, 0, "")  # what a text has that says nothing else
 

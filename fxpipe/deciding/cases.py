@@ -1,0 +1,167 @@
+"""What is asked of a cut, as conditions: places where one must stand, stages that may have a node, stages on devices.
+
+What the user says by hand becomes such conditions: names and numbers in `balance`, `fxpipe.cut()` in forward, pins.
+Pins may be satisfied by several ways of placing stages; each is a case of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxpipe.deciding.chains import chain_of
+from fxpipe.deciding.sites import kinds_left, sites_of
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
+from fxpipe.partitioning.chain import Chain, Site
+from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.pins import Pinned, pinned
+from fxpipe.profiling import Profile
+from fxpipe.rewriting import forbidden_cuts
+from fxpipe.scheduling import make_schedule
+from fxpipe.settings import Settings
+from fxpipe.tracing import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One graph with all conditions, and stages on their devices."""
+
+    traced: Traced
+    chain: Chain
+    nodes: Nodes
+    settings: Settings
+    profiles: tuple[Profile, ...]
+    batch: int  # samples of the mini-batch
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return sites_of(self.settings, self.batch)
+
+
+def cases_of(
+    traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
+) -> Iterator[Callable[[], Case]]:
+    """For each way of placing stages what makes its case; it raises `PartitionError` where there is none."""
+    chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    nodes = _nodes(traced, chain)
+    for way in _with_modes(_ways(settings, nodes), settings):
+        yield partial(_case, way, traced, chain, nodes, settings, profiles, batch)
+
+
+def is_by_hand(traced: Traced, settings: Settings) -> bool:
+    """Does the user say where to cut? Then nodes stay in the order in which forward runs them."""
+    return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
+
+
+def _nodes(traced: Traced, chain: Chain) -> Nodes:
+    return Nodes(
+        costs_of(chain),
+        tuple(node.name for node in traced.nodes),
+        tuple(node.meta["module"] for node in traced.nodes),
+        chain.forbidden,
+    )
+
+
+def costs_of(chain: Chain) -> tuple[float, ...]:
+    return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
+
+
+def _ways(settings: Settings, nodes: Nodes) -> tuple[Pinned, ...]:
+    if not settings.pins:
+        return (Pinned(settings.placement, (), ()),)
+    return _for_schedule(pinned(settings.pins, settings.placement, nodes), settings)
+
+
+def _for_schedule(ways: Sequence[Pinned], settings: Settings) -> tuple[Pinned, ...]:
+    """Those ways of pins in which stages are where the schedule can have them."""
+    found, failures = list[Pinned](), list[ArgumentError]()
+    for way in ways:
+        placement = _placed(settings, way.placement).placement
+        try:
+            make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
+            found.append(way)
+        except ArgumentError as error:
+            failures.append(error)
+    if not found:
+        raise ArgumentError(f"with these pins {failures[0]}") from None
+    return tuple(found)
+
+
+def _with_modes(ways: Sequence[Pinned], settings: Settings) -> Sequence[Pinned]:
+    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    if isinstance(settings.checkpoint, str):
+        return ways
+    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not found:
+        counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return found
+
+
+def _case(
+    way: Pinned,
+    traced: Traced,
+    chain: Chain,
+    nodes: Nodes,
+    settings: Settings,
+    profiles: Sequence[Profile],
+    batch: int,
+) -> Case:
+    required = _required(traced, nodes, settings, len(way.placement))
+    placed = _placed(settings, way.placement)
+    kinds = kinds_left(settings, placed)
+    bounded = replace(
+        chain,
+        forward=tuple(chain.forward[kind] for kind in kinds),
+        backward=tuple(chain.backward[kind] for kind in kinds),
+        low=way.low,
+        high=way.high,
+        required=required,
+    )
+    return Case(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
+
+
+def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
+    """The places at which the user wants a stage to begin."""
+    if stages > len(nodes.items()):
+        each = (
+            f" (the product of {len(settings.workers)} devices and stages_per_device={stages // len(settings.workers)})"
+        )
+        raise PartitionError(nodes.why_not_so_many(stages) + (each if stages > len(settings.workers) else ""))
+    found = set[int]()
+    if not isinstance(settings.balance, str):
+        by_names = is_by_names(settings.balance, stages)
+        found.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
+    found.update(traced.marked)
+    return tuple(sorted(_possible(found - {0, len(nodes.costs)}, traced, stages, nodes)))
+
+
+def _possible(places: set[int], traced: Traced, stages: int, nodes: Nodes) -> set[int]:
+    for mark, place in zip(traced.marks, traced.marked, strict=True):
+        if place in nodes.forbidden:
+            raise PartitionError(f"fxpipe.cut() at {mark}: {nodes.why_no_cut(place)}")
+    if len(places) > stages - 1:
+        marks = f" ({len(traced.marks)} by fxpipe.cut())" if traced.marks else ""
+        raise PartitionError(
+            f"{len(places)} cuts are asked for{marks}, but {stages} stages have {stages - 1} between them; use more "
+            "devices, stages_per_device, or fewer cuts"
+        )
+    return places
+
+
+def _placed(settings: Settings, placement: Sequence[int]) -> Settings:
+    """With these stages, and no worker that has none."""
+    used = sorted(set(placement))
+    workers = tuple(settings.workers[k] for k in used)
+    limits = settings.memory_limits
+    return replace(
+        settings,
+        workers=workers,
+        placement=tuple(map(used.index, placement)),
+        memory_limits=None if limits is None else tuple(limits[k] for k in used),
+    )

@@ -1,1 +1,0 @@
-"""Pictures as data, and what makes SVG, PNG and PDF of them."""

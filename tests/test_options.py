@@ -1,0 +1,73 @@
+"""`fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune` take the same options, in one order, with the same defaults."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fxpipe
+from fxpipe.options import DEFAULTS, FOR_PLANNING, FOR_TRACING, Options, is_left_out
+from fxpipe.tuning.tuner import BESIDE_PLAN, TRIED
+
+ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
+CHOSEN = {"schedule", "pin", *TRIED}  # by the tuner, or several of them to choose from
+TAKEN = {
+    fxpipe.pipeline: DEFAULTS.keys(),
+    fxpipe.plan: DEFAULTS.keys() - ONLY_TO_RUN,
+    fxpipe.tune: DEFAULTS.keys() - ONLY_TO_RUN - CHOSEN,
+}
+
+
+@pytest.fixture(params=TAKEN, ids=lambda function: function.__name__)
+def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    return request.param
+
+
+def test_the_signatures_have_all_options_in_order_with_their_defaults(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    meant = {name: one for name, one in parameters.items() if not (function is fxpipe.tune and name in TRIED)}
+    expected = {name: default for name, default in DEFAULTS.items() if name in TAKEN[function]}
+    assert [(name, one.default) for name, one in meant.items() if name in DEFAULTS] == [*expected.items()]
+
+
+def test_the_signatures_have_the_types_of_the_options(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    types = {name: Options.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
+    if function is fxpipe.tune:
+        types["balance"] = "str"  # no cut by hand
+    assert {name: parameters[name].annotation for name in types} == types
+
+
+def test_each_argument_is_described(function: Callable[..., Any]) -> None:
+    told = inspect.getdoc(function).partition("Args:")[2].partition("Raises:")[0]  # type: ignore[union-attr]
+    heads = re.findall(r"^    (\w[\w, \n]*?):(?:\s)", told, flags=re.MULTILINE)
+    described = {name for head in heads for name in re.split(r"[,\s]+", head)}
+    assert described == {*inspect.signature(function).parameters}
+
+
+def test_the_groups_name_options_and_arguments() -> None:
+    assert {*FOR_PLANNING, *FOR_TRACING} <= DEFAULTS.keys()
+    assert {*TRIED, *BESIDE_PLAN} <= inspect.signature(fxpipe.tune).parameters.keys()
+
+
+@pytest.mark.parametrize("name", FOR_PLANNING)
+def test_what_is_for_planning_is_refused_beside_a_plan(name: str) -> None:
+    model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(4, 2)
+    plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, hardware="cpu")
+    given = {"balance": [1, 1], "pin": {"0": 0}, "optimizer_state": 1.0, "hardware": "cpu"}.get(name, 1)
+    with pytest.raises(fxpipe.errors.ArgumentError, match=f"^{name}=.* and a plan, which is made already"):
+        fxpipe.pipeline(model, plan=plan, **{name: given})
+
+
+def test_what_is_left_out_is_never_compared_with_a_tensor() -> None:
+    two = torch.ones(2)
+    assert not is_left_out(two, None)
+    assert is_left_out(two, two)
+    assert is_left_out([], ())
+    assert is_left_out({}, None)
+    assert not is_left_out([], "auto")
+    assert is_left_out(2, 2.0)
+    assert not is_left_out(1, None)
