@@ -59,9 +59,9 @@ class Elements:
         }
         return cls(is_on, frozenset(reduced))
 
-    def under(self, edge: GradientEdge) -> list[Reduction]:
-        """The sums and means in the head of a graph that ends in `edge`."""
-        return reductions_under(edge) if self.is_on else []
+    def under(self, node: Any, number: int) -> list[Reduction]:
+        """The sums and means in the head of a graph that ends in this output of `node`."""
+        return reductions_under(node, number) if self.is_on else []
 
     def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
@@ -74,7 +74,7 @@ class Elements:
     ) -> None:
         """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
         for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
-            if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
+            if (j, name) in self.reduced and gradient is not None and (found := self.under(root.node, root.output_nr)):
                 edges = [reduction.edge for reduction in found]
                 gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
                 self.note((j, name), i, found, gradients)
@@ -111,10 +111,10 @@ class Elements:
         return None
 
 
-def reductions_under(edge: GradientEdge) -> list[Reduction]:
+def reductions_under(node: Any, number: int) -> list[Reduction]:
     """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
     found: list[Reduction] = []
-    todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+    todo: list[tuple[Any, int]] = [(node, number)]
     seen: set[tuple[Any, int]] = set()
     while todo:
         node, number = todo.pop()
@@ -139,11 +139,11 @@ def _is_scalar(node: Any, number: int) -> bool:
 def _count_of(node: Any) -> Any:
     """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
     name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-    if name.startswith("NllLoss") and reduction == MEAN:
+    if reduction == MEAN and name.startswith("NllLoss"):
         return node._saved_total_weight.detach()
-    if name.startswith("SumBackward") or reduction == SUM:
+    if reduction == SUM or name.startswith("SumBackward"):
         return 1
-    if not (name.startswith("MeanBackward") or reduction == MEAN):
+    if reduction != MEAN and not name.startswith("MeanBackward"):
         return None
     below, number = node.next_functions[0]
     if below is None:
