@@ -91,9 +91,11 @@ class Elements:
         for (*_, name), by_micro_batch in self.found.items():
             if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
                 continue
-            known = {i: _of_one(float(gradient), float(count)) for i, (gradient, count) in by_micro_batch.items()}
+            gradients, counts = zip(*by_micro_batch.values(), strict=True)
+            ones = map(_of_one, _floats(gradients), _floats(counts))
+            known = dict(zip(by_micro_batch, ones, strict=True))
             known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
-            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient, _ in by_micro_batch.values())
+            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients)
             tolerance = 1e-5 if exact else 3e-2
             if _are_close([*known.values()], tolerance):
                 continue
@@ -152,6 +154,13 @@ def _count_of(node: Any) -> Any:
         return variable.numel()
     made = getattr(below, "_input_metadata", ())
     return math.prod(made[number].shape) if number < len(made) else None
+
+
+def _floats(values: Sequence[Any]) -> list[float]:
+    """0-dim tensors of one device are asked at once: on a GPU each asking waits for it."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return list(torch.stack(tuple(values)).tolist())
+    return [float(value) for value in values]
 
 
 def _of_one(gradient: float, count: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,6 @@ from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
-
-_NOTHING = nullcontext()
 
 Gather = Callable[[Sequence[Any], int | str | None], Any]
 
@@ -80,17 +78,23 @@ class LossStage:
         received = {id(x) for x in outputs}
         own = [x for x in leaves_under(loss) if id(x) not in received]
         reductions = self.elements.under(loss.grad_fn, loss.output_nr)
-        wanted = [*outputs, *own, *[r.edge for r in reductions]] if own or reductions else outputs
-        with _hooks_asleep(own) if own else _NOTHING:
-            # What was made of own leaves before this step belongs to all micro-batches.
-            found = gradients_of(wanted, [loss], [begin], keep_graph=bool(own))
-        for leaf, gradient in zip(own, found[len(outputs) :], strict=False):
+        wanted = [*outputs, *[r.edge for r in reductions], *own]
+        if own:
+            with _hooks_asleep(own):
+                # What was made of them before this step belongs to all micro-batches: keep the graph.
+                found = gradients_of(wanted, [loss], [begin], keep_graph=True)
+            self._sum(own, found[-len(own) :])
+        else:
+            found = gradients_of(wanted, [loss], [begin])
+        if reductions:
+            self.elements.note("loss", i, reductions, found[len(outputs) : len(outputs) + len(reductions)])
+        return found[: len(outputs)]
+
+    def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        for leaf, gradient in zip(own, gradients, strict=True):
             if gradient is not None:
                 _, total, count = self.own.get(id(leaf), (leaf, None, 0))
                 self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
-        if reductions:
-            self.elements.note("loss", i, reductions, found[len(outputs) + len(own) :])
-        return found[: len(outputs)]
 
     def gathered(self, gather: Gather) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""

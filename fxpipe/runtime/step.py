@@ -16,10 +16,9 @@ until its last reader has taken it:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +46,6 @@ from fxpipe.runtime.ranges import is_profiled, profiled
 from fxpipe.runtime.resting import resting
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, Kind
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -135,28 +132,29 @@ class Step:
 
     def perform(self, action: Action) -> None:
         """Does what the action says. An exception makes the step fail."""
-        kind, j, i = action
-        stream = self._streams[j]
+        j = action.stage
         try:
-            is_bare = stream is None and self.ambient.is_empty and not is_profiled()
-            with _NOTHING if is_bare else self._surrounded(action):
-                start, on_core = mark(stream), time.thread_time()
-                _DO[kind](self, j, i)
-                self.log.times[action] = (start, mark(stream))
-                if stream is None:
-                    self.log.on_core[action] = time.thread_time() - on_core
+            if self._streams[j] is None and self.ambient.is_empty and not is_profiled():
+                self._timed(action)
+            else:
+                device = self.assembly.devices[j]
+                with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
+                    self._timed(action)
         except BaseException as error:
-            device = str(self.assembly.devices[j])
-            error.add_note(note(error, action, self.opened[j].stage, len(self.stages), device))
+            device = self.assembly.devices[j]
+            error.add_note(note(error, action, self.opened[j].stage, len(self.stages), str(device)))
             self.fail(error)
             return
         self._fences.pass_on(action)
 
-    @contextlib.contextmanager
-    def _surrounded(self, action: Action) -> Iterator[None]:
-        device = self.assembly.devices[action.stage]
-        with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
-            yield
+    def _timed(self, action: Action) -> None:
+        kind, j, i = action
+        stream = self._streams[j]
+        start, on_core = mark(stream), time.thread_time()
+        _DO[kind](self, j, i)
+        self.log.times[action] = (start, mark(stream))
+        if stream is None:
+            self.log.on_core[action] = time.thread_time() - on_core
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
