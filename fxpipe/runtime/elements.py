@@ -70,10 +70,15 @@ class Elements:
                 self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
 
     def note_roots(
-        self, j: int, i: int, roots: Sequence[tuple[str, GradientEdge]], arrived: Sequence[torch.Tensor | None]
+        self,
+        j: int,
+        i: int,
+        names: Sequence[str],
+        roots: Sequence[GradientEdge],
+        arrived: Sequence[torch.Tensor | None],
     ) -> None:
         """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
-        for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
+        for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
             if (j, name) in self.reduced and gradient is not None and (found := self.under(root.node, root.output_nr)):
                 edges = [reduction.edge for reduction in found]
                 gradients = gradients_of(edges, [root], [gradient], keep_graph=True)

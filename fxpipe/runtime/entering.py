@@ -26,27 +26,32 @@ _MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report 
 _token = torch.empty(0, requires_grad=True)
 
 
-def enter(links: Sequence[Link], received: Sequence[Value]) -> tuple[list[Any], list[tuple[Link, GradientEdge]]]:
-    """What the stage uses, and of values that want a gradient the edges by which it is asked for."""
+def enter(links: Sequence[Link], received: Sequence[Value]) -> tuple[list[Any], list[Link], list[GradientEdge]]:
+    """What the stage uses; the links of what wants a gradient, and the edges by which that is asked for."""
     uses: list[Any] = []
-    leaves: list[tuple[Link, GradientEdge]] = []
-    through: list[int] = []
+    wanted: list[Link] = []
+    edges: list[GradientEdge] = []
+    places: list[int] = []
+    through: list[torch.Tensor] = []
     is_recorded = torch.is_grad_enabled()
-    for place, entering in enumerate(received):
+    for link, entering in zip(links, received, strict=True):
         value = entering.value
         if isinstance(value, torch.Tensor):
             if not (entering.requires_grad and is_recorded):
                 value = value.detach()
             elif type(value) is torch.Tensor:
-                through.append(place)
+                places.append(len(uses))
+                through.append(value)
             else:  # a leaf after all: it is of a class of its own, which the node would take from it
                 value = value.detach().requires_grad_()
-                leaves.append((links[place], get_gradient_edge(value)))
+                wanted.append(link)
+                edges.append(get_gradient_edge(value))
         uses.append(value)
     if through:
-        made = _Node(_MESSAGE, len(through) + 1)(*[uses[place] for place in through], _token)
+        made = _Node(_MESSAGE, len(through) + 1)(*through, _token)
         node = made[0].grad_fn
-        for k, place in enumerate(through):
+        for k, place in enumerate(places):
             uses[place] = made[k]
-            leaves.append((links[place], GradientEdge(node, k)))
-    return uses, leaves
+            wanted.append(links[place])
+            edges.append(GradientEdge(node, k))
+    return uses, wanted, edges

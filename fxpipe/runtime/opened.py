@@ -37,9 +37,16 @@ from fxpipe.thread_state import ThreadState
 class Pending:
     """What B needs of the graph that F or R has made."""
 
-    leaves: list[tuple[Link, GradientEdge]]  # received values that require grad
-    roots: list[tuple[str, GradientEdge]]  # where gradients enter, by value
+    links: list[Link]  # received values that require grad
+    leaves: list[GradientEdge]  # where their gradients come out
+    names: list[str]  # values whose gradients go in
+    roots: list[GradientEdge]  # where they do
     tape: Tape | None  # where backward is split
+
+    def begin(self, name: str, edge: GradientEdge) -> None:
+        """Notes where the gradient of a value goes in."""
+        self.names.append(name)
+        self.roots.append(edge)
 
 
 class Ran(NamedTuple):
@@ -96,7 +103,7 @@ class OpenStage:
             attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
         tape = Tape(bare=self._bare) if stage.weighed and self.grad and is_kept else None
         first = (tape,) if stage.weighed else ()
-        uses, leaves = enter(self.links, received)
+        uses, links, leaves = enter(self.links, received)
         made = self._in_forward(self.code, *first, *attributes, *uses)
         sent, more = made[: len(stage.sends)], made[len(stage.sends) :]
         statistics: list[Found] = []
@@ -104,11 +111,14 @@ class OpenStage:
             assigns = len(stage.assigns)
             buffers = buffers | {n: value.detach() for n, value in zip(stage.assigns, more[:assigns], strict=True)}
             statistics = [found for node in more[assigns:] for found in node]
-        roots: list[tuple[str, GradientEdge]] = []
-        if self.grad:
-            roots += [(link.value.name, edge) for link, edge in leaves if link.later is not None]  # of a later user
-            roots += [(name, edge_of(x)) for name, x in zip(stage.sends, sent, strict=True) if requires_grad(x)]
-        return Ran(sent, buffers, statistics, Pending(leaves, roots, tape))
+        pending = Pending(links, leaves, [], [], tape)
+        for link, edge in zip(links, leaves, strict=True):
+            if link.later is not None:  # a later user's gradient enters there, too
+                pending.begin(link.value.name, edge)
+        for name, x in zip(stage.sends, sent, strict=True):
+            if requires_grad(x):
+                pending.begin(name, edge_of(x))
+        return Ran(sent, buffers, statistics, pending)
 
     def leave(self, i: int, ran: Ran) -> None:
         """What F leaves for that of the next micro-batch, and for the end of the step."""
@@ -134,14 +144,18 @@ class OpenStage:
         Returns:
             Those of `pending.leaves`.
         """
-        roots = [edge for (_, edge), gradient in zip(pending.roots, gradients, strict=True) if gradient is not None]
-        wanted = [*self._summed, *[edge for _, edge in pending.leaves]]
+        roots, arrived = [], []
+        for root, gradient in zip(pending.roots, gradients, strict=True):
+            if gradient is not None:
+                roots.append(root)
+                arrived.append(gradient)
+        wanted = [*self._summed, *pending.leaves]
         of_weights = len(wanted)
         if pending.tape is not None:
             wanted += pending.tape.edges
         if not roots or not wanted:
             return [None] * len(pending.leaves)
-        found = gradients_of(wanted, roots, [gradient for gradient in gradients if gradient is not None])
+        found = gradients_of(wanted, roots, arrived)
         self._add(zip(self._names, found, strict=False))
         if pending.tape is not None:
             pending.tape.arrived(found[of_weights:])

@@ -195,11 +195,11 @@ class Step:
 
     def backward(self, j: int, i: int) -> None:
         pending = self.pending.pop((j, i))
-        arrived = [self.exchange.take_gradient(j, name, i) for name, _ in pending.roots]
+        arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.elements.reduced:
-            self.elements.note_roots(j, i, pending.roots, arrived)
+            self.elements.note_roots(j, i, pending.names, pending.roots, arrived)
         found = self.opened[j].go_back(pending, arrived)
-        for (link, _), gradient in zip(pending.leaves, found, strict=True):
+        for link, gradient in zip(pending.links, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None:
             self.tapes[j, i] = pending.tape
