@@ -72,10 +72,11 @@ class Exchange:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
-        wants = requires_grad(value)
-        made = value.detach() if isinstance(value, torch.Tensor) else value
+        wants = False
+        if isinstance(value, torch.Tensor):
+            wants, value = value.requires_grad, value.detach()
         for device, users in self._readers[maker, name]:
-            sent = self.transport.ship(made, device) if self._may_move else made
+            sent = self.transport.ship(value, device) if self._may_move else value
             for user in users:
                 self._values[user, maker, name, i] = Value(sent, wants)
 
@@ -126,8 +127,9 @@ class Exchange:
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
-        sent = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
-        found = [self.transport.open(g, like.device) if self._may_move and g is not None else g for g in sent]
+        found = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
+        if self._may_move:
+            found = [None if g is None else self.transport.open(g, like.device) for g in found]
         if all(g is None for g in found):
             return None
         if dim is None:
