@@ -53,5 +53,6 @@ def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:
         if type(node) is _AccumulateGrad:  # a leaf has one, and it leads no further
             found.append(node.variable)
         else:
-            todo += [below for below, _ in node.next_functions]
+            for below, _ in node.next_functions:
+                todo.append(below)
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class _Now(threading.local):
@@ -32,11 +30,11 @@ def is_recomputing() -> bool:
     return _now.recomputes
 
 
-@contextmanager
-def recomputing() -> Iterator[None]:
+class recomputing:
     """A block that recomputes."""
-    _now.recomputes = True
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _now.recomputes = True
+
+    def __exit__(self, *args: object) -> None:
         _now.recomputes = False

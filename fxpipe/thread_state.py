@@ -52,6 +52,7 @@ class ThreadState:
             *map(torch.get_autocast_dtype, AUTOCAST_DEVICES),
         )
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - of states, of which there are few
     def without_autocast(self) -> ThreadState:
         return ThreadState(self.grad, tuple(replace(one, enabled=False) for one in self.autocast))
 

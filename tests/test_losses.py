@@ -405,7 +405,8 @@ def test_the_head_of_a_loss(loss, want):
     y = (torch.randn(8, LENGTH, CLASSES, requires_grad=True)) * 1
     labels = padded()
     assert (labels != IGNORED).sum() == 20
-    found = reductions_under(torch.autograd.graph.get_gradient_edge(loss(y, labels)))
+    value = loss(y, labels)
+    found = reductions_under(value.grad_fn, value.output_nr)
     assert [(r.edge.node.name(), int(r.count)) for r in found] == want
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,22 +21,25 @@ from fxpipe.errors import InternalError
 
 
 class _Now(threading.local):
-    hooks: saved_tensors_hooks | None = None  # of the block that runs in this thread
+    hooks: forgetting | None = None  # of the block that runs in this thread
 
 
 _now = _Now()
 
 
-@contextmanager
-def forgetting() -> Iterator[None]:
+class forgetting(saved_tensors_hooks):
     """A block in which autograd saves nothing for backward."""
-    hooks = saved_tensors_hooks(_forget, _forgotten)
-    with hooks:
-        _now.hooks = hooks
-        try:
-            yield
-        finally:
-            _now.hooks = None
+
+    def __init__(self) -> None:
+        super().__init__(_forget, _forgotten)
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _now.hooks = self
+
+    def __exit__(self, *args: object) -> None:
+        _now.hooks = None
+        super().__exit__(*args)
 
 
 def keeping(function: Callable[..., Any]) -> Callable[..., Any]:

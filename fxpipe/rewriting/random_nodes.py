@@ -199,7 +199,10 @@ def _process_generator(device: torch.device) -> torch.Generator:
 
 def lock_of(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Held by whoever draws from the generator that the process has for a device."""
-    return _locks.setdefault(device, threading.RLock())  # of two that are made at once, the first is for both
+    found = _locks.get(device)
+    if found is None:
+        found = _locks.setdefault(device, threading.RLock())  # of two that are made at once, the first is for both
+    return found
 
 
 def _lend(generator: torch.Generator, call: Callable[[], Any]) -> Any:

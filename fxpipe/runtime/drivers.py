@@ -52,11 +52,7 @@ def close_all() -> None:
         driver.close()
 
 
-def _nothing() -> None:
-    pass
-
-
-def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] = _nothing) -> None:
+def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
     """Performs the actions of a row, up to a failure. `before`: what to do before each."""
     try:
         with step.in_row():
@@ -64,7 +60,8 @@ def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] = _not
                 step.wait(action)
                 if step.failure is not None:
                     break
-                before()
+                if before is not None:
+                    before()
                 step.perform(action)
     except BaseException as error:
         step.fail(error)
@@ -157,9 +154,9 @@ class Workers:
                 if not all(thread.is_alive() for thread in threads):
                     raise InternalError("a worker thread has ended in the middle of a step")
 
-    def _before(self) -> Callable[[], None]:
+    def _before(self) -> Callable[[], None] | None:
         if self._jitter is None:
-            return _nothing
+            return None
         own = random.Random(self._jitter.random())
         return lambda: time.sleep(own.random() * 2e-3)
 

@@ -59,9 +59,9 @@ class Elements:
         }
         return cls(is_on, frozenset(reduced))
 
-    def under(self, edge: GradientEdge) -> list[Reduction]:
-        """The sums and means in the head of a graph that ends in `edge`."""
-        return reductions_under(edge) if self.is_on else []
+    def under(self, node: Any, number: int) -> list[Reduction]:
+        """The sums and means in the head of a graph that ends in this output of `node`."""
+        return reductions_under(node, number) if self.is_on else []
 
     def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
         """The gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
@@ -70,11 +70,16 @@ class Elements:
                 self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
 
     def note_roots(
-        self, j: int, i: int, roots: Sequence[tuple[str, GradientEdge]], arrived: Sequence[torch.Tensor | None]
+        self,
+        j: int,
+        i: int,
+        names: Sequence[str],
+        roots: Sequence[GradientEdge],
+        arrived: Sequence[torch.Tensor | None],
     ) -> None:
         """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
-        for (name, root), gradient in zip(roots, arrived, strict=True) if self.is_on and self.reduced else ():
-            if (j, name) in self.reduced and gradient is not None and (found := self.under(root)):
+        for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
+            if (j, name) in self.reduced and gradient is not None and (found := self.under(root.node, root.output_nr)):
                 edges = [reduction.edge for reduction in found]
                 gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
                 self.note((j, name), i, found, gradients)
@@ -91,9 +96,11 @@ class Elements:
         for (*_, name), by_micro_batch in self.found.items():
             if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
                 continue
-            known = {i: _of_one(float(gradient), float(count)) for i, (gradient, count) in by_micro_batch.items()}
+            gradients, counts = zip(*by_micro_batch.values(), strict=True)
+            ones = map(_of_one, _floats(gradients), _floats(counts))
+            known = dict(zip(by_micro_batch, ones, strict=True))
             known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
-            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient, _ in by_micro_batch.values())
+            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients)
             tolerance = 1e-5 if exact else 3e-2
             if _are_close([*known.values()], tolerance):
                 continue
@@ -111,10 +118,10 @@ class Elements:
         return None
 
 
-def reductions_under(edge: GradientEdge) -> list[Reduction]:
+def reductions_under(node: Any, number: int) -> list[Reduction]:
     """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
     found: list[Reduction] = []
-    todo: list[tuple[Any, int]] = [(edge.node, edge.output_nr)]
+    todo: list[tuple[Any, int]] = [(node, number)]
     seen: set[tuple[Any, int]] = set()
     while todo:
         node, number = todo.pop()
@@ -139,11 +146,11 @@ def _is_scalar(node: Any, number: int) -> bool:
 def _count_of(node: Any) -> Any:
     """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
     name, reduction = node.name(), getattr(node, "_saved_reduction", None)
-    if name.startswith("NllLoss") and reduction == MEAN:
+    if reduction == MEAN and name.startswith("NllLoss"):
         return node._saved_total_weight.detach()
-    if name.startswith("SumBackward") or reduction == SUM:
+    if reduction == SUM or name.startswith("SumBackward"):
         return 1
-    if not (name.startswith("MeanBackward") or reduction == MEAN):
+    if reduction != MEAN and not name.startswith("MeanBackward"):
         return None
     below, number = node.next_functions[0]
     if below is None:
@@ -152,6 +159,13 @@ def _count_of(node: Any) -> Any:
         return variable.numel()
     made = getattr(below, "_input_metadata", ())
     return math.prod(made[number].shape) if number < len(made) else None
+
+
+def _floats(values: Sequence[Any]) -> list[float]:
+    """0-dim tensors of one device are asked at once: on a GPU each asking waits for it."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return list(torch.stack(tuple(values)).tolist())
+    return [float(value) for value in values]
 
 
 def _of_one(gradient: float, count: float) -> float:

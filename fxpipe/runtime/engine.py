@@ -91,8 +91,9 @@ class Engine:
         # pipe.
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
-        recomputed = frozenset(a for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE)
-        split = frozenset(a.stage for row in schedule.rows for a in row if a.kind is Kind.WEIGHT)
+        special = [a for row in schedule.rows for a in row if a.kind in (Kind.RECOMPUTE, Kind.WEIGHT)]
+        recomputed = frozenset(a for a in special if a.kind is Kind.RECOMPUTE)
+        split = frozenset(a.stage for a in special if a.kind is Kind.WEIGHT)
         tensors = Tensors(self.model, assembly.constants)
         return Step(assembly, tensors, leaves, shares, seed, recomputed, self._ambient, split=split, **more)
 

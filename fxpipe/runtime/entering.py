@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fxpipe.runtime.exchange import Value
+from fxpipe.runtime.wiring import Link
 
 # Makes a node whose outputs are its inputs. To torch it is the guard behind derivatives that exist once only, so it
 # raises if backward should go past it. (An autograd.Function does the same in three times the time.)
@@ -25,27 +26,32 @@ _MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report 
 _token = torch.empty(0, requires_grad=True)
 
 
-def enter(received: Sequence[Value]) -> tuple[list[Any], list[GradientEdge | None]]:
-    """What the stage uses, and the edge by which its gradient is asked for; None where there is none."""
+def enter(links: Sequence[Link], received: Sequence[Value]) -> tuple[list[Any], list[Link], list[GradientEdge]]:
+    """What the stage uses; the links of what wants a gradient, and the edges by which that is asked for."""
     uses: list[Any] = []
-    edges: list[GradientEdge | None] = [None] * len(received)
-    through: list[int] = []
-    for place, entering in enumerate(received):
+    wanted: list[Link] = []
+    edges: list[GradientEdge] = []
+    places: list[int] = []
+    through: list[torch.Tensor] = []
+    is_recorded = torch.is_grad_enabled()
+    for link, entering in zip(links, received, strict=True):
         value = entering.value
-        if not isinstance(value, torch.Tensor):
-            uses.append(value)
-        elif not (entering.requires_grad and torch.is_grad_enabled()):
-            uses.append(value.detach())
-        elif type(value) is torch.Tensor:
-            uses.append(value)
-            through.append(place)
-        else:  # a leaf after all: it is of a class of its own, which the node would take from it
-            leaf = value.detach().requires_grad_()
-            uses.append(leaf)
-            edges[place] = get_gradient_edge(leaf)
+        if isinstance(value, torch.Tensor):
+            if not (entering.requires_grad and is_recorded):
+                value = value.detach()
+            elif type(value) is torch.Tensor:
+                places.append(len(uses))
+                through.append(value)
+            else:  # a leaf after all: it is of a class of its own, which the node would take from it
+                value = value.detach().requires_grad_()
+                wanted.append(link)
+                edges.append(get_gradient_edge(value))
+        uses.append(value)
     if through:
-        made = _Node(_MESSAGE, len(through) + 1)(*[uses[place] for place in through], _token)
+        made = _Node(_MESSAGE, len(through) + 1)(*through, _token)
         node = made[0].grad_fn
-        for k, place in enumerate(through):
-            uses[place], edges[place] = made[k], GradientEdge(node, k)
-    return uses, edges
+        for k, place in enumerate(places):
+            uses[place] = made[k]
+            wanted.append(links[place])
+            edges.append(GradientEdge(node, k))
+    return uses, wanted, edges

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 
@@ -28,14 +28,9 @@ class Value:
     requires_grad: bool
 
 
-class Moved(NamedTuple):
-    """Noted when a value, or a gradient, has come to a stage or the loss."""
-
-    value: str
-    source: int | None  # where the value was made; None for a gradient
-    user: int
-    micro_batch: int
-    bytes: int
+# Noted when a value, or a gradient, has come to a stage or the loss: its name, where it was made (None for a gradient),
+# who uses it, the micro-batch, and bytes. A plain tuple, as every action makes some, and hardly anybody reads them.
+Moved: TypeAlias = tuple[str, int | None, int, int, int]
 
 
 class Exchange:
@@ -47,6 +42,8 @@ class Exchange:
         """`inputs`: for each micro-batch its part of the input leaves; `wants`: which leaves get a gradient."""
         self.assembly, self.transport = assembly, transport
         self._devices = (*assembly.devices, assembly.devices[-1])  # by user: the loss is where the last stage is
+        self._readers = {value: self._by_device(users) for value, users in assembly.wiring.users.items()}
+        self._may_move = transport.may_copy
         self._values: dict[tuple[int, int, str, int], Value] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[Moved] = []
@@ -55,6 +52,13 @@ class Exchange:
         for place, name in enumerate(assembly.program.inputs):
             if name is not None:
                 self._enter(name, [part[place] for part in inputs], wants[place])
+
+    def _by_device(self, users: Sequence[int]) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
+        """A value is sent to each device once."""
+        found: dict[torch.device, list[int]] = {}
+        for user in users:
+            found.setdefault(self._devices[user], []).append(user)
+        return tuple((device, tuple(those)) for device, those in found.items())
 
     def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
         """An input goes the way of all values, but is sent only when it is asked for."""
@@ -68,25 +72,22 @@ class Exchange:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
-        wants = requires_grad(value)
-        made = value.detach() if isinstance(value, torch.Tensor) else value
-        sent: dict[torch.device, Any] = {}  # once to each device
-        for user in self.assembly.wiring.users[maker, name]:
-            device = self._devices[user]
-            if device not in sent:
-                sent[device] = self.transport.ship(made, device)
-            self._values[user, maker, name, i] = Value(sent[device], wants)
+        wants = False
+        if isinstance(value, torch.Tensor):
+            wants, value = value.requires_grad, value.detach()
+        for device, users in self._readers[maker, name]:
+            sent = self.transport.ship(value, device) if self._may_move else value
+            for user in users:
+                self._values[user, maker, name, i] = Value(sent, wants)
 
     def take(self, user: int, link: Link, i: int) -> Value:
         """What `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
-        if source == INPUT:
+        if self._may_move and (source == INPUT or isinstance(value.value, Parcel)):
             value.value = self.transport.open(value.value, self._devices[user])
-            return value
-        if isinstance(value.value, Parcel):
-            value.value = self.transport.open(value.value, self._devices[user])
-        self.moved.append(Moved(name, source, user, i, bytes_of(value.value)))
+        if source != INPUT:
+            self.moved.append((name, source, user, i, bytes_of(value.value)))
         return value
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -97,17 +98,19 @@ class Exchange:
         key = (link.earlier, link.value.name, i)
         if key in self._gradients:
             raise InternalError(f"two gradients for {link.value.name} at stage {link.earlier}, micro-batch {i}")
-        is_input = link.earlier == INPUT
-        target = self._parts[link.value.name][i].device if is_input else self._devices[link.earlier]
-        self._gradients[key] = self.transport.ship(gradient, target)
+        if self._may_move:
+            is_input = link.earlier == INPUT
+            target = self._parts[link.value.name][i].device if is_input else self._devices[link.earlier]
+            gradient = self.transport.ship(gradient, target)
+        self._gradients[key] = gradient
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
         """What has come back for a value that stage `user` has made or uses, on its device."""
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
-        found: torch.Tensor = self.transport.open(gradient, self._devices[user])
-        self.moved.append(Moved(name, None, user, i, bytes_of(found)))
+        found: torch.Tensor = self.transport.open(gradient, self._devices[user]) if self._may_move else gradient
+        self.moved.append((name, None, user, i, bytes_of(found)))
         return found
 
     def enter_gradients(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -124,8 +127,9 @@ class Exchange:
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
-        sent = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
-        found = [None if g is None else self.transport.open(g, like.device) for g in sent]
+        found = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
+        if self._may_move:
+            found = [None if g is None else self.transport.open(g, like.device) for g in found]
         if all(g is None for g in found):
             return None
         if dim is None:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from fxpipe.autograd import edge_of, gradients_of, leaves_under
+from fxpipe.autograd import gradients_of, leaves_under
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.elements import Elements
-from fxpipe.runtime.exchange import Exchange, requires_grad
+from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_draws import generators_held, generators_put_back
 from fxpipe.runtime.losses import Losses
 from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
-
-_NOTHING = nullcontext()
 
 Gather = Callable[[Sequence[Any], int | str | None], Any]
 
@@ -48,23 +47,29 @@ class LossStage:
 
     def run(self, i: int) -> None:
         links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
-        values = [self.exchange.take(user, link, i) for link in links]
-        leaves = [v.value.detach().requires_grad_() if v.requires_grad else v.value for v in values]
+        outputs: list[Any] = []
+        trained: list[int] = []  # places of outputs that want a gradient
+        for link in links:
+            received = self.exchange.take(user, link, i)
+            output = received.value
+            if received.requires_grad:
+                output = output.detach().requires_grad_()
+                trained.append(len(outputs))
+            outputs.append(output)
         if self.keep_outputs:
-            self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
+            self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
         with generators_held(self.assembly.devices[-1]):
-            loss, begin = self.in_forward(self.losses, self.tree(leaves), i)
-        gradients: list[torch.Tensor | None] = [None] * len(leaves)
+            loss, begin = self.in_forward(self.losses, self.tree(outputs), i)
+        found: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
-            wanted = [place for place, v in enumerate(values) if v.requires_grad]
-            for place, gradient in zip(wanted, self._go_back(loss, begin, [leaves[w] for w in wanted], i), strict=True):
-                gradients[place] = gradient
+            found = self._go_back(loss, begin, [outputs[place] for place in trained], i)
+            for place, gradient in zip(trained, found, strict=True):
                 self.exchange.send_gradient(links[place], i, gradient)
         if self.losses.whole_target is not None:
-            self.gradients[i] = [
-                torch.zeros_like(x) if g is None and requires_grad(x) else g
-                for x, g in zip(leaves, gradients, strict=True)
-            ]
+            gradients: list[torch.Tensor | None] = [None] * len(outputs)
+            for place, gradient in zip(trained, found, strict=True):
+                gradients[place] = torch.zeros_like(outputs[place]) if gradient is None else gradient
+            self.gradients[i] = gradients
 
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
@@ -72,21 +77,24 @@ class LossStage:
         """The gradients of a micro-batch's outputs; those of what else the loss hangs on are summed."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_under(loss) if id(x) not in received]
-        root = edge_of(loss)
-        reductions = self.elements.under(root)
-        with _hooks_asleep(own) if own else _NOTHING:
-            found = gradients_of(
-                [*outputs, *own, *(r.edge for r in reductions)],
-                [root],
-                [begin],
-                keep_graph=bool(own),  # what was made of them before this step belongs to all micro-batches
-            )
-        for leaf, gradient in zip(own, found[len(outputs) : len(outputs) + len(own)], strict=True):
+        reductions = self.elements.under(loss.grad_fn, loss.output_nr)
+        wanted = [*outputs, *[r.edge for r in reductions], *own]
+        if own:
+            with _hooks_asleep(own):
+                # What was made of them before this step belongs to all micro-batches: keep the graph.
+                found = gradients_of(wanted, [loss], [begin], keep_graph=True)
+            self._sum(own, found[-len(own) :])
+        else:
+            found = gradients_of(wanted, [loss], [begin])
+        if reductions:
+            self.elements.note("loss", i, reductions, found[len(outputs) : len(outputs) + len(reductions)])
+        return found[: len(outputs)]
+
+    def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        for leaf, gradient in zip(own, gradients, strict=True):
             if gradient is not None:
                 _, total, count = self.own.get(id(leaf), (leaf, None, 0))
                 self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
-        self.elements.note("loss", i, reductions, found[len(outputs) + len(own) :])
-        return found[: len(outputs)]
 
     def gathered(self, gather: Gather) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""
@@ -121,6 +129,8 @@ def output_tree(assembly: Assembly) -> Callable[[Sequence[Any]], Any]:
     """Makes the model's output of what the outputs' links receive."""
     place = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
     places = [o if isinstance(o, Constant) else place[o] for o in assembly.program.outputs]
+    if assembly.out_spec.is_leaf() and places == [0]:
+        return operator.itemgetter(0)
 
     def tree(values: Sequence[Any]) -> Any:
         leaves = [p.value if isinstance(p, Constant) else values[p] for p in places]

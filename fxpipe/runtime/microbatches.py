@@ -30,7 +30,8 @@ def _split(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
 
 def sizes(batch: int, count: int) -> list[int]:
     """Samples in each micro-batch."""
-    return [batch // count + (i < batch % count) for i in range(count)]
+    least, larger = divmod(batch, count)
+    return [least + 1] * larger + [least] * (count - larger)
 
 
 def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:

@@ -11,7 +11,7 @@ that forward changes is copied for each F.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +37,16 @@ from fxpipe.thread_state import ThreadState
 class Pending:
     """What B needs of the graph that F or R has made."""
 
-    leaves: list[tuple[Link, GradientEdge]] = field(default_factory=list)  # received values that require grad
-    roots: list[tuple[str, GradientEdge]] = field(default_factory=list)  # where gradients enter, by value
-    tape: Tape | None = None  # where backward is split
+    links: list[Link]  # received values that require grad
+    leaves: list[GradientEdge]  # where their gradients come out
+    names: list[str]  # values whose gradients go in
+    roots: list[GradientEdge]  # where they do
+    tape: Tape | None  # where backward is split
 
-    def enter(self, link: Link, edge: GradientEdge) -> None:
-        """Notes a received value."""
-        self.leaves.append((link, edge))
-        if link.later is not None:  # a later user's gradient enters there, too
-            self.roots.append((link.value.name, edge))
+    def begin(self, name: str, edge: GradientEdge) -> None:
+        """Notes where the gradient of a value goes in."""
+        self.names.append(name)
+        self.roots.append(edge)
 
 
 class Ran(NamedTuple):
@@ -96,29 +97,33 @@ class OpenStage:
 
     def run(self, received: Sequence[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True) -> Ran:
         """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
-        stage, pending = self.stage, Pending()
-        if stage.weighed and self.grad and is_kept:
-            pending.tape = Tape(bare=self._bare)
-        first = (pending.tape,) if stage.weighed else ()
-        copies = {name: tensor if name in stage.tracks else tensor.clone() for name, tensor in buffers.items()}
-        attributes = self._fixed
-        if copies:
-            attributes = [copies.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
-        uses, edges = enter(received)
-        for link, edge in zip(self.links, edges, strict=True):
-            if edge is not None:
-                pending.enter(link, edge)
+        stage, attributes = self.stage, self._fixed
+        if buffers:
+            buffers = {name: x if name in stage.tracks else x.clone() for name, x in buffers.items()}
+            attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
+        tape = Tape(bare=self._bare) if stage.weighed and self.grad and is_kept else None
+        first = (tape,) if stage.weighed else ()
+        uses, links, leaves = enter(self.links, received)
         made = self._in_forward(self.code, *first, *attributes, *uses)
-        sends, assigns = len(stage.sends), len(stage.assigns)
-        sent, assigned = made[:sends], made[sends : sends + assigns]
-        statistics = [found for node in made[sends + assigns :] for found in node]
-        after = copies | {name: value.detach() for name, value in zip(stage.assigns, assigned, strict=True)}
-        if self.grad:
-            pending.roots += [(name, edge_of(x)) for name, x in zip(stage.sends, sent, strict=True) if requires_grad(x)]
-        return Ran(sent, after, statistics, pending)
+        sent, more = made[: len(stage.sends)], made[len(stage.sends) :]
+        statistics: list[Found] = []
+        if more:
+            assigns = len(stage.assigns)
+            buffers = buffers | {n: value.detach() for n, value in zip(stage.assigns, more[:assigns], strict=True)}
+            statistics = [found for node in more[assigns:] for found in node]
+        pending = Pending(links, leaves, [], [], tape)
+        for link, edge in zip(links, leaves, strict=True):
+            if link.later is not None:  # a later user's gradient enters there, too
+                pending.begin(link.value.name, edge)
+        for name, x in zip(stage.sends, sent, strict=True):
+            if requires_grad(x):
+                pending.begin(name, edge_of(x))
+        return Ran(sent, buffers, statistics, pending)
 
     def leave(self, i: int, ran: Ran) -> None:
         """What F leaves for that of the next micro-batch, and for the end of the step."""
+        if not ran.buffers:
+            return  # then it has no statistics either, which are of buffers
         for name, value in ran.buffers.items():
             (self._counters if name in self.stage.counters else self.buffers)[name] = value
         self._statistics[i] = ran.statistics
@@ -130,7 +135,7 @@ class OpenStage:
         """The buffers that change, after all micro-batches."""
         return tracked(self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)])
 
-    def go_back(self, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def go_back(self, pending: Pending, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """Sums the gradients of parameters, but for those that W computes, and puts on the tape what W needs.
 
         Args:
@@ -139,17 +144,22 @@ class OpenStage:
         Returns:
             Those of `pending.leaves`.
         """
-        roots = [(edge, g) for (_, edge), g in zip(pending.roots, gradients, strict=True) if g is not None]
-        views = self._summed
-        edges = [] if pending.tape is None else pending.tape.edges
-        if not roots or not (views or pending.leaves or edges):
+        roots, arrived = [], []
+        for root, gradient in zip(pending.roots, gradients, strict=True):
+            if gradient is not None:
+                roots.append(root)
+                arrived.append(gradient)
+        wanted = [*self._summed, *pending.leaves]
+        of_weights = len(wanted)
+        if pending.tape is not None:
+            wanted += pending.tape.edges
+        if not roots or not wanted:
             return [None] * len(pending.leaves)
-        wanted = [*views, *[edge for _, edge in pending.leaves], *edges]
-        found = gradients_of(wanted, [edge for edge, _ in roots], [g for _, g in roots])
+        found = gradients_of(wanted, roots, arrived)
         self._add(zip(self._names, found, strict=False))
         if pending.tape is not None:
-            pending.tape.arrived(found[len(found) - len(edges) :])
-        return list(found[len(views) : len(found) - len(edges)])
+            pending.tape.arrived(found[of_weights:])
+        return found[len(self._summed) : of_weights]
 
     def weigh(self, tape: Tape) -> None:
         """Sums the gradients of the parameters that B has left."""

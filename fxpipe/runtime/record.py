@@ -193,17 +193,14 @@ def _transfers(assembly: Assembly, moved: Sequence[Moved], has_loss: bool) -> It
     """What went between stages. The loss belongs to the last one; in a drop-in it is the caller's, and no transfer."""
     n = len(assembly.devices)
     senders = {(link.earlier, link.value.name): user for user, row in enumerate(assembly.wiring.links) for link in row}
-    for one in moved:
-        kind = Kind.FORWARD if one.source is not None else Kind.BACKWARD
-        maker = one.source if one.source is not None else senders[one.user, one.value]
-        if not has_loss and n in (maker, one.user):
+    for value, source, user, i, size in moved:
+        kind = Kind.FORWARD if source is not None else Kind.BACKWARD
+        maker = source if source is not None else senders[user, value]
+        if not has_loss and n in (maker, user):
             continue
-        made, used = (
-            Action(Kind.FORWARD, n - 1, one.micro_batch) if j == n else Action(kind, j, one.micro_batch)
-            for j in (maker, one.user)
-        )
+        made, used = (Action(Kind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
         if made.stage != used.stage:
-            yield TransferRecord(one.value, made, used, one.bytes)
+            yield TransferRecord(value, made, used, size)
 
 
 def _device(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:

@@ -16,10 +16,9 @@ until its last reader has taken it:
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -47,8 +46,6 @@ from fxpipe.runtime.ranges import is_profiled, profiled
 from fxpipe.runtime.resting import resting
 from fxpipe.runtime.transport import Transport
 from fxpipe.scheduling.actions import Action, Kind
-
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -83,6 +80,7 @@ class Step:
         self.ambient = ambient  # of the caller; the drop-in's backward brings its own
         wiring = assembly.wiring
         self.transport = Transport.of(assembly.devices, leaves)
+        self._streams = [self.transport.compute_stream(device) for device in assembly.devices]  # by stage
         wants = [self.grad and requires_grad(leaf) for leaf in leaves]
         with torch.no_grad():  # parts begin graphs of their own
             parts = scatter(leaves, assembly.in_dims, len(weights))
@@ -115,6 +113,7 @@ class Step:
 
     def in_row(self) -> AbstractContextManager[None]:
         """A block of a thread, in which it performs a row or a part of one."""
+        running.recomputes = bool(self.recomputed)
         return resting(self.assembly.state)
 
     def is_ready(self, action: Action) -> bool:
@@ -133,26 +132,29 @@ class Step:
 
     def perform(self, action: Action) -> None:
         """Does what the action says. An exception makes the step fail."""
-        device = self.assembly.devices[action.stage]
-        stream = self.transport.compute_stream(device)
+        j = action.stage
         try:
-            is_bare = stream is None and self.ambient.is_empty and not is_profiled()
-            with _NOTHING if is_bare else self._surrounded(action, device):
-                start, on_core = mark(stream), time.thread_time()
-                _DO[action.kind](self, action.stage, action.micro_batch)
-                self.log.times[action] = (start, mark(stream))
-                if stream is None:
-                    self.log.on_core[action] = time.thread_time() - on_core
+            if self._streams[j] is None and self.ambient.is_empty and not is_profiled():
+                self._timed(action)
+            else:
+                device = self.assembly.devices[j]
+                with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
+                    self._timed(action)
         except BaseException as error:
-            error.add_note(note(error, action, self.opened[action.stage].stage, len(self.stages), str(device)))
+            device = self.assembly.devices[j]
+            error.add_note(note(error, action, self.opened[j].stage, len(self.stages), str(device)))
             self.fail(error)
             return
         self._fences.pass_on(action)
 
-    @contextlib.contextmanager
-    def _surrounded(self, action: Action, device: torch.device) -> Iterator[None]:
-        with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
-            yield
+    def _timed(self, action: Action) -> None:
+        kind, j, i = action
+        stream = self._streams[j]
+        start, on_core = mark(stream), time.thread_time()
+        _DO[kind](self, j, i)
+        self.log.times[action] = (start, mark(stream))
+        if stream is None:
+            self.log.on_core[action] = time.thread_time() - on_core
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class Step:
         opened = self.opened[j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = dict(opened.buffers)
-        if self.recomputed and Action(Kind.RECOMPUTE, j, i) in self.recomputed:
+        if (Kind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
             with forgetting():
                 ran = self._run(j, i, received, buffers, is_kept=False)
@@ -183,7 +185,6 @@ class Step:
     def _run(
         self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> Ran:
-        running.recomputes = bool(self.recomputed)
         if self.assembly.program.is_random:
             running.seed = mixed(self.seed, i)
         return self.opened[j].run(received, buffers, is_kept)
@@ -194,10 +195,11 @@ class Step:
 
     def backward(self, j: int, i: int) -> None:
         pending = self.pending.pop((j, i))
-        arrived = [self.exchange.take_gradient(j, name, i) for name, _ in pending.roots]
-        self.elements.note_roots(j, i, pending.roots, arrived)
+        arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
+        if self.elements.reduced:
+            self.elements.note_roots(j, i, pending.names, pending.roots, arrived)
         found = self.opened[j].go_back(pending, arrived)
-        for (link, _), gradient in zip(pending.leaves, found, strict=True):
+        for link, gradient in zip(pending.links, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None:
             self.tapes[j, i] = pending.tape

@@ -160,8 +160,11 @@ class Transport:
 
     def __init__(self, devices: Iterable[torch.device], machine: Machine | None = None):
         self._machine = machine or Cuda()
-        self._compute = {d: self._machine.current(d) for d in dict.fromkeys(devices) if d.type == "cuda"}
+        found = dict.fromkeys(devices)
+        self._compute = {d: self._machine.current(d) for d in found if d.type == "cuda"}
         self._forced = _forced
+        # Where stages and inputs are all on the CPU, `ship` and `open` need not be called.
+        self.may_copy = _forced or any(d.type != "cpu" for d in found)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
 
