@@ -360,6 +360,29 @@ def test_the_end_of_a_step_follows_the_thread_that_calls_it(unet, pretend):
         assert other.clock.is_behind((compute.name, compute.clock[compute.name])), "and the thread after the step"
 
 
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_pinned_memory_of_the_caller_may_be_written_to_behind_the_call(unet, pretend, drop_in):
+    """It is read in place, so the host waits for those copies, and for nothing else."""
+    pipe, case, (args, kwargs, target), _ = unet
+    machine = pretend(PLACES["two"], 0)
+    machine.place(args[0], CPU)
+    machine.place(target, CPU)
+    given = [machine._memory(args[0]), *([] if drop_in else [machine._memory(target)])]
+    for memory in given:
+        memory.is_pinned = True
+    if drop_in:
+        made = pipe(*args, **kwargs)
+    else:
+        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+    for memory in given:
+        assert memory.read, "it was copied from where it is"
+        assert all(machine.host.is_behind(mark) for mark in memory.read)
+    assert 0 < machine.counts["host waits"] <= len(given)
+    if drop_in:
+        case.loss(made, target).backward()
+    pipe.zero_grad()
+
+
 def test_a_value_goes_once_to_each_device(unet, pretend):
     pipe, case, (args, kwargs, target), _ = unet
     machine = pretend([ONE, TWO, TWO], 0)
