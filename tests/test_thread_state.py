@@ -336,7 +336,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_where_a_pipe_cannot_run_it_says_so(name):
     call, message = REFUSED[name]
     with _pipe_of(_net(), 2) as pipe:
