@@ -6,11 +6,12 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test lint format bench overhead balance planning coverage clean
+.PHONY: help demo test gpu lint format bench overhead balance planning coverage clean
 
 help:
 	@echo 'make demo      train two small models as pipelines and print the plan of one'
 	@echo 'make test      run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make gpu       all that needs a GPU: its tests, then time and memory of steps on one'
 	@echo 'make lint      check style and types'
 	@echo 'make format    rewrite the sources in the one style'
 	@echo 'make bench     measure throughput'
@@ -27,6 +28,10 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+# The benchmark runs also where a test has failed; the status is that of both.
+gpu: .venv/.installed
+	$(BIN)/python -m pytest -m "cuda or multi_gpu" $(ARGS); status=$$?; $(BIN)/python tools/bench/gpu.py && exit $$status
 
 lint: .venv/.installed
 	$(BIN)/ruff check

@@ -197,6 +197,10 @@ def _move(model: nn.Module, prepared: Prepared, devices: Sequence[torch.device])
                     if tensor.grad is not None:
                         tensor.grad.data = tensor.grad.data.to(device)
                 moved.add(name)
+    for module in model.modules():
+        # cuDNN wants the weights of an RNN side by side, or gathers them at every call, and warns of it.
+        if isinstance(module, nn.RNNBase) and len({weight.device for weight in module.parameters(False)}) == 1:
+            module.flatten_parameters()
 
 
 def _note_sizes(error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

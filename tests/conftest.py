@@ -42,13 +42,17 @@ def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxpipe.arguments.PROFILE_BUDGET", 0.05)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _on_one_thread() -> None:
+    """So that what the fixtures of a module compute has the bits of its tests."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _seeded_on_one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

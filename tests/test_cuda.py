@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
+import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from models import BY_NAME, CASES
-from oracle import parts_of
+from oracle import closing, parts_of
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
@@ -21,6 +24,18 @@ ONE = pytest.param(["cuda:0", "cuda:0"], marks=pytest.mark.cuda, id="one")
 MIXED = pytest.param(["cpu", "cuda:0"], marks=pytest.mark.cuda, id="mixed")
 TWO = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.multi_gpu, id="two")
 BATCH, CHUNKS = 6, 3
+
+
+@pytest.fixture(autouse=True)
+def _in_full_float32():
+    """By default convolutions and RNNs of a GPU compute in TF32, which has three digits."""
+    backends = (torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    yield
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
 
 
 def _without_dropout(model):
@@ -199,17 +214,16 @@ def test_the_host_waits_for_nothing(devices, drop_in):
     with forced_copies(), _pipe(model, devices, x) as pipe:
         pinned, on_gpu, target = x.pin_memory(), x.to(devices[0]), t.to(devices[-1])
         for given in (x, pinned, on_gpu):
-            _step(pipe, given, target, drop_in)  # the loss is verified, memory is taken
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                for _ in range(2):
-                    pipe.zero_grad()
+            for mode in ("default", "error", "error"):  # first a graph is recorded, the loss verified, memory taken
+                pipe.zero_grad()
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
                     if drop_in:
                         F.mse_loss(pipe(given), target).backward()
                     else:
                         pipe.forward_backward(given, target=target, loss_fn=F.mse_loss)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
@@ -248,3 +262,157 @@ def test_a_gpu_holds_less_with_1f1b_and_nothing_behind_a_step(devices):
             torch.cuda.synchronize()
             assert torch.cuda.memory_allocated(devices[0]) <= before
     assert peaks["1f1b"] < peaks["gpipe"]
+
+
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_backward_may_be_called_on_other_streams_than_forward(devices, busy):
+    model, x, t = _unet()
+    want = _step(model, x, t)
+    with forced_copies(), _pipe(model, devices, x) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            torch.cuda.synchronize()
+            given = x.to(devices[0], copy=True).requires_grad_()
+            target = t.to(devices[-1])
+            sides = [torch.cuda.Stream(device) for device in dict.fromkeys(devices)]
+            for side in sides:
+                side.wait_stream(torch.cuda.current_stream(side.device))
+            with contextlib.ExitStack() as stack:
+                for side in reversed(sides):
+                    stack.enter_context(torch.cuda.stream(side))
+                loss = F.mse_loss(pipe(given), target)
+            loss.backward()
+            found = [loss.detach(), given.grad, *(p.grad for p in pipe.parameters())]
+            have = [value.clone() for value in found]  # on the streams that are current now, which the engine has wait
+            torch.cuda.synchronize()
+            _assert_close(have, want)
+            del loss, found, given  # with them nodes of the side streams
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+CALLER = contextvars.ContextVar("CALLER", default="nobody")
+
+
+class Watched(torch.autograd.Function):
+    seen: list[tuple[str, str]] = []  # noqa: RUF012 - of the class: who runs backward, and in whose context
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Watched.seen.append((threading.current_thread().name, CALLER.get()))
+        return gradient * 2
+
+
+class Watching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.two(Watched.apply(self.one(x)))
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
+def test_backward_runs_in_the_workers_and_in_the_context_of_the_caller(devices, drop_in):
+    """Autograd has a thread for each GPU; it runs no node of a stage, and waits for none."""
+    x = torch.randn(6, 4)
+    with closing(fxpipe.pipeline(Watching(), devices, CHUNKS, example_args=(x,), checkpoint="never")) as pipe:
+        Watched.seen.clear()
+        token = CALLER.set("me")
+        try:
+            if drop_in:
+                pipe(x).sum().backward()
+            else:
+                pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
+        finally:
+            CALLER.reset(token)
+    assert len(Watched.seen) == CHUNKS
+    assert all(thread.startswith("fxpipe") and caller == "me" for thread, caller in Watched.seen)
+
+
+# -- what only GPUs have -----------------------------------------------------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """Asks for more than there is, when told."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.two(_taking(self.one(x)))
+
+
+WANTED = {"numbers": 1}
+
+
+@fxpipe.leaf
+def _taking(x):
+    return x + torch.empty(WANTED["numbers"], device=x.device).fill_(0)[:1]
+
+
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_a_stage_that_runs_out_of_memory_says_so_and_leaves_none_behind(devices, monkeypatch):
+    x = torch.randn(6, 4)
+    with closing(fxpipe.pipeline(Greedy(), devices, CHUNKS, example_args=(x,), checkpoint="never")) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
+        pipe.zero_grad()
+        torch.cuda.synchronize()
+        before = [torch.cuda.memory_allocated(device) for device in devices]
+        monkeypatch.setitem(WANTED, "numbers", 2**45)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
+        assert "micro-batch 0, forward" in caught.value.__notes__[-1]
+        assert all(p.grad is None for p in pipe.parameters())
+        del caught  # its frames hold what the stage had
+        torch.cuda.synchronize()
+        assert [torch.cuda.memory_allocated(device) for device in devices] <= before
+        monkeypatch.setitem(WANTED, "numbers", 1)
+        pipe.forward_backward(x, loss_fn=torch.sum, reduction="sum")
+        assert all(p.grad is not None for p in pipe.parameters())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(6, 8, 2, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
+def test_the_weights_of_an_rnn_lie_side_by_side(devices):
+    """Or cuDNN warns, here an error, in planning, in training and in evaluation, and gathers them at each call."""
+    plain, x = Recurrent(), torch.randn(6, 5, 6)
+    with closing(fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, example_args=(x,))) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+        plain(x).square().mean().backward()
+        _assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])
+        pipe.eval()
+        with torch.no_grad():
+            _close(pipe(x), plain(x))
+
+
+@pytest.mark.filterwarnings("default")  # the compiler of torch warns of what it would have otherwise
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("devices", [ONE, TWO])
+def test_compiled_stages_on_gpus_equal_the_plain_model(devices, schedule):
+    case = BY_NAME["gpt"]
+    plain = _without_dropout(case.make())
+    args, _ = case.inputs(BATCH)
+    target = case.target(BATCH)
+    case.loss(plain(*args), target).backward()
+    options = {"example_args": args, "schedule": schedule, "compile": True}
+    with closing(fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS, **options)) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.forward_backward(*args, target=target, loss_fn=case.loss)
+            _assert_close([p.grad for p in pipe.parameters()], [p.grad for p in plain.parameters()])

@@ -129,7 +129,7 @@ def test_tracing_leaves_no_trace(way: Way) -> None:
     assert not torch.compiler.is_exporting()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_scripted_functions_are_looked_through() -> None:
     scripted = torch.jit.trace(lambda t: t.sin() * 2, x())
     model = Forward(lambda m, a: scripted(m.lin(a)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+import fxpipe
 from fxpipe.tracing.placement import moved, on_one_device
 
 
@@ -36,3 +37,11 @@ def test_inputs_from_elsewhere_are_moved_and_still_require_grad():
     assert there.requires_grad
     assert there.is_leaf
     assert x.device.type == "cpu"
+
+
+def test_weights_of_an_rnn_are_put_side_by_side_where_they_come_to(monkeypatch):
+    """Each moves by itself. On a GPU cuDNN then gathered them at every call, and warned."""
+    model, x, flattened = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4, batch_first=True)), torch.randn(4, 4, 4), []
+    monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda self: flattened.append(self))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)):
+        assert model[1] in flattened

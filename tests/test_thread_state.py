@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import importlib.util
 import threading
 import time
 import warnings
@@ -335,7 +336,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_where_a_pipe_cannot_run_it_says_so(name):
     call, message = REFUSED[name]
     with _pipe_of(_net(), 2) as pipe:
@@ -376,6 +377,7 @@ def test_anomaly_mode_names_the_stage_and_shows_its_code(one_pass):
         pipe(_x())
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")  # of torch 2.11, of no use here
 def test_each_action_is_a_range_of_a_profiler_that_sees_all_threads():
     config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with _pipe_of(_net(), 2) as pipe:
@@ -397,6 +399,15 @@ def test_a_profiler_that_does_not_see_the_workers_is_warned_of():
         with profile(activities=[ProfilerActivity.CPU]) as found:
             pipe(_x())  # in this thread, which it sees
     assert "fxpipe F stage 1 micro-batch 1" in {event.name for event in found.events()}
+
+
+def test_the_default_device_of_an_import_is_nobodys_device():
+    """The token of each graph was on a GPU for good, where a script sets the default device first."""
+    spec = importlib.util.find_spec("fxpipe.runtime.entering")
+    module = importlib.util.module_from_spec(spec)
+    with torch.device("meta"):
+        spec.loader.exec_module(module)
+    assert module._token.device.type == "cpu"
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------

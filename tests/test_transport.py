@@ -272,6 +272,8 @@ def pretend(unet, monkeypatch):
             machine.place(given, CPU)
         pipe._fxpipe.graphs[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
         pipe._fxpipe.engine.driver = Interleaved(seed)
+        for kind in pipe._fxpipe.engine._losses.kinds.values():
+            kind.passes = 1  # not verified in the 10th step, which would ask a real GPU for its random numbers
         monkeypatch.setattr(Transport, "of", lambda stages, given: Transport([*stages, ONE, TWO], machine))
         unpack, enter = Packed.unpack, Exchange.enter_gradients
 
@@ -356,6 +358,29 @@ def test_the_end_of_a_step_follows_the_thread_that_calls_it(unet, pretend):
         assert compute is not other
         assert compute.clock.is_behind(mark), "the step comes after what the thread has queued"
         assert other.clock.is_behind((compute.name, compute.clock[compute.name])), "and the thread after the step"
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_pinned_memory_of_the_caller_may_be_written_to_behind_the_call(unet, pretend, drop_in):
+    """It is read in place, so the host waits for those copies, and for nothing else."""
+    pipe, case, (args, kwargs, target), _ = unet
+    machine = pretend(PLACES["two"], 0)
+    machine.place(args[0], CPU)
+    machine.place(target, CPU)
+    given = [machine._memory(args[0]), *([] if drop_in else [machine._memory(target)])]
+    for memory in given:
+        memory.is_pinned = True
+    if drop_in:
+        made = pipe(*args, **kwargs)
+    else:
+        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+    for memory in given:
+        assert memory.read, "it was copied from where it is"
+        assert all(machine.host.is_behind(mark) for mark in memory.read)
+    assert 0 < machine.counts["host waits"] <= len(given)
+    if drop_in:
+        case.loss(made, target).backward()
+    pipe.zero_grad()
 
 
 def test_a_value_goes_once_to_each_device(unet, pretend):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +48,9 @@ def measure(
         What was found, by size.
     """
     on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend:
+    with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend, warnings.catch_warnings():
+        # Tensors come to a GPU one by one, so the weights of an RNN do not lie side by side there.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
         clock, step = Clock.on(device), _spending(budget, spend)
 
         deadline = time.perf_counter() + budget

@@ -228,10 +228,10 @@ class _Catching(TorchFunctionMode):
 
     def _name_of(self, statistic: torch.Tensor) -> str | None:
         """None: it is no buffer that the function was given."""
-        found = self.own.get(storage_of(statistic))
-        if found is None:
+        memory = storage_of(statistic)
+        if memory not in self.own:  # not `get`: torch.compile, which runs this for backends of its own, has none (2.11)
             return None
-        name, buffer = found
+        name, buffer = self.own[memory]
         if statistic.shape != buffer.shape or statistic.data_ptr() != buffer.data_ptr():
             raise StateError(
                 f"deferred_batch_norm=True, but batch norm in a module kept whole tracks running statistics in a part "

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import sys
 import threading
@@ -253,7 +254,14 @@ def dice_of(seed: int) -> Iterator[None]:
 
 # -- checkpoints inside of Python kept whole -------------------------------------------------------------------------
 
-_plain_checkpoint: Any = checkpoint._checkpoint_without_reentrant_generator
+# Where non-reentrant checkpoint begins; from torch 2.14 on the first of these, which takes arguments by name.
+_BEGINNING = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(checkpoint, name)
+)
+_plain_checkpoint: Any = getattr(checkpoint, _BEGINNING)
+_of_checkpoint = inspect.signature(_plain_checkpoint)
 
 
 def _replay_checkpoints() -> None:
@@ -262,18 +270,22 @@ def _replay_checkpoints() -> None:
     `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
     stages draw from it. Outside of random nodes it does what it did.
     """
-    checkpoint._checkpoint_without_reentrant_generator = _checkpoint  # type: ignore[assignment]
+    setattr(checkpoint, _BEGINNING, _checkpoint)
 
 
-def _checkpoint(function: Any, preserve_rng_state: bool = True, *more: Any, **kwargs: Any) -> Any:
-    if not _thread.lent or not preserve_rng_state:
-        return _plain_checkpoint(function, preserve_rng_state, *more, **kwargs)
+def _checkpoint(*args: Any, **kwargs: Any) -> Any:
+    bound = _of_checkpoint.bind(*args, **kwargs)
+    given = bound.arguments
+    if not _thread.lent or not given.get("preserve_rng_state", True):
+        return _plain_checkpoint(*args, **kwargs)
+    function = given["fn"]
     states = [(g.device, _process_generator(g.device).get_state()) for g in _thread.lent]
 
     def again(*args: Any, **kwargs: Any) -> Any:
         return _alone([_standing_at(*place) for place in states], functools.partial(function, *args, **kwargs))
 
-    return _plain_checkpoint(again, False, *more, **kwargs)
+    given.update(fn=again, preserve_rng_state=False)
+    return _plain_checkpoint(*bound.args, **bound.kwargs)
 
 
 def _standing_at(device: torch.device, state: torch.Tensor) -> torch.Generator:

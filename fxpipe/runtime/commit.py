@@ -4,6 +4,17 @@
 inputs that require grad, its outputs are the outputs of the pipe. When the caller's backward reaches it, it has the
 workers run theirs and returns the sums. So hooks on parameters fire once for a step, `.grad` accumulates as ever,
 `autograd.grad` works, and a step that fails leaves nothing behind.
+
+On GPUs it has nodes around it, since autograd reckons with one stream for each node, on which all that the node hands
+out is ready, and runs the nodes of a GPU in a thread of that GPU:
+
+    outputs ◀── Caught ◀── Commit ◀── Handed of cuda:0 ◀── parameters and inputs there
+    (cuda:1)    (cuda:1)    (CPU)  ◀── Handed of cuda:1 ◀── parameters and inputs there
+
+So Commit, of which nothing is on a GPU, waits in the thread that calls backward, where Ctrl-C and context variables are
+the caller's, and keeps no thread of a GPU from other work. And each gradient comes from a node of its own device, whose
+stream is the step's there. One node for all would have the stream of the outputs: other GPUs would wait for that one,
+and not for their own (torch warns that AccumulateGrad has another stream).
 """
 
 from __future__ import annotations
@@ -16,6 +27,8 @@ import torch
 from fxpipe.errors import StateError
 
 Gradients = list[torch.Tensor | None]
+
+_CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
@@ -40,14 +53,80 @@ class Commit(torch.autograd.Function):
                 "the backward of this forward has already run, and what it needed is gone; add the losses and call "
                 "backward once: (loss1 + loss2).backward()"
             )
-        is_graph_wanted = torch.is_grad_enabled()  # create_graph=True
         with torch.no_grad():
             found = finish(gradients)
-        if is_graph_wanted:
-            found = _only_once(found)
-        # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
-        found.reverse()
-        return (None, None, *(found.pop() for _ in range(len(found))))
+        return (None, None, *_handed_out(found))
+
+
+class _Caught(torch.autograd.Function):
+    """Outputs of a GPU; leaves their gradients in a list, for Commit, which comes next."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, caught: Gradients, outputs: Sequence[torch.Tensor], root: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.caught = caught
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        ctx.caught[:] = gradients
+        return None, None, _nothing_on(_CPU)
+
+
+class _Handed(torch.autograd.Function):
+    """Hands out the gradients of `inputs`, all on one device, that Commit has left in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Gradients, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return _nothing_on(inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, nothing: torch.Tensor) -> tuple[Any, ...]:
+        return (None, *_handed_out(ctx.gradients))
+
+
+def committed(
+    finish: Callable[[Sequence[torch.Tensor | None]], Gradients],
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to `inputs`."""
+    if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
+        made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)
+        return made
+    caught: Gradients = []
+    handed: dict[torch.device, Gradients] = {tensor.device: [] for tensor in inputs}
+
+    def finish_from_afar(_: object) -> Gradients:
+        given = tuple(caught)
+        caught.clear()
+        found = finish(given)
+        for tensor, gradient in zip(inputs, found, strict=True):
+            handed[tensor.device].append(gradient)
+        found.clear()
+        return [_nothing_on(device) for device in handed]
+
+    ways = [_Handed.apply(handed[device], *(t for t in inputs if t.device == device)) for device in handed]
+    (root,) = Commit.apply(finish_from_afar, [_nothing_on(_CPU)], *ways)
+    made = _Caught.apply(caught, outputs, root)
+    return made
+
+
+def _nothing_on(device: torch.device) -> torch.Tensor:
+    """A tensor that only is somewhere: no memory, no kernel."""
+    return torch.empty(0, device=device)
+
+
+def _handed_out(found: Gradients) -> Gradients:
+    """What a backward returns of these; the list is emptied."""
+    if torch.is_grad_enabled():  # create_graph=True
+        found[:] = _only_once(found)
+    # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
+    found.reverse()
+    return [found.pop() for _ in range(len(found))]
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -67,7 +146,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _only_once(found: Gradients) -> Gradients:
-    made = _Undifferentiable.apply(torch.zeros((), requires_grad=True), *(g for g in found if g is not None))
+    begin = torch.zeros((), device=_CPU, requires_grad=True)
+    made = _Undifferentiable.apply(begin, *(g for g in found if g is not None))
     rest = iter(made)
     return [None if g is None else next(rest) for g in found]
 

@@ -1,7 +1,7 @@
 """Runs whole steps: the drop-in, whose backward is the caller's, and `forward_backward`, which has its own.
 
 Both end the same way. When all rows have ended well, buffers are written into the model, and gradients go through
-`Commit`. When one has failed, nothing has changed.
+`commit`. When one has failed, nothing has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
-from fxpipe.runtime.commit import Commit, Gradients
+from fxpipe.runtime.commit import Gradients, committed
 from fxpipe.runtime.drivers import Driver, close_all
 from fxpipe.runtime.known_losses import KnownLosses
 from fxpipe.runtime.loss_stage import LossStage
@@ -189,8 +189,7 @@ class Engine:
 
         parameters = [named[name] for name in names]
         followed = step.transport.following(finish)
-        made: tuple[torch.Tensor, ...] = Commit.apply(followed, outputs, *parameters, *inputs, *extra)
-        return made
+        return committed(followed, outputs, [*parameters, *inputs, *extra])
 
     # -- forward and backward in one ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ _Node: Any = torch._C._functions.DelayedError
 _MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
 
 # Something that requires grad, or there would be no node: it has no memory.
-_token = torch.empty(0, requires_grad=True)
+_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported
 
 
 def enter(links: Sequence[Link], received: Sequence[Value]) -> tuple[list[Any], list[Link], list[GradientEdge]]:

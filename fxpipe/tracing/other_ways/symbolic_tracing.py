@@ -215,7 +215,7 @@ def _functions_refuse_proxies() -> Iterator[None]:
     def refuse(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
             raise TraceError(f"symbolic tracing loses the backward of {function.__name__}, an autograd.Function")
-        return apply.__func__(function, *args, **kwargs)
+        return apply.__get__(None, function)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
     try:

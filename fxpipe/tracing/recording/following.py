@@ -3,8 +3,8 @@
 - calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
   module, which has to run in every step;
 - `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
-- `autograd.Function.apply`, which becomes one node that keeps its backward. Reentrant `torch.utils.checkpoint` is
-  called through (non-reentrant checkpoint needs nothing): recompute is the pipeline's own business;
+- `autograd.Function.apply`, which becomes one node that keeps its backward. `torch.utils.checkpoint` is called through,
+  with its functions of that kind: recompute is the pipeline's own business;
 - attributes of modules that forward reads (`dropout.p`): with others it is another graph.
 """
 
@@ -40,6 +40,10 @@ def followed(recorder: Recorder) -> Iterator[None]:
     module_call = nn.Module.__call__
     function_apply = torch.autograd.Function.__dict__["apply"]
 
+    def plain_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # Bound as by `function.apply`; it is Python's classmethod up to torch 2.13, and one in C from 2.14 on.
+        return function_apply.__get__(None, function)(*args, **kwargs)
+
     def is_elsewhere() -> bool:
         return threading.get_ident() != here or recorder.paused > 0
 
@@ -56,12 +60,14 @@ def followed(recorder: Recorder) -> Iterator[None]:
                 whole=False,
             )
         if is_elsewhere():
-            return function_apply.__func__(function, *args, **kwargs)
+            return plain_apply(function, *args, **kwargs)
         if function is CheckpointFunction:
             return args[0](*args[2:])
+        if function.__module__ == CheckpointFunction.__module__:  # keeps inputs for a recompute (torch 2.11; not 2.13)
+            return recorder.run(plain_apply, (function, *args), kwargs)[0]
         node_args, node_kwargs = recorder.argument(args), recorder.argument(kwargs)
-        result, random = recorder.run(function_apply.__func__, (function, *args), kwargs)
-        named = _named_function(function, function_apply.__func__)
+        result, random = recorder.run(plain_apply, (function, *args), kwargs)
+        named = _named_function(function, plain_apply)
         node = recorder.add("call_function", named, node_args, node_kwargs)
         node.meta["random"] = random
         recorder.keep(result, node)

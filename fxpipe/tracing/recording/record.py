@@ -31,8 +31,9 @@ from fxpipe.tracing.snapshot import Snapshot, undone
 from fxpipe.tracing.traced import Leaf, Traced
 from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
 
-_OF_SIZES = (
-    "size",
+_LEFT_OVER = (  # nodes that may be there for nobody
+    torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
+    "size",  # of `x.shape`, which leaves a node for each dimension
     "stride",
     operator.getitem,
     operator.add,
@@ -185,7 +186,7 @@ def _record(
         lots=tuple(recorder.lots),
         marks=tuple(recorder.marks),
     )
-    _erase_unused_sizes(traced)
+    _erase_left_over(traced)
     return traced, recorder.foreign
 
 
@@ -228,9 +229,8 @@ def _is_recorded(recorder: Recorder, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 
-def _erase_unused_sizes(traced: Traced) -> None:
-    """Every `x.shape` leaves a node for each dimension; few are used."""
+def _erase_left_over(traced: Traced) -> None:
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
     for node in reversed(list(traced.graph.nodes)):
-        if node.target in _OF_SIZES and not node.users and node not in needed:
+        if node.target in _LEFT_OVER and not node.users and node not in needed:
             traced.graph.erase_node(node)
