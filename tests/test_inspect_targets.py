@@ -336,10 +336,10 @@ def test_a_model_too_large_for_this_machine_is_answered_with_meta(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "large.py").write_text(TOO_LARGE)
-    line = [f"large.py:{name}", "--input", "8x4", "--devices", "2", "--no-progress"]
+    (tmp_path / "too_large.py").write_text(TOO_LARGE)
+    line = [f"too_large.py:{name}", "--input", "8x4", "--devices", "2", "--no-progress"]
     found = refusal(line, capsys)
-    assert f"large.py:{name}: the memory here does not hold the model and its inputs" in found
+    assert f"too_large.py:{name}: the memory here does not hold the model and its inputs" in found
     assert "give --meta to plan it without values, and --hardware" in found
     assert ("where 4.0 TiB were asked for at once" in found) == (name != "in_python")
     assert main([*line, "--meta", "--hardware", "h100"]) == 0
