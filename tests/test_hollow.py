@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
+from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.hollow import Hollow, is_hollow, refuse_hollow
 
@@ -161,7 +162,18 @@ def test_random_functions_move_the_generator_as_they_would(p, moves):
     assert torch.equal(before, torch.get_rng_state()) != moves
 
 
-def test_tensors_of_other_kinds_are_refused():
-    model = Lines(lambda model, x: (x @ model.weight).to_sparse().to_dense())
-    with Hollow(model), pytest.raises(Exception, match=r"sparse|Dynamic|nonzero"):
+class Mine(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda model, x: (x @ model.weight).to_sparse(), "torch.sparse_coo"),
+        (lambda model, x: x.as_subclass(Mine) @ model.weight, "Mine"),
+    ],
+)
+def test_tensors_of_other_kinds_are_refused(function, what):
+    model = Lines(function)
+    with Hollow(model), pytest.raises(TraceError, match=rf"{what}.*; record it with values"):
         model(torch.randn(4, 6))

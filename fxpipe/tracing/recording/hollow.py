@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.fake import is_off
 
@@ -85,7 +86,7 @@ class Hollow(TorchDispatchMode):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same layout in memory."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise NotImplementedError(f"a {type(tensor).__name__} cannot be hollow")
+            raise _refused(f"a {type(tensor).__name__} is used")
         _refuse_layout(tensor)
         bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(self._fakes, bare, tensor.device)
@@ -107,13 +108,17 @@ def refuse_hollow(tensors: Iterable[torch.Tensor]) -> None:
     Raises:
         DataDependentOutputException: one of them has none.
     """
-    if _current.mode is not None and any(map(_current.mode.has, tensors)):
+    if any(map(is_hollow, tensors)):
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def _refused(what: str) -> TraceError:
+    return TraceError(f"forward cannot be recorded without arithmetic, since {what}; record it with values")
 
 
 def _refuse_layout(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
-        raise NotImplementedError(f"a tensor of the layout {tensor.layout} cannot be hollow")
+        raise _refused(f"a tensor of the layout {tensor.layout} is used")
 
 
 def _is_view(func: Any) -> bool:
@@ -134,5 +139,5 @@ def _returned(schema: Any, written: list[torch.Tensor]) -> Any:
     if not schema.returns:
         return None
     if not all(r.alias_info is not None for r in schema.returns) or len(schema.returns) != len(written):
-        raise NotImplementedError(f"{schema.name} returns other tensors than those that it writes to")
+        raise _refused(f"{schema.name} returns other tensors than those that it writes to")
     return written[0] if len(written) == 1 else tuple(written)
