@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.hollow import Hollow, is_hollow, refuse_hollow
+from fxpipe.tracing.recording.record import record
 
 
 class Lines(nn.Module):
@@ -137,6 +138,16 @@ def test_values_that_no_mode_sees_can_be_asked_for():
         with pytest.raises(DataDependentOutputException):
             refuse_hollow([torch.ones(2), model(torch.randn(4, 6))])
     refuse_hollow([model.weight])  # outside nothing is
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
+def test_such_values_are_refused_while_recording(read):
+    def forward(model, x):
+        read((x @ model.weight).detach())
+        return x
+
+    with pytest.raises(TraceError, match="needs the values of tensors"):
+        record(Lines(forward), (torch.randn(4, 6),), {}, hollow=True)
 
 
 def test_memory_that_is_written_to_keeps_its_values_and_has_none_meanwhile():

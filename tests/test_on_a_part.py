@@ -95,6 +95,25 @@ def test_value_that_is_read_is_that_of_all_samples():
     assert not traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
 
 
+def test_value_that_is_read_for_nothing_is_that_of_all_samples():
+    """The graphs are alike, but the guard would be that of a part, and the example not the graph's."""
+
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x):
+            bool((x == 0).all())
+            return self.lin(x)
+
+    x = EXAMPLE.clone()
+    x[:6] = 0.0
+    traced = fxpipe.trace(Looking(), (x,), chunks=4)
+    assert traced.recorded_on is None
+    assert traced.matches([x], traced.in_spec, traced.flags)
+
+
 def test_value_that_all_samples_agree_on_is_a_guard():
     traced = fxpipe.trace(Asking(), (torch.zeros(12, 6),), chunks=4)
     assert traced.recorded_on == 3
