@@ -60,6 +60,12 @@ def numbers(model, x):
     return total * 2.0, total + torch.tensor(1.0, dtype=torch.float64), total > 0, total.long() / 2
 
 
+def equal_numbers(model, x):
+    """Of other types: what is made of them is, too."""
+    h = (x @ model.weight).long()
+    return h * 1, h * 1.0, h * True, (h > 0) * 1, (h > 0) * True
+
+
 def complex_numbers(model, x):
     h = torch.fft.fft(x @ model.weight).conj()
     return h.real, h.imag.neg(), h * h, torch.view_as_real(h.resolve_conj())
@@ -76,7 +82,18 @@ def gradients(model, x):
     return found * 2
 
 
-MODELS = [norm_and_attention, parts, images, in_place, autocast, numbers, complex_numbers, recurrent, gradients]
+MODELS = [
+    norm_and_attention,
+    parts,
+    images,
+    in_place,
+    autocast,
+    numbers,
+    equal_numbers,
+    complex_numbers,
+    recurrent,
+    gradients,
+]
 
 
 def described(value):

@@ -165,6 +165,27 @@ def test_tables_that_are_kept_hold_no_fake_tensors():
         assert {type(table) for table in TABLES.values()} == {torch.Tensor}
 
 
+def test_what_is_remembered_is_not_hollow():
+    met: dict[int, torch.Tensor] = {}
+    were_hollow = []
+
+    class Squared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def forward(self, x):
+            """Squares its weight once for each number of samples."""
+            if len(x) not in met:
+                met[len(x)] = self.weight.detach().square()
+                were_hollow.append(is_hollow(met[len(x)]))
+            return x * met[len(x)]
+
+    assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_on is None
+    assert were_hollow
+    assert not any(were_hollow)
+
+
 def test_inputs_that_disagree_on_the_batch():
     class Two(nn.Module):
         def forward(self, x, table):

@@ -21,7 +21,7 @@ from fxpipe.rewriting.cones import Cones, nested
 from fxpipe.rewriting.constraints import Units
 from fxpipe.rewriting.rows import Items, Row, Value
 from fxpipe.tracing import Traced, trace
-from fxpipe.tracing.checking.effects import watch
+from fxpipe.tracing.checking.effects import effects_of, watch
 from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
 
 # -- plain numbers ---------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_effects_are_those_of_the_new_order():
         sample = [torch.randint(0, 11, x.shape) if not x.dtype.is_floating_point else torch.randn(x.shape)
                   for x in traced.leaves if x.is_tensor]  # fmt: skip
         with torch.enable_grad():
-            seen = watch(other, [sample])[0]
+            seen = effects_of(other, [watch(other, sample)[1]])
         have = other.effects
         assert have is not None
         assert [n.name for n in seen.nodes] == [n.name for n in have.nodes]

@@ -15,14 +15,17 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import DecisionError, TraceError
-from fxpipe.tracing.checking.effects import Effects, Run, watch
+from fxpipe.tracing.checking.effects import Effects, Run, Seen, effects_of, watch
+from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
-from fxpipe.tracing.snapshot import dice, set_dice, slots_of, undone
+from fxpipe.tracing.snapshot import held_in_containers, slots_of, undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.trees import DiffersError, leaves_like
+
+PIECE = 1 << 18  # numbers that are compared at a time: what is made for many takes longer to get than to fill
 
 
 def take(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
@@ -68,8 +71,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     seed = torch.default_generator.initial_seed() % 2**31
     if traced.recorded_on is not None and not is_same_graph(traced, batch):
         raise TraceError("forward does something else with all samples than with a part of them")
-    for size in smaller if parts > 1 else ():
-        _excuse_reads(traced, leaves, size, batch, seed)
+    watched = {size: _excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
     for size in dict.fromkeys((example, *others)):
         if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
             continue
@@ -94,33 +96,36 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                 raise
             continue  # it will say so itself when it meets such a batch
         samples.append((size, sample))
-    effects, ours = _watch_seeded(traced, [s for _, s in samples], seed)
-    for (size, _), want, have in zip(samples, runs, ours, strict=True):
+    ours = [watched.get(size) or _watch_seeded(traced, sample, seed) for size, sample in samples]
+    for (size, _), want, (have, _) in zip(samples, runs, ours, strict=True):
         if size < batch or not traced.mini_batch_reads:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare(traced, want, have, size, batch)
-    return effects
+    return effects_of(traced, [seen for _, seen in ours])
 
 
-def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> None:
+def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> tuple[Run, Seen] | None:
     """Reads of the batch size that do not hold for micro-batches need not, where the model does the same there.
 
     As in `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)`, with one sample.
+
+    Returns the graph's run with so many samples, if there was one and it is the model's.
     """
     failing = tuple(read for read in traced.batch_reads if not read.holds(size))
     sample = _sample(traced, leaves, size, batch, seed) if failing else None
     if sample is None:
-        return
+        return None
     try:
         want = _run_model(traced, sample, seed)
-        (have,) = _watch_seeded(traced, [sample], seed)[1]
+        have, seen = _watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         _compare(traced, want, have, size, batch)
     except Exception:
-        return  # it is another graph for such micro-batches
+        return None  # it is another graph for such micro-batches
     traced.batch_reads = tuple(read for read in traced.batch_reads if read not in failing)
     traced.mini_batch_reads = (*traced.mini_batch_reads, *failing)
+    return have, seen
 
 
 def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
@@ -133,7 +138,7 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_reads)
         want = _run_model(traced, sample, seed) if is_model else None
-        (have,) = _watch_seeded(traced, [sample], seed)[1]
+        have, _ = _watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare(traced, want, have, size, batch)
@@ -144,7 +149,7 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
 
 def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
     """What the nodes are seen to do, with no comparison."""
-    return _watch_seeded(traced, [leaves], 0)[0]
+    return effects_of(traced, [_watch_seeded(traced, leaves, 0)[1]])
 
 
 def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
@@ -154,7 +159,7 @@ def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: 
         if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
             with contextlib.suppress(DecisionError):
                 if expectations(traced):
-                    _watch_seeded(traced, [sample], seed)
+                    _watch_seeded(traced, sample, seed)
                 return sample
     return None
 
@@ -163,16 +168,11 @@ def is_same_graph(traced: Traced, size: int) -> bool:
     return all(read.holds(size) for read in traced.batch_reads)
 
 
-def _watch_seeded(traced: Traced, samples: Sequence[Sequence[Any]], seed: int) -> tuple[Effects, list[Run]]:
-    start = dice()
-
-    def seeded() -> None:
-        torch.manual_seed(seed)
-        set_dice(start)
-
+def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int) -> tuple[Run, Seen]:
     try:
         with undone(traced.model):  # a hook, or a module kept whole, may write to what is not its own
-            return watch(traced, samples, seeded)
+            torch.manual_seed(seed)
+            return watch(traced, sample)
     except DecisionError:
         raise
     except Exception as error:
@@ -189,17 +189,20 @@ def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
             leaves = leaves_like(run_model(traced.model, args, kwargs), traced.out_spec)
-        outputs = [_alone(x) for x in leaves]
-        slots = {s: t for s, t in slots_of(traced.model).items() if s.kind != "parameter" and s.name in names}
+        slots = slots_of(traced.model)
+        own = {storage_of(t) for t in (*slots.values(), *held_in_containers(traced.model).values())}
+        outputs = [_alone(x, own) for x in leaves]
+        slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
     return Run(outputs, buffers)
 
 
-def _alone(value: Any) -> Any:
-    """A tensor without what it was made of, which would take memory; and a copy, for it may be a buffer."""
+def _alone(value: Any, own: set[int]) -> Any:
+    """A tensor without what it was made of, which would take memory; a copy, where its memory is among the model's."""
     if not isinstance(value, torch.Tensor):
         return value
-    return value.detach().clone().requires_grad_(value.requires_grad)
+    bare = value.detach().clone() if storage_of(value) in own else value.detach()
+    return bare.requires_grad_(value.requires_grad)
 
 
 def _with(size: int, batch: int) -> str:
@@ -250,5 +253,10 @@ def agree(want: Any, have: Any, tolerance: float | None = None) -> bool:
         return bool(torch.equal(want, have))
     if tolerance is None:
         tolerance = 100 * torch.finfo(want.dtype).eps
-    scale = float(want.detach().abs().nan_to_num(posinf=0, neginf=0).max()) if want.numel() else 0.0
-    return bool(torch.allclose(want, have, rtol=tolerance, atol=tolerance * max(scale, 1e-30), equal_nan=True))
+    want, have = want.detach(), have.detach()
+    if torch.equal(want, have):
+        return True
+    pieces = [*zip(want.flatten().split(PIECE), have.flatten().split(PIECE), strict=True)]
+    scale = max((float(w.abs().nan_to_num(posinf=0, neginf=0).max()) for w, _ in pieces if len(w)), default=0.0)
+    limit = tolerance * max(scale, 1e-30)
+    return all(torch.allclose(w, h, rtol=tolerance, atol=limit, equal_nan=True) for w, h in pieces)

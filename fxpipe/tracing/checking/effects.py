@@ -11,7 +11,7 @@ The same runs serve to compare the graph with the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe.progress import Step, progress
+from fxpipe.progress import progress
 from fxpipe.tracing.containers import storage_of, tensors_in
 from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, outputs_in, run
 from fxpipe.tracing.recording.draws import Draws
@@ -48,68 +48,30 @@ class Effects:
 
 @dataclass(slots=True)
 class Run:
-    """One run of a graph on real values."""
+    """One run of a graph, or of the model, on real values."""
 
     outputs: list[Any]
     buffers: dict[str, torch.Tensor]  # by name: the values after the run, of all that the graph reads or re-assigns
 
 
 @dataclass(slots=True)
-class _Watch:
-    nodes: list[fx.Node]
-    parent: dict[Any, Any] = field(default_factory=dict)  # union-find over storages
-    first: dict[fx.Node, Any] = field(default_factory=dict)  # node -> one of its storages
-    changed: list[set[Any]] = field(default_factory=list)
-    same: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
-    requires_grad: dict[fx.Node, bool] = field(default_factory=dict)
+class Seen:
+    """What the nodes did in one run of the graph. A storage is named by a number, which another run may use again."""
 
-    def find(self, key: Any) -> Any:
-        self.parent.setdefault(key, key)
-        while self.parent[key] != key:
-            self.parent[key] = self.parent[self.parent[key]]
-            key = self.parent[key]
-        return key
-
-    def made(self, node: fx.Node, value: Any, keys: Iterable[Any]) -> None:
-        if not isinstance(value, torch.Tensor):
-            keys = list(keys)[:1]  # the parts of a tuple are nodes of their own, and need not share memory
-        for key in keys:
-            self.parent[self.find(key)] = self.find(self.first.setdefault(node, key))
-        self.requires_grad[node] = self.requires_grad.get(node, False) or any(
-            t.requires_grad for t in tensors_in(value)
-        )
+    storages: dict[fx.Node, list[int]] = field(default_factory=dict)  # of the tensors in the value
+    changed: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages; of nodes that work
+    returned: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # the argument that is the value
+    requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # does any tensor of the value
 
 
-def watch(
-    traced: Traced, samples: Sequence[Sequence[Any]], before_each: Callable[[], object] = lambda: None
-) -> tuple[Effects, list[Run]]:
-    """Runs the graph on each of `samples` (flattened inputs, one sample for each size). The model does not change."""
-    seen = _Watch(traced.nodes, changed=[set() for _ in traced.nodes])
-    runs = []
-    with progress("checking", len(samples) * (len(traced.graph.nodes) - 1)) as step:
-        for number, sample in enumerate(samples):
-            before_each()
-            runs.append(_run(traced, sample, number, seen, step))
-    nodes = traced.nodes
-    place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
-    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
-    last |= {o: len(nodes) for o in [*traced.outputs, *traced.assigned.values()] if isinstance(o, fx.Node)}
-    numbers: dict[Any, int] = {}
-    alias = {
-        n: numbers.setdefault(seen.find(seen.first[n]), len(numbers)) if n in seen.first else None
-        for n in traced.graph.nodes
-    }
-    writes = [{numbers[root] for key in keys if (root := seen.find(key)) in numbers} for keys in seen.changed]
-    same = {n: source for n, source in seen.same.items() if source is not None}
-    return Effects(nodes, place, last, alias, same, writes, seen.requires_grad), runs
+def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
+    """Runs the graph on flattened inputs. The model does not change.
 
-
-def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step: Step) -> Run:
-    """Every value lives until the end of the run: else one address would name two storages."""
+    Every value lives until the end of the run: else one address would name two storages.
+    """
     values: Values = {}
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
-    place = {n: p for p, n in enumerate(seen.nodes)}
-    draws = Draws(traced.seed)
+    draws, seen = Draws(traced.seed), Seen()
 
     def given(node: fx.Node) -> Any:
         return copy_of_input(sample[traced.place_of(node)])
@@ -123,19 +85,69 @@ def _run(traced: Traced, sample: Sequence[Any], number: int, seen: _Watch, step:
         return copy
 
     def work(node: fx.Node, values: Values) -> Any:
-        value, changed = _observed(node, values, buffers, draws)
-        seen.changed[place[node]] |= {(number, storage) for storage in changed}
+        value, seen.changed[node] = _observed(node, values, buffers, draws)
         is_one = isinstance(value, torch.Tensor)
-        returned = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
-        seen.same[node] = returned if seen.same.get(node, returned) is returned else None
+        seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
         return value
 
-    for node in evaluate(traced.graph.nodes, values, given, attribute, work):
-        seen.made(node, values[node], ((number, storage_of(t)) for t in tensors_in(values[node])))
-        step()
+    with progress("checking", len(traced.graph.nodes) - 1) as step:
+        for node in evaluate(traced.graph.nodes, values, given, attribute, work):
+            tensors = list(tensors_in(values[node]))
+            seen.storages[node] = list(map(storage_of, tensors))
+            if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
+                del seen.storages[node][1:]  # and need not share memory
+            seen.requires_grad[node] = any(t.requires_grad for t in tensors)
+            step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    return Run([_bare(output) for output in outputs_in(traced, values)], after)
+    return Run([_bare(output) for output in outputs_in(traced, values)], after), seen
+
+
+def effects_of(traced: Traced, seen: Sequence[Seen]) -> Effects:
+    """What holds of the nodes in any of these runs, one for each size that will occur."""
+    nodes = traced.nodes
+    place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
+    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
+    last |= {o: len(nodes) for o in [*traced.outputs, *traced.assigned.values()] if isinstance(o, fx.Node)}
+    classes = _Classes()
+    first: dict[fx.Node, _Key] = {}  # one of the storages of each node
+    for number, one in enumerate(seen):
+        for node, storages in one.storages.items():
+            for storage in storages:
+                classes.unite((number, storage), first.setdefault(node, (number, storage)))
+    numbers: dict[_Key, int] = {}
+    alias = {
+        n: numbers.setdefault(classes.find(first[n]), len(numbers)) if n in first else None for n in traced.graph.nodes
+    }
+    writes = []
+    for node in nodes:
+        changed = (classes.find((number, s)) for number, one in enumerate(seen) for s in one.changed[node])
+        writes.append({numbers[root] for root in changed if root in numbers})
+    returned = {n: {one.returned[n] for one in seen} for n in nodes}
+    same = {n: source for n, found in returned.items() if len(found) == 1 and (source := next(iter(found))) is not None}
+    requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
+    return Effects(nodes, place, last, alias, same, writes, requires_grad)
+
+
+_Key = tuple[int, int]  # number of a run, storage
+
+
+class _Classes:
+    """Union-find over storages."""
+
+    def __init__(self) -> None:
+        self._parent: dict[_Key, _Key] = {}
+
+    def find(self, key: _Key) -> _Key:
+        parent = self._parent
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    def unite(self, left: _Key, right: _Key) -> None:
+        self._parent[self.find(left)] = self.find(right)
 
 
 def _bare(value: Any) -> Any:

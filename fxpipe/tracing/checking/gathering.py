@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -23,7 +23,8 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects, running_statistics
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.evaluation import Values, evaluate, outputs_in
+from fxpipe.tracing.evaluation import Values, evaluate
+from fxpipe.tracing.sizing.shapes import batched_nodes
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
@@ -61,14 +62,15 @@ def _compare_halves(traced: Traced, leaves: Sequence[Any], batch: int, expects_s
     """Compares the first `batch` samples with their halves put together."""
     cut = (batch + 1) // 2
     expected = batch if expects_sizes else None
+    asked = _asked(traced)
     runs = [
-        _run_calmly(traced, take(traced, leaves, *bound), samples)
+        _run_calmly(traced, asked, take(traced, leaves, *bound), samples)
         for bound, samples in (((0, batch), expected), ((0, cut), None), ((cut, batch), None))
     ]
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
-        shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
-        if dim is None or not shapes or not shapes[0].dtype.is_floating_point:
+        if place not in asked:
             continue
+        assert isinstance(node, fx.Node)
         whole, first, second = (run[place] for run in runs)
         if isinstance(dim, int):
             together = torch.cat([first, second], dim)
@@ -86,6 +88,38 @@ def _compare_halves(traced: Traced, leaves: Sequence[Any], batch: int, expects_s
                 "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
                 "that returns (out.loss * n, n), n tokens that count"
             )
+
+
+def _asked(traced: Traced) -> dict[int, fx.Node]:
+    """By place of an output that is put together: what to compare for it, itself or what says the same."""
+    found = {}
+    for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+        shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
+        if dim is not None and shapes and shapes[0].dtype.is_floating_point:
+            assert isinstance(node, fx.Node)
+            found[place] = node.all_input_nodes[0] if _is_by_sample(traced, node, dim) else node
+    return found
+
+
+def _is_by_sample(traced: Traced, node: fx.Node, dim: int | str) -> bool:
+    """Does an output say no more than its input, of which a linear map makes it for each sample by itself?
+
+    To multiply with a vocabulary may take as long as all before it.
+    """
+    effects: Effects | None = traced.effects
+    assert effects is not None
+    if node.target is not F.linear or not node.args or not isinstance(dim, int):
+        return False
+    source, *weights = node.all_input_nodes
+    return (
+        source is node.args[0]
+        and source.op in WORKING
+        and source.meta["shapes"][0].dtype == node.meta["shapes"][0].dtype
+        and dim < len(node.meta["shapes"][0].shape) - 1
+        and batched_nodes(traced).isdisjoint(weights)
+        and effects.alias[source] not in set().union(*effects.writes)
+        and node.users.keys() == {traced.graph.output_node()}
+    )
 
 
 def _taken(traced: Traced) -> dict[str, int | None]:
@@ -115,10 +149,18 @@ def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
-def _run_calmly(traced: Traced, sample: Sequence[Any], expected: int | None) -> list[Any]:
-    """The outputs. `expected`: the number of samples, if values are to be of the sizes that the graph has for it."""
+def _run_calmly(
+    traced: Traced, asked: Mapping[int, fx.Node], sample: Sequence[Any], expected: int | None
+) -> dict[int, Any]:
+    """What is asked, by place.
+
+    Args:
+        expected: the number of samples, if values are to be of the sizes that they have of so many.
+    """
+    left_out = {traced.outputs[place] for place, node in asked.items()} - {*asked.values()}
+    nodes = [node for node in traced.graph.nodes if node not in left_out]
+    last = _last_uses(nodes, asked.values())
     # Python that runs as it is may ask for gradients inside; nothing else does.
-    last = _last_uses(traced)
     grad = any(node.meta.get("opaque") for node in traced.nodes)
 
     def given(node: fx.Node) -> Any:
@@ -137,10 +179,10 @@ def _run_calmly(traced: Traced, sample: Sequence[Any], expected: int | None) -> 
         return value
 
     values: Values = {}
-    for node in evaluate(traced.graph.nodes, values, given, attribute, work):
+    for node in evaluate(nodes, values, given, attribute, work):
         for used in last.get(node, ()):
             del values[used]
-    return outputs_in(traced, values)
+    return {place: values[node] for place, node in asked.items()}
 
 
 def _are_expected(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
@@ -159,11 +201,11 @@ def _sizes(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> 
     return tuple(int(number) if number.is_Integer else None for number in numbers)
 
 
-def _last_uses(traced: Traced) -> dict[fx.Node, list[fx.Node]]:
+def _last_uses(nodes: Sequence[fx.Node], asked: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """By node: the values that no other needs after it."""
     found: dict[fx.Node, list[fx.Node]] = {}
-    seen = {*traced.graph.output_node().all_input_nodes}
-    for node in reversed(traced.graph.nodes):
+    seen = {*asked}
+    for node in reversed(nodes):
         if node.op in WORKING:
             found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
             seen.update((*node.all_input_nodes, node))

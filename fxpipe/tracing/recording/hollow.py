@@ -16,7 +16,8 @@ hollow tensor is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +29,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.fake import is_off
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What fake tensors tell of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        if tensor.layout != torch.strided:
+            raise _refused(f"a tensor of the layout {tensor.layout} is used")
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
 
 class _Current(threading.local):
@@ -45,6 +62,7 @@ class Hollow(TorchDispatchMode):
         self._fakes = FakeTensorMode()
         self._outer: Hollow | None = None
         self._storages: dict[int, torch.UntypedStorage] = {}  # hollow ones, kept: no other shall get their names
+        self._told: dict[Hashable, Any] = {}  # by call: what it makes. Equal blocks make equal calls
         for parameter in model.parameters():
             self._hollow_out(parameter)
 
@@ -73,10 +91,17 @@ class Hollow(TorchDispatchMode):
                 for tensor in written:
                     self._hollow_out(tensor)
                 return _returned(func._schema, written)
-            fakes = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+            return pytree.tree_map_only(_Layout, self._made, self._tell(func, args, kwargs))
+
+    def _tell(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes, with layouts in place of tensors."""
+        key = func, _described(args), _described(kwargs)
+        if key not in self._told:
+            fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             with self._fakes:
-                made = func(*fakes[0], **fakes[1])
-            return pytree.tree_map_only(FakeTensor, self._like, made)
+                made = func(*fake_args, **fake_kwargs)
+            self._told[key] = pytree.tree_map_only(FakeTensor, _Layout.of, made)
+        return self._told[key]
 
     def _hollow_out(self, tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
@@ -85,15 +110,12 @@ class Hollow(TorchDispatchMode):
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same layout in memory."""
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            raise _refused(f"a {type(tensor).__name__} is used")
-        _refuse_layout(tensor)
-        bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return FakeTensor(self._fakes, bare, tensor.device)
+        layout = _Layout.of(tensor)
+        bare = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+        return FakeTensor(self._fakes, bare, layout.device)
 
-    def _like(self, fake: torch.Tensor) -> torch.Tensor:
-        _refuse_layout(fake)
-        tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+    def _made(self, layout: _Layout) -> torch.Tensor:
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
         self._hollow_out(tensor)
         return tensor
 
@@ -116,9 +138,17 @@ def _refused(what: str) -> TraceError:
     return TraceError(f"forward cannot be recorded without arithmetic, since {what}; record it with values")
 
 
-def _refuse_layout(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise _refused(f"a tensor of the layout {tensor.layout} is used")
+def _described(value: Any) -> Hashable:
+    """Equal for arguments of calls that make the same."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise _refused(f"a {type(value).__name__} is used")
+        return _Layout.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_described, value))
+    if isinstance(value, dict):
+        return tuple((key, _described(item)) for key, item in value.items())
+    return type(value), value  # 1, 1.0 and True are equal
 
 
 def _is_view(func: Any) -> bool:

@@ -1,8 +1,8 @@
 """Recording on a few samples of the example, where the whole of it would give the same graph.
 
 A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
-the model is recorded on the samples of one micro-batch, and once more on the mini-batch and on one sample more, there
-without arithmetic, on hollow tensors (`hollow`) or, on a GPU, on fake ones. Where all three recordings are the same, to
+the model is recorded on the samples of one micro-batch; and once more on them, on the mini-batch and on one sample more
+without arithmetic, on hollow tensors (`hollow`) or, on a GPU, on fake ones. Where all these recordings are the same, to
 the last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
 samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
 micro-batches.
@@ -81,9 +81,9 @@ def on_a_part(
             return None
         if traced.constants.keys() - held_in_containers(model).keys():  # tables of its own, maybe one for each size
             return None
-        if not _are_the_same(traced, record_on(*given(samples))):  # it remembers: it must meet none without values
-            return None
-        if not all(_are_the_same(traced, without_arithmetic(given(size))) for size in (batch, batch + 1)):
+        # The first size once more: a model that remembers what it met does something else the second time. It is seen
+        # before tensors without values meet tables of other sizes, in which they would stay.
+        if not all(_are_the_same(traced, without_arithmetic(given(size))) for size in (samples, batch, batch + 1)):
             return None
         traced.leaves, traced.recorded_on = leaves, samples
         return finish(traced)

@@ -181,7 +181,9 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
         )
     if read.function in RELATIONS or read.function is bool:
         holds = RELATIONS[read.function](*operands) if read.function in RELATIONS else sympy.Ne(operands[0], 0)
-        condition = sympy.simplify(holds if read.result else sympy.Not(holds))
+        condition = holds if read.result else sympy.Not(holds)
+        if not (condition.is_Relational and condition.lhs == traced.batch and condition.rhs.is_number):
+            condition = sympy.simplify(condition)  # which takes long, the first time most of all
         return None if condition == sympy.true else BatchRead(condition, read.where)
     if traced.recorded_sizes:
         return None  # what it computed is in the graph

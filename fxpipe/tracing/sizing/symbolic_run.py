@@ -30,6 +30,13 @@ from fxpipe.tracing.snapshot import forked_random
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 
+class _Env(ShapeEnv):
+    """One that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class SymbolicRun:
     """What the run has shown."""
@@ -155,7 +162,7 @@ class _Attempt:
 
     def __init__(self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Known, alike: Alike | None):
         self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
-        self.env = ShapeEnv(duck_shape=False)
+        self.env = _Env(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `alike` does the same
         self.made: dict[fx.Node, Any] = {}
