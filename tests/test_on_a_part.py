@@ -201,8 +201,29 @@ def test_unchecked_graphs_are_recorded_on_all_samples():
 
 
 def test_micro_batches_of_one_sample():
-    traced = fxpipe.trace(nn.Sequential(nn.Linear(6, 6), nn.Tanh()), (EXAMPLE,), chunks=12)
-    assert traced.recorded_on == 2
+    """A single one has shapes of its own: two are recorded, and one compared."""
+    seen = []
+
+    def noting(x):
+        if not is_hollow(x):
+            seen.append(len(x))
+        return x.tanh()
+
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_on == 2
+    assert seen == [2, 1]
+
+
+def test_part_that_is_all_there_is_to_compare():
+    """A model that refuses a single sample is compared with the two that were recorded."""
+    seen = []
+
+    def noting(x):
+        if not is_hollow(x):
+            seen.append(len(x))
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_on == 2
+    assert seen == [2, 1, 2]
 
 
 def test_samples_that_act_on_each_other_are_seen():

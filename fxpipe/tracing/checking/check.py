@@ -54,7 +54,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
     slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
     left out. Of a graph that was recorded on a part of the samples it is known that forward is the same on all of them
-    and on one more: it is compared at the sizes of the part and of micro-batches.
+    and on one more: it is compared at the sizes of micro-batches, and watched at that of a larger part.
 
     Returns what the nodes were seen to do.
 
@@ -66,14 +66,14 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
     example = traced.recorded_on or batch
     others = (*sorted(smaller, reverse=True), *((batch + 1, 2 * batch) if example == batch else ()))
-    samples: list[tuple[int, list[Any]]] = []
-    runs: list[Run | None] = []
     seed = torch.default_generator.initial_seed() % 2**31
     if traced.recorded_on is not None and not is_same_graph(traced, batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     watched = {size: _excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
-    for size in dict.fromkeys((example, *others)):
-        if (size > batch + 1 and len(samples) > 1) or not is_same_graph(traced, size):
+    compared = {size for size, found in watched.items() if found is not None}
+    wanted: list[tuple[int, list[Any], Run | None]] = []  # size, samples, what the model makes of them
+    for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
+        if (size > batch + 1 and len(wanted) > 1) or not is_same_graph(traced, size):
             continue
         sample = _sample(traced, leaves, size, batch, seed)
         if sample is None and size == example:
@@ -83,21 +83,21 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             )
         if sample is None:
             continue
-        try:
-            is_model = all(read.holds(size) for read in traced.mini_batch_reads)
-            runs.append(_run_model(traced, sample, seed) if is_model else None)
-        except DiffersError as error:
-            raise TraceError(
-                f"the model's output has another structure{_with(size, batch)} than when it was recorded: {error}; "
-                "return the same structure for every batch size and in every call"
-            ) from error
-        except Exception:
-            if size == example:
+        want = None
+        is_known = size == example != batch and bool(compared)  # the recording was a run of the model
+        if not is_known and all(read.holds(size) for read in traced.mini_batch_reads):
+            try:
+                want = _run_model(traced, sample, size, batch, seed)
+            except TraceError:
                 raise
-            continue  # it will say so itself when it meets such a batch
-        samples.append((size, sample))
-    ours = [watched.get(size) or _watch_seeded(traced, sample, seed) for size, sample in samples]
-    for (size, _), want, (have, _) in zip(samples, runs, ours, strict=True):
+            except Exception:
+                if size == example:
+                    raise
+                continue  # it will say so itself when it meets such a batch
+            compared.add(size)
+        wanted.append((size, sample, want))
+    ours = [watched.get(size) or _watch_seeded(traced, sample, seed) for size, sample, _ in wanted]
+    for (size, _, want), (have, _) in zip(wanted, ours, strict=True):
         if size < batch or not traced.mini_batch_reads:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
@@ -117,7 +117,7 @@ def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, 
     if sample is None:
         return None
     try:
-        want = _run_model(traced, sample, seed)
+        want = _run_model(traced, sample, size, batch, seed)
         have, seen = _watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         _compare(traced, want, have, size, batch)
@@ -137,7 +137,7 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
         return True  # forward is asked about the mini-batch, and would be another with so few
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_reads)
-        want = _run_model(traced, sample, seed) if is_model else None
+        want = _run_model(traced, sample, size, batch, seed) if is_model else None
         have, _ = _watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
@@ -182,13 +182,20 @@ def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int) -> tuple[Run
         ) from error
 
 
-def _run_model(traced: Traced, sample: Sequence[Any], seed: int) -> Run:
+def _run_model(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
     args, kwargs = pytree.tree_unflatten(map(copy_of_input, sample), traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
-            leaves = leaves_like(run_model(traced.model, args, kwargs), traced.out_spec)
+            result = run_model(traced.model, args, kwargs)
+        try:
+            leaves = leaves_like(result, traced.out_spec)
+        except DiffersError as error:
+            raise TraceError(
+                f"the model's output has another structure{_with(size, batch)} than when it was recorded: {error}; "
+                "return the same structure for every batch size and in every call"
+            ) from error
         slots = slots_of(traced.model)
         own = {storage_of(t) for t in (*slots.values(), *held_in_containers(traced.model).values())}
         outputs = [_alone(x, own) for x in leaves]
