@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 from fractions import Fraction
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 from torch.utils._sympy.functions import FloorDiv
 
 import fxpipe
-from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
 from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
 from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
 from fxpipe.profiling.storing import profile_for
@@ -184,6 +186,23 @@ def test_a_profile_with_other_nodes_is_refused(tmp_path):
     (tmp_path / "p.json").write_text(json.dumps(document))
     with pytest.raises(ArgumentError, match="does not have the nodes"):
         profile_for(traced, tmp_path / "p.json")
+
+
+def test_a_profile_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    path, profile = tmp_path / "profile.json", Profile((), 1, b, "cpu")
+    profile.save(path)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match=r"a profile cannot be saved to .*No such file or directory"):
+        profile.save(tmp_path / "nowhere" / "profile.json")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(FileError, match="No space left on device"):
+        profile.save(path)
+    assert path.read_bytes() == before
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_a_missing_file_is_an_error_of_the_system(tmp_path):

@@ -79,6 +79,7 @@ class Profile:
 
         Raises:
             ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
+            FileError: the file cannot be written.
         """
         from fxpipe.profiling.storing import save
 

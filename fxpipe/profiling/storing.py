@@ -30,6 +30,7 @@ import sympy
 
 from fxpipe.documents import from_document
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.files import write_whole
 from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
 from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
 from fxpipe.work import Operation, Work
@@ -57,6 +58,7 @@ def save(profile: Profile, path: str | Path) -> None:
 
     Raises:
         ArgumentError: one of its formulas is no polynomial in the batch size, nor bounded by one.
+        FileError: the file cannot be written.
     """
 
     def numbers(expression: sympy.Expr) -> list[int | str]:
@@ -88,7 +90,7 @@ def save(profile: Profile, path: str | Path) -> None:
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
     }
-    Path(path).write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_whole(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode(), "a profile")
 
 
 def load(path: str | Path) -> Profile:
