@@ -24,9 +24,7 @@ class Repeating(TorchDispatchMode):
             return func(*args, **kwargs)
         flat = args[0].view(-1)
         func(flat[:DRAWN], *args[1:], **kwargs)
-        filled = DRAWN
-        while filled < len(flat):
-            more = flat[filled : 2 * filled]
-            more.copy_(flat[: len(more)])
-            filled += len(more)
+        whole = len(flat) // DRAWN * DRAWN
+        flat[DRAWN:whole].view(-1, DRAWN).copy_(flat[:DRAWN])  # which stay in the cache
+        flat[whole:].copy_(flat[: len(flat) - whole])
         return args[0]
