@@ -16,11 +16,8 @@ import torch.nn.functional as F
 from models import GPT, DictOut, ResNet, TwoBranch, UNet
 from test_saved_bytes import Of, Pictures, Stages, counted, leaves_of, number, of_stages, sample, saved_by
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.profiling import counting
 from fxpipe.profiling.counting import Count, Counts
 from fxpipe.profiling.formulas import fitted, polynomial
 from fxpipe.profiling.probing import _Counter
@@ -388,46 +385,15 @@ def test_model_inputs_and_random_states_stay_as_they_were(name: str) -> None:
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
 
-class _OfRealTensors(_Counter):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(isinstance(x, FakeTensor) for x in pytree.tree_leaves((args, kwargs))):
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("is_long", [False, True])
-def test_activations_are_not_held(monkeypatch, is_long: bool) -> None:
+def test_activations_are_not_held() -> None:
     """At no time more than a few of the thirty layers' activations are alive."""
-    monkeypatch.setattr(counting, "LONG", 0.0 if is_long else 1e9)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
     traced, x = trace(model, (torch.randn(256, 64),)), torch.randn(256, 64)
-    with (counter := _OfRealTensors()):
+    with (counter := _Counter()):
         counter.begin([x, *model.parameters()])
         counted(traced, [x], 256)
     assert counter.most <= 8 * x.nbytes
     assert total(counted(traced, [x], 256), "saved_bytes").subs(traced.batch, 256) == 30 * x.nbytes
-
-
-class LSTM(nn.LSTM):
-    """Takes memory in forward that fake tensors do not show."""
-
-    def __init__(self):
-        super().__init__(16, 5, batch_first=True)
-
-
-@pytest.mark.parametrize(
-    ("model", "shape"), [(GPT, (8, 7)), (ResNet, (8, 3, 8, 8)), (UNet, (8, 3, 16, 16)), (LSTM, (8, 4, 16))]
-)
-def test_slow_models_are_counted_as_others_are(monkeypatch, model, shape) -> None:
-    """On fake tensors, where these show the same."""
-    x = torch.randint(0, 17, shape) if model is GPT else torch.randn(shape)
-    traced = trace(model(), (x,))
-    found = []
-    for long in (1e9, 0.0):
-        monkeypatch.setattr(counting, "LONG", long)
-        counts = counted(traced, [x], 2)
-        found.append((list(counts.nodes.values()), counts.storages, counts.temporaries, counts.saved))
-    assert found[0] == found[1]
 
 
 def test_inference_mode_of_the_caller_does_not_matter() -> None:

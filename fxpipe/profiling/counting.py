@@ -4,18 +4,19 @@ The graph runs once with the samples of one micro-batch, and at two other sizes,
 What is saved is as seen in the first run: whether `reshape` copies hangs on the size, and so do kernels. How much it is
 comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
 
+Values do not count, so on the CPU zeros do for products (`products`), and in the other runs one node of each kind does
+for all. Where something hangs on values after all, such a run comes to an end, and another one computes everything.
+
 What cannot be exact:
 
 - another micro-batch than the one that was looked at, where views become copies or other kernels run there;
-- memory that a library allots in steps (the workspace of an LSTM in oneDNN), for other sizes; fake tensors show none;
+- memory that a library allots in steps (the workspace of an LSTM in oneDNN), for other sizes;
 - a view that is sent to another device: the copy there takes the size of the view, not that of its storage;
 - what a function keeps in other places than autograd and the attributes of its context.
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -27,17 +28,18 @@ from torch import fx
 from fxpipe.profiling.costs import Saved
 from fxpipe.profiling.formulas import fitted, polynomial
 from fxpipe.profiling.probing import Probe
+from fxpipe.profiling.products import WithoutProducts
 from fxpipe.profiling.saving import Followed, OfValue, Seen, follow
+from fxpipe.profiling.unread import unread
 from fxpipe.profiling.working import Storage, Temporary, total, working
 from fxpipe.tracing.checking.check import is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.recording.fake import faked, is_faked, running
-from fxpipe.tracing.sizing.alike import ChangedInPlaceError
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.fake import is_faked, running
 from fxpipe.tracing.sizing.shapes import bytes_for
-from fxpipe.tracing.snapshot import undone
+from fxpipe.tracing.snapshot import slots_of, undone
 from fxpipe.tracing.traced import Traced
 
-LONG = 1.0  # seconds of a run from which on one on fake tensors takes less
 MOST = 13  # samples that are tried in other runs, where there are fewer in a micro-batch
 
 
@@ -110,57 +112,43 @@ def count(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int)
 
 
 def _runs(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> dict[int, Followed]:
-    """By number of samples: that of a micro-batch, two others, and a third where these make no line.
-
-    At the others fake tensors do where real ones take long, if they show the same for a micro-batch: that takes no
-    arithmetic. Nodes of which they show something else (some functions of attention) are looked at on zeros there.
-    """
-    start = time.perf_counter()
-    runs = {samples: _run(traced, effects, leaves, samples)}
-    if time.perf_counter() - start > LONG and not is_faked():
-        with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes, running():
-            real, fake = runs[samples], _run(traced, effects, fakes, samples, once=True)
-            if all(seen.bytes == fake.bytes(seen.label) for seen in real.seen.values()):
-                unlike = [node for node in real.probes if real.probes[node] != fake.probes[node]]
-                found = _other_runs(traced, effects, fakes, runs, unlike)
-                if len(found) > 2:
-                    return found
-    return _other_runs(traced, effects, leaves, runs)
-
-
-def _other_runs(
-    traced: Traced,
-    effects: Effects,
-    leaves: Sequence[Any],
-    runs: dict[int, Followed],
-    on_zeros: Collection[fx.Node] = (),
-) -> dict[int, Followed]:
-    (samples,) = runs
-    runs = dict(runs)
+    """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
+    nodes = unread(effects)
+    values = (*tensors_in(leaves), *slots_of(traced.model).values())
+    one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
+    runs = {samples: _run(traced, effects, leaves, samples, nodes)}
     for size in _other_sizes(traced, samples):
         if len(runs) == 4 or (len(runs) == 3 and not _grows_unevenly(runs)):
             break
         try:
-            runs[size] = _run(traced, effects, leaves, size, is_faked(), on_zeros)
+            runs[size] = _run(traced, effects, leaves, size, nodes, one_of_a_kind)
         except Exception:  # a size that the model refuses, or samples for which it is another graph
             continue
     return runs
 
 
 def _run(
-    traced: Traced,
-    effects: Effects,
-    leaves: Sequence[Any],
-    size: int,
-    once: bool = False,
-    on_zeros: Collection[fx.Node] = (),
+    traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, nodes: Collection[fx.Node], once: bool = False
 ) -> Followed:
+    """With as little arithmetic as shows what there is to count.
+
+    Args:
+        nodes: of which nobody reads a value.
+        once: is one node of each kind enough.
+    """
     sample = take(traced, leaves, 0, size)
-    with undone(traced.model):  # a module kept whole may write to what is not its own
-        if once:
-            with contextlib.suppress(ChangedInPlaceError):
-                return follow(traced, effects, sample, once, on_zeros)
-        return follow(traced, effects, sample)
+    for is_once, products in [
+        *([(True, WithoutProducts(nodes, are_others=True))] if once else []),
+        (False, WithoutProducts(nodes)),
+    ]:
+        try:
+            with undone(traced.model):  # a module kept whole may write to what is not its own
+                return follow(traced, effects, sample, products, is_once)
+        except Exception:  # something hangs on values after all, or it would have been raised anyway
+            if not products.are_others:
+                raise
+    with undone(traced.model):
+        return follow(traced, effects, sample, WithoutProducts())
 
 
 def _other_sizes(traced: Traced, samples: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -53,18 +53,6 @@ def probe(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, An
         given |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
         return _once(node, given, {n: given[n] for n in changed}, starts, _OnCuda(found))
     return _once(node, given, changed, starts, _Counter())
-
-
-def probe_on_zeros(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:
-    """The same for fake values, on real tensors like them."""
-    with unset_fake_temporarily():
-        zeros = {n: pytree.tree_map_only(FakeTensor, _zeros_like, values[n]) for n in node.all_input_nodes}
-        return probe(node, written, zeros)
-
-
-def _zeros_like(fake: FakeTensor) -> torch.Tensor:
-    zeros = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).zero_()
-    return zeros.requires_grad_(fake.requires_grad)
 
 
 def _is_fake(values: Any) -> bool:

@@ -16,16 +16,18 @@ The hooks keep nothing, so the run takes the memory of a forward without gradien
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from fxpipe.profiling.kinds import Kinds
-from fxpipe.profiling.probing import Probe, probe, probe_on_zeros
+from fxpipe.profiling.probing import Probe, probe
+from fxpipe.profiling.products import WithoutProducts
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
@@ -93,32 +95,33 @@ class Followed:
 
 
 def follow(
-    traced: Traced, effects: Effects, leaves: Sequence[Any], once: bool = False, on_zeros: Collection[fx.Node] = ()
+    traced: Traced, effects: Effects, leaves: Sequence[Any], products: WithoutProducts, once: bool = False
 ) -> Followed:
     """Runs the graph, and of each kind of node one by itself, forward and back (`probe`).
 
     Args:
         leaves: flattened inputs.
-        once: run of each kind just one node, and take its value for that of the others. For tensors without values,
-            and where it does not matter which of them share memory.
-        on_zeros: nodes to be looked at (`probe`) on zeros in place of fake tensors, which do not show all of them.
+        products: says at which nodes they are left out.
+        once: run of each kind just one node, and take its value for that of the others. For where nobody reads values,
+            and it does not matter which of them share memory.
 
     To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
 
     Raises:
+        ValuesNeededError: not without products, or not with `once`, since values decide what is to be counted.
         ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
     """
-    return _Run(traced, effects, once, on_zeros).run(leaves)
+    return _Run(traced, effects, products, once).run(leaves)
 
 
 class _Run:
     """One run: values live until their last user has run."""
 
-    def __init__(self, traced: Traced, effects: Effects, once: bool, on_zeros: Collection[fx.Node]):
+    def __init__(self, traced: Traced, effects: Effects, products: WithoutProducts, once: bool):
         self.traced, self.effects = traced, effects
         self.kinds = Kinds(effects)
         self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
-        self.once, self.on_zeros = once, on_zeros
+        self.products, self.once = products, once
         self.storages = Storages()
         self.own: set[int] = set()  # numbers of the storages of the model's tensors
         self.seen: dict[int, Seen] = {}  # by number: all others
@@ -134,7 +137,8 @@ class _Run:
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
         for at, node in enumerate(self.effects.nodes):
             try:
-                self._visit(node, at)
+                with self.products.at(node):
+                    self._visit(node, at)
             except Exception as error:
                 error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
                 raise
@@ -149,11 +153,11 @@ class _Run:
             first, value = self.first[kind]
             self.probes[node] = self.probes[first]
             if self.once:
-                self.values[node], self.same[node] = value, first
+                self.values[node], self.same[node] = pytree.tree_map_only(torch.Tensor, _another, value), first
                 return
         else:
             written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.writes[place]]
-            self.probes[node] = (probe_on_zeros if node in self.on_zeros else probe)(node, written, self.values)
+            self.probes[node] = probe(node, written, self.values)
         before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
         self.values[node] = self._step(node, place)
         if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
@@ -271,6 +275,13 @@ class _Run:
             for number in self.storages.numbers(tensor):
                 if number in self.seen:
                     yield self.seen[number]
+
+
+def _another(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own on the same memory: a node that is given both is given two."""
+    if tensor.layout != torch.strided:
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
 
 
 def saved_under(value: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
