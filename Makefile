@@ -6,20 +6,21 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test gpu lint format bench overhead balance planning coverage clean
+.PHONY: help demo test gpu lint format bench overhead balance planning inspecting coverage clean
 
 help:
-	@echo 'make demo      train two small models as pipelines and print the plan of one'
-	@echo 'make test      run the tests; make test ARGS="-k partition" runs some of them'
-	@echo 'make gpu       all that needs a GPU: its tests, then time and memory of steps on one'
-	@echo 'make lint      check style and types'
-	@echo 'make format    rewrite the sources in the one style'
-	@echo 'make bench     measure throughput'
-	@echo 'make overhead  measure what an action costs beside the operations of the model'
-	@echo 'make balance   compare cuts with those of others, and predicted with measured steps'
-	@echo 'make planning  measure how long planning takes'
-	@echo 'make coverage  run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
-	@echo 'make clean     remove caches and build outputs; the environment in .venv stays'
+	@echo 'make demo        train two small models as pipelines and print the plan of one'
+	@echo 'make test        run the tests; make test ARGS="-k partition" runs some of them'
+	@echo 'make gpu         all that needs a GPU: its tests, then time and memory of steps on one'
+	@echo 'make lint        check style and types'
+	@echo 'make format      rewrite the sources in the one style'
+	@echo 'make bench       measure throughput'
+	@echo 'make overhead    measure what an action costs beside the operations of the model'
+	@echo 'make balance     compare cuts with those of others, and predicted with measured steps'
+	@echo 'make planning    measure how long planning takes'
+	@echo 'make inspecting  measure how long fxpipe.inspect takes'
+	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
+	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
 	$(BIN)/python examples/unet.py
@@ -53,6 +54,9 @@ balance: .venv/.zoo
 
 planning: .venv/.zoo
 	$(BIN)/python tools/bench/planning.py $(ARGS)
+
+inspecting: .venv/.zoo
+	$(BIN)/python tools/bench/inspecting.py $(ARGS)
 
 coverage: .venv/.zoo
 	$(BIN)/python tools/coverage.py $(ARGS)
