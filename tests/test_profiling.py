@@ -802,3 +802,23 @@ def test_a_long_node_runs_forward_once() -> None:
     assert [m.forward_seconds for m in found] == [1, 1, 1]
     assert [(m.backward_seconds, m.weight_seconds) for m in found] == [(1, 1), (1, 0), (2, 1)]
     assert forwards == {norm.name: 1}
+
+
+def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(3, 4)
+    traced = trace(model, (x,))
+    linear, tanh = traced.nodes
+    fails = iter([True])
+
+    def failing(value: torch.Tensor) -> torch.Tensor:
+        if next(fails, False):
+            raise RuntimeError("once")
+        return value.tanh()
+
+    tanh.op, tanh.target = "call_function", failing
+    seconds = itertools.count()
+    rounds = Rounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
+    rounds._alike.were_taken = True  # so that it is tried again
+    rounds.run()
+    assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1

@@ -139,6 +139,8 @@ class Rounds:
             if not self._alike.were_taken:
                 raise
             self._alike.forbid()  # values that stand for others may be the reason
+            for samples in self.samples.values():
+                del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
             return self._round()
 
     def _round(self) -> bool:
