@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
@@ -774,3 +775,50 @@ def test_error_of_a_node_names_it() -> None:
     with pytest.raises(RuntimeError) as raised:
         profile(traced, (torch.randn(2, 5),))
     assert "while looking at what linear saves" in raised.value.__notes__[0]
+
+
+def test_a_long_node_runs_forward_once() -> None:
+    """And goes back twice, a product to parameters and to inputs apart: then the sum is the whole."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    traced = trace(model, (x,))
+    forwards: Counter[str] = Counter()
+
+    def spied(node: fx.Node) -> Any:
+        function, name = node.target, node.name
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            forwards[name] += 1
+            return function(*args, **kwargs)  # type: ignore[operator]
+
+        return spy
+
+    first, norm, last = traced.nodes
+    norm.target = spied(norm)
+    seconds = itertools.count()  # between any two looks at the clock: 1
+    rounds = Rounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
+    rounds.run()
+    found = [rounds.measured(node) for node in (first, norm, last)]
+    assert [m.forward_seconds for m in found] == [1, 1, 1]
+    assert [(m.backward_seconds, m.weight_seconds) for m in found] == [(1, 1), (1, 0), (2, 1)]
+    assert forwards == {norm.name: 1}
+
+
+def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(3, 4)
+    traced = trace(model, (x,))
+    linear, tanh = traced.nodes
+    fails = iter([True])
+
+    def failing(value: torch.Tensor) -> torch.Tensor:
+        if next(fails, False):
+            raise RuntimeError("once")
+        return value.tanh()
+
+    tanh.op, tanh.target = "call_function", failing
+    seconds = itertools.count()
+    rounds = Rounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
+    rounds._alike.were_taken = True  # so that it is tried again
+    rounds.run()
+    assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1

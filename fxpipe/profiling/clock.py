@@ -64,6 +64,7 @@ class Clock:
         starts: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         totals: Sequence[torch.Tensor | None],
+        keeps_graph: bool = False,
     ) -> tuple[float, Gradients]:
         """How long it takes to go back from `ends` to `starts`, within a backward that goes on; and what comes there.
 
@@ -73,12 +74,13 @@ class Clock:
         Args:
             gradients: of `ends`.
             totals: to which the gradients of `starts` are added; None for those that are not.
+            keeps_graph: so that another way goes back over it.
         """
         if not ends or not starts:
             return 0.0, ()
         by_itself = self._overhead(len(ends), len(starts))
         try:
-            seconds, found = self.seconds(_go_back, ends, starts, gradients, totals)
+            seconds, found = self.seconds(_go_back, ends, starts, gradients, totals, keeps_graph)
         except NoDerivative:
             return 0.0, ()
         return seconds - by_itself, found
@@ -97,8 +99,9 @@ def _go_back(
     starts: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     totals: Sequence[torch.Tensor | None],
+    keeps_graph: bool = False,
 ) -> Gradients:
-    found = torch.autograd.grad(ends, starts, gradients, allow_unused=True)
+    found = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
     for gradient, total in zip(found, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)

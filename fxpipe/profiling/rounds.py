@@ -31,13 +31,16 @@ What no node does by itself counts for the node that makes it happen:
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.profiling.alike import Alike
@@ -62,11 +65,18 @@ from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.recording.fake import usable
 from fxpipe.tracing.traced import WORKING, Traced, lookup
 
-WINDOW = 32 << 20  # bytes made by nodes that have still to go back
-_NOTE = "fxpipe: while measuring "
-_SUMS = 5  # samples of how long it takes to add gradients of one kind
-LONG = 0.05  # seconds of a node from which on what disturbs is small beside it, being cold included
+LONG = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
 OF_LONG = 2  # samples of such a node
+LONG_PRODUCT = 1e-3  # seconds from which on a call of autograd more is small beside a product
+VERY_LONG = 0.2  # seconds from which on one is enough: there is another size, and a plan wants no more than percents
+
+# Of their gradients each is a product of its own.
+_PRODUCTS = frozenset(
+    (
+        *(F.linear, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.matmul, operator.matmul),
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +139,8 @@ class Rounds:
             if not self._alike.were_taken:
                 raise
             self._alike.forbid()  # values that stand for others may be the reason
+            for samples in self.samples.values():
+                del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
             return self._round()
 
     def _round(self) -> bool:
@@ -178,7 +190,7 @@ class Rounds:
             return 1
         if found >= MOST or samples.is_seldom or time.perf_counter() >= self.deadline:
             return 0
-        repeats = self.repeats if samples.forward_seconds < LONG else min(self.repeats, OF_LONG)
+        repeats = min(self.repeats, _enough(max(samples.forward_seconds, samples.backward_seconds)))
         if found < repeats:
             return repeats - found
         return 0 if samples.are_close(max(self._negligible / self._number[kind], UNIMPORTANT)) else self.repeats
@@ -286,8 +298,18 @@ class Rounds:
         if is_kept:
             samples.forward.append(seconds)
         totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
-        self._back.wait(Waiting(node, ends, every, totals, samples.backward if is_kept else []))
-        if samples.has_both and is_kept and self.goes_to_inputs:
+        waiting = Waiting(node, ends, every, totals, samples.backward if is_kept else [])
+        if not (samples.has_both and is_kept and self.goes_to_inputs):
+            self._back.wait(waiting)
+        elif node.target in _PRODUCTS and seconds > LONG_PRODUCT:
+            then = Waiting(node, ends, inputs, [], samples.to_inputs)
+            parameters = [n not in self._of_inputs for n, _ in starts.values()]
+            weights, sums = [*compress(every, parameters)], [*compress(totals, parameters)]
+            self._back.wait(Waiting(node, ends, weights, sums, samples.backward, then, is_part=True))
+        elif seconds > LONG:
+            self._back.wait(replace(waiting, then=Waiting(node, ends, inputs, [], samples.to_inputs)))
+        else:
+            self._back.wait(waiting)
             again = self._forward(node, written, samples)[2]
             self._back.wait_again(Waiting(node, again, inputs, [], samples.to_inputs), ends)
         if self._back.is_full:
@@ -327,6 +349,11 @@ class Rounds:
         """Does a gradient come back to a value from after this place?"""
         users = (u for u in source.users if self.effects.place.get(u, -1) > place)
         return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
+
+
+def _enough(seconds: float) -> int:
+    """How many samples of a node that takes so long forward or back."""
+    return 1 if seconds >= VERY_LONG else OF_LONG if seconds >= LONG else MOST
 
 
 @dataclass(frozen=True, slots=True)
