@@ -15,10 +15,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.profiling import saving
-from fxpipe.profiling.products import ValuesNeededError, WithoutProducts
 from fxpipe.profiling.saving import follow
 from fxpipe.profiling.unread import unread
 from fxpipe.tracing import trace
+from fxpipe.tracing.products import ValuesNeededError, WithoutProducts
 
 aten = torch.ops.aten
 

@@ -5,10 +5,9 @@ import os
 import sys
 
 from fxpipe.inspect.cli import main
+from fxpipe.inspect.process import set_up
 
-# While torch's threads wait for each other they shall sleep: beside other work on the same cores, those that spin keep
-# the others from going on, and all takes more than twice as long. OpenMP reads it when torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+set_up()
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a terminal or file that has no letter for a name gets a mark for it
 try:

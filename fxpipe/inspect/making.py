@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.settings import Settings
 
+MEASURING = 2.0  # seconds, about: somebody waits, and all nodes of one kind are measured together
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -64,7 +66,12 @@ def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Se
     from fxpipe.options import Options
     from fxpipe.settings import make_settings
 
-    given = {"devices": devices, "stages_per_device": request.stages_per_device, **request.options}
+    given = {
+        "devices": devices,
+        "stages_per_device": request.stages_per_device,
+        "profile_budget": MEASURING,
+        **request.options,
+    }
     return make_settings(Options(**given | others), anywhere="hardware" in request.options)
 
 

@@ -47,6 +47,7 @@ def profile(
     kwargs: dict[str, Any] | None = None,
     *,
     micro_batch: int | None = None,
+    second: int | None = None,
     budget: float = 10.0,
     repeats: int = 5,
     threads: int | None = None,
@@ -60,6 +61,8 @@ def profile(
         args, kwargs: inputs of the model; the number of samples may differ from the trace's. They and the model stay as
             they were.
         micro_batch: how many of the samples to run: those of one micro-batch. Default: all.
+        second: another number of them, to tell what is fixed from what a sample costs; where the model refuses so many,
+            others are tried. Default: one near `micro_batch`.
         budget: seconds. Where they do not suffice, nodes are run fewer times, but once warm at least.
         repeats: how often at least a node is run for the median; more often where the times disagree.
         threads: of torch while measuring; a worker of a pipeline has but its share of the cores. Default: as they are.
@@ -73,7 +76,8 @@ def profile(
         ArgumentError: the inputs are not those of the trace, or there are fewer samples than `micro_batch`.
         Exception: what a node raises on these inputs, with a note.
     """
-    for name, number in (("micro_batch", micro_batch), ("threads", threads), ("repeats", repeats)):
+    numbers = {"micro_batch": micro_batch, "second": second, "threads": threads, "repeats": repeats}
+    for name, number in numbers.items():
         if number is not None and number < 1:
             raise ArgumentError(f"{name}={number}; expected at least 1")
     effects = traced.effects
@@ -82,7 +86,7 @@ def profile(
     chosen = None if hardware is None else parse_hardware(hardware)
     given = _leaves(traced, args, {} if kwargs is None else kwargs)
     micro_batch = _micro_batch(traced, given, micro_batch)
-    others = other_sizes(traced, micro_batch)
+    others = other_sizes(traced, micro_batch, second)
     # `undone`: hooks, and modules kept whole, run as they are.
     with one_at_a_time, showing(progress), undone(traced.model), faked(traced.model, given) as leaves:
         place = _device(traced, leaves) if device is None else _parsed(device)

@@ -28,13 +28,13 @@ from torch import fx
 from fxpipe.profiling.costs import Saved
 from fxpipe.profiling.formulas import fitted, polynomial
 from fxpipe.profiling.probing import Probe
-from fxpipe.profiling.products import WithoutProducts
 from fxpipe.profiling.saving import Followed, OfValue, Seen, follow
 from fxpipe.profiling.unread import unread
 from fxpipe.profiling.working import Storage, Temporary, total, working
 from fxpipe.tracing.checking.check import is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording.fake import is_faked, running
 from fxpipe.tracing.sizing.shapes import bytes_for
 from fxpipe.tracing.snapshot import slots_of, undone

@@ -15,15 +15,17 @@ from fxpipe.tracing.checking.check import is_same_graph
 from fxpipe.tracing.traced import Traced
 
 
-def other_sizes(traced: Traced, micro_batch: int) -> Iterator[int]:
-    """Sizes besides `micro_batch` at which to measure for a line; the best first, and one is enough.
+def other_sizes(traced: Traced, micro_batch: int, wanted: int | None = None) -> Iterator[int]:
+    """Sizes besides `micro_batch` at which to measure for a line; that which is wanted and the best first, for one is
+    enough.
 
     They are far enough from it that noise does not decide the slope, and smaller where they can be; but a single sample
     takes other kernels than several do, so larger ones come before it: no larger than they must be, for they take long.
     """
-    wanted = [micro_batch // 4, micro_batch // 2] if micro_batch >= 4 else [micro_batch - 1]
+    smaller = [micro_batch // 4, micro_batch // 2] if micro_batch >= 4 else [micro_batch - 1]
     larger = micro_batch + max(1, micro_batch // 2)
-    for size in dict.fromkeys((*(s for s in wanted if s > 1), larger, 2 * micro_batch, 1)):
+    good = (*(s for s in smaller if s > 1), larger, 2 * micro_batch, 1)
+    for size in dict.fromkeys(good if wanted is None else (wanted, *good)):
         if size != micro_batch and is_same_graph(traced, size):
             yield size
 

@@ -27,11 +27,11 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.profiling.kinds import Kinds
 from fxpipe.profiling.probing import Probe, probe
-from fxpipe.profiling.products import WithoutProducts
 from fxpipe.profiling.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import hidden_tensors, tensors_in
+from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.fake import usable
 from fxpipe.tracing.sizing.alike import ChangedInPlaceError

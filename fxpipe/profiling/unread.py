@@ -9,8 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxpipe.tracing.checking.effects import Effects
-
-_AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`: more than a function of tensors
+from fxpipe.tracing.traced import is_python
 
 
 def unread(effects: Effects) -> frozenset[fx.Node]:
@@ -20,7 +19,7 @@ def unread(effects: Effects) -> frozenset[fx.Node]:
     memory: set[int | None] = set()  # alias classes
     for node, written in zip(reversed(effects.nodes), reversed(effects.writes), strict=True):
         is_read = node in read or effects.alias[node] in memory or not memory.isdisjoint(written)
-        if is_read or not _AS_IT_IS.isdisjoint(node.meta):
+        if is_read or is_python(node):
             read.update(node.all_input_nodes)
             memory.update(alias for n in node.all_input_nodes if (alias := effects.alias[n]) is not None)
         else:

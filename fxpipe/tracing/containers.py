@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensor
 
+_BARE = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most of what is asked
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+    elif type(value) in _BARE:
+        return
     elif isinstance(value, (tuple, list)):
         for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):

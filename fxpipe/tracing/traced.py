@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.recording.kept import Kept
 
 WORKING = ("call_function", "call_method")
+_AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,11 @@ def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     found: torch.Tensor = getattr(traced.model.get_submodule(path), key)
     return found
+
+
+def is_python(node: fx.Node) -> bool:
+    """Does it run Python as it is, which may look at values in ways that no mode sees?"""
+    return not _AS_IT_IS.isdisjoint(node.meta)
 
 
 def call(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:

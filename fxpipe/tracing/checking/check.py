@@ -19,10 +19,11 @@ from fxpipe.tracing.checking.effects import Effects, Run, Seen, effects_of, watc
 from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.expectations import expectations
+from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import held_in_containers, slots_of, undone
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, is_python
 from fxpipe.trees import DiffersError, leaves_like
 
 PIECE = 1 << 18  # numbers that are compared at a time: what is made for many takes longer to get than to fill
@@ -96,7 +97,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                 continue  # it will say so itself when it meets such a batch
             compared.add(size)
         wanted.append((size, sample, want))
-    ours = [watched.get(size) or _watch_seeded(traced, sample, seed) for size, sample, _ in wanted]
+    ours = [
+        watched.get(size) or _watch_seeded(traced, sample, seed, needs_values=want is not None)
+        for size, sample, want in wanted
+    ]
     for (size, _, want), (have, _) in zip(wanted, ours, strict=True):
         if size < batch or not traced.mini_batch_reads:
             _refuse_other_dimensions(traced, have, size, batch)
@@ -168,11 +172,18 @@ def is_same_graph(traced: Traced, size: int) -> bool:
     return all(read.holds(size) for read in traced.batch_reads)
 
 
-def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int) -> tuple[Run, Seen]:
-    try:
-        with undone(traced.model):  # a hook, or a module kept whole, may write to what is not its own
+def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True) -> tuple[Run, Seen]:
+    def seen(products: contextlib.AbstractContextManager[object]) -> tuple[Run, Seen]:
+        with undone(traced.model), products:  # a hook, or a module kept whole, may write to what is not its own
             torch.manual_seed(seed)
             return watch(traced, sample)
+
+    sees_values = bool(expectations(traced)) or any(map(is_python, traced.nodes))
+    if not (needs_values or sees_values):
+        with contextlib.suppress(Exception):  # an inverse of zeros, say
+            return seen(WithoutProducts())
+    try:
+        return seen(contextlib.nullcontext())
     except DecisionError:
         raise
     except Exception as error:

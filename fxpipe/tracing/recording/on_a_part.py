@@ -31,10 +31,9 @@ from fxpipe.tracing.recording.hooks import is_computation
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.snapshot import held_in_containers, slots_of
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Traced, is_python
 
 LONG = 0.25  # seconds of a recording
-_AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`: more than a function of tensors
 
 
 def on_a_part(
@@ -77,7 +76,7 @@ def on_a_part(
         traced = record_on(*given(samples))
         if time.perf_counter() - start < LONG:
             return None  # fake tensors would take longer than all samples do
-        if any(not _AS_IT_IS.isdisjoint(node.meta) for node in traced.graph.nodes):
+        if any(map(is_python, traced.nodes)):
             return None
         if traced.constants.keys() - held_in_containers(model).keys():  # tables of its own, maybe one for each size
             return None
