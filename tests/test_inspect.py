@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -630,6 +631,18 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
 
 
 # End to end
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[str, str], set_to: str | None) -> None:
+    program = "import os, fxpipe.inspect.process as p; p.set_up(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))} | given
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(set_to)
 
 
 def test_command_prints_a_plan(model_file: Path) -> None:

@@ -8,6 +8,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.checking import check
+from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording import on_a_part
 from fxpipe.tracing.recording.hollow import is_hollow
 
@@ -224,6 +226,28 @@ def test_part_that_is_all_there_is_to_compare():
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_on == 2
     assert seen == [2, 1, 2]
+
+
+def inverses(x):
+    """Of zeros there is none."""
+    y = x.view(-1, 2, 3)
+    return torch.linalg.inv(y @ y.transpose(1, 2))
+
+
+@pytest.mark.parametrize("function", [lambda x: x.reshape(-1, 6).relu_(), inverses])
+def test_part_that_is_only_watched(monkeypatch, function):
+    """Without products, where the nodes do not need them; what they do is seen all the same."""
+    model, products = Calling(function), []
+    monkeypatch.setattr(check, "WithoutProducts", lambda: products.append(1) or WithoutProducts())
+    part = fxpipe.trace(model, (EXAMPLE,), chunks=12)
+    assert (part.recorded_on, products) == (2, [1])
+    monkeypatch.setattr(on_a_part, "LONG", 1e9)
+    whole = fxpipe.trace(model, (EXAMPLE,), chunks=12)
+    assert (whole.recorded_on, products) == (None, [1])
+    assert [n.name for n in part.nodes] == [n.name for n in whole.nodes]
+    assert part.effects.writes == whole.effects.writes
+    names = [{n.name: alias for n, alias in one.effects.alias.items()} for one in (part, whole)]
+    assert names[0] == names[1]
 
 
 def test_samples_that_act_on_each_other_are_seen():

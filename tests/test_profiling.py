@@ -21,6 +21,7 @@ from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.counting import Count, Counts
 from fxpipe.profiling.lines import line, other_sizes
+from fxpipe.profiling.measure import measure
 from fxpipe.profiling.rounds import Rounds
 from fxpipe.profiling.samples import Samples
 from fxpipe.tracing import trace
@@ -318,6 +319,27 @@ def test_one_size_says_nothing_of_the_fixed_part() -> None:
 def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
     assert list(other_sizes(traced, asked)) == others
+
+
+def test_the_size_that_is_wanted_comes_first() -> None:
+    traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
+    assert list(other_sizes(traced, 2, 1)) == [1, 3, 4]
+    assert list(other_sizes(traced, 2, 2)) == [3, 4, 1]
+
+
+@pytest.mark.parametrize(("second", "sizes"), [(1, [2, 1]), (5, [2, 5]), (2, [2, 3]), (None, [2, 3])])
+def test_a_second_size_is_measured(monkeypatch: pytest.MonkeyPatch, second: int | None, sizes: list[int]) -> None:
+    found: list[int] = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        measured = measure(*args, **kwargs)
+        found.extend(measured)
+        return measured
+
+    monkeypatch.setattr(profiling, "measure", noting)
+    x = torch.randn(6, 4)
+    profile(trace(nn.Linear(4, 4), (x,)), (x,), micro_batch=2, second=second, repeats=1)
+    assert found == sizes
 
 
 @pytest.mark.usefixtures("only_measured")
@@ -730,6 +752,8 @@ def test_more_samples_than_given_are_refused() -> None:
         profile(traced, (torch.randn(4, 4),), micro_batch=5)
     with pytest.raises(ArgumentError, match="micro_batch=0; expected at least 1"):
         profile(traced, (torch.randn(4, 4),), micro_batch=0)
+    with pytest.raises(ArgumentError, match="second=0; expected at least 1"):
+        profile(traced, (torch.randn(4, 4),), second=0)
     with pytest.raises(ArgumentError, match="threads=0; expected at least 1"):
         profile(traced, (torch.randn(4, 4),), threads=0)
 
