@@ -132,6 +132,14 @@ class _Run:
         self.draws = Draws(traced.seed)
 
     def run(self, leaves: Sequence[Any]) -> Followed:
+        try:
+            return self._run(leaves)
+        finally:
+            # Values know their history, which knows the hooks, and so this run: a cycle that nobody else would find.
+            self.values.clear()
+            self.first.clear()
+
+    def _run(self, leaves: Sequence[Any]) -> Followed:
         self._begin(leaves)
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
