@@ -138,6 +138,7 @@ def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell ignores for its background
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "begun\n"
