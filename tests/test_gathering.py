@@ -68,6 +68,12 @@ def test_samples_that_act_on_each_other_before_it(function):
         fxpipe.trace(Head(function), (EXAMPLE,))
 
 
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_rows_that_go_round(places):
+    with pytest.raises(ArgumentError, match="put together"):
+        fxpipe.trace(Head(lambda h: h.roll(places, 0)), (torch.cat([EXAMPLE, -EXAMPLE]),))
+
+
 def test_a_map_with_weights_of_a_sample():
     class Mixing(nn.Module):
         def forward(self, x):

@@ -29,9 +29,10 @@ from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-# Samples that tell what many would. If they say no all are asked, and where forward takes some out of the batch of
-# which so few have none (`x[8:]`): values then are not of the sizes that they have of many.
-FEW = 2
+# Samples that tell what many would: of two, rows that go round by two (`x.roll(2, 0)`) stay where they are. If they say
+# no all are asked, and where forward takes some out of the batch of which so few have none (`x[8:]`): values then are
+# not of the sizes that they have of many.
+FEW = 3
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
