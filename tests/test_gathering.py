@@ -10,6 +10,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.checking import gathering
+from fxpipe.tracing.checking.check import PIECE, agree
 
 EXAMPLE = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -81,3 +82,21 @@ def test_a_map_with_weights_of_a_sample():
 
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(Mixing(), (EXAMPLE,))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, PIECE)])
+def test_values_agree_to_the_largest_of_all_pieces(shape):
+    """A number among small ones may be wrong by what the largest one is rounded by, wherever that is."""
+    want = torch.ones(shape)
+    have = want.clone()
+    assert agree(want, have)
+    if not want.numel():
+        return
+    have.view(-1)[-1] += 1e-3
+    assert not agree(want, have)
+    want.view(-1)[0] = have.view(-1)[0] = 1e3
+    assert agree(want, have)
+    want.view(-1)[-1] = have.view(-1)[-1] = float("nan")
+    assert agree(want, have)
+    have.view(-1)[-1] = 1.0
+    assert not agree(want, have)

@@ -1,6 +1,8 @@
 """Imports run one way, from the user's class down to plain data: those in functions and those for types alone, too."""
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -49,3 +51,15 @@ def test_imports_run_one_way():
 
 def test_a_circle_is_found():
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
+
+
+def test_tracing_imports_no_compiler():
+    """To look for the user's line torch would import half of what it compiles with, which takes most of a second."""
+    program = (
+        "import sys, torch, fxpipe\n"
+        "from torch import nn\n"
+        "fxpipe.trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(4, 2),))\n"
+        "print('torch.export._trace' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

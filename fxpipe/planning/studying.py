@@ -160,7 +160,7 @@ def _profiles(
                 args,
                 kwargs,
                 micro_batch=_samples_to_measure(traced, batch, settings),
-                second=1 if settings.largest_micro_batch(batch) == 1 else None,
+                second=1 if settings.largest_micro_batch(batch) == 1 else None,  # what will run, where two are measured
                 budget=settings.profile_budget / len(kinds),
                 threads=threads,
                 hardware=settings.hardware,

@@ -137,10 +137,8 @@ def _run(
         once: is one node of each kind enough.
     """
     sample = take(traced, leaves, 0, size)
-    for is_once, products in [
-        *([(True, WithoutProducts(nodes, are_others=True))] if once else []),
-        (False, WithoutProducts(nodes)),
-    ]:
+    attempts = [(True, WithoutProducts(nodes, are_others=True))] if once else []
+    for is_once, products in (*attempts, (False, WithoutProducts(nodes))):
         try:
             with undone(traced.model):  # a module kept whole may write to what is not its own
                 return follow(traced, effects, sample, products, is_once)

@@ -16,8 +16,7 @@ from fxpipe.tracing.traced import Traced
 
 
 def other_sizes(traced: Traced, micro_batch: int, wanted: int | None = None) -> Iterator[int]:
-    """Sizes besides `micro_batch` at which to measure for a line; that which is wanted and the best first, for one is
-    enough.
+    """Sizes besides `micro_batch` at which to measure for a line. One is enough: first `wanted`, then the best.
 
     They are far enough from it that noise does not decide the slope, and smaller where they can be; but a single sample
     takes other kernels than several do, so larger ones come before it: no larger than they must be, for they take long.

@@ -34,7 +34,7 @@ from __future__ import annotations
 import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.profiling.alike import Alike
+from fxpipe.profiling.calls import Call, calls_on
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.going_back import GoingBack, Sums, Waiting, named
 from fxpipe.profiling.operations import Ran
@@ -61,9 +62,8 @@ from fxpipe.profiling.samples import (
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import storage_of, tensors_in
-from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.recording.fake import usable
-from fxpipe.tracing.traced import WORKING, Traced, lookup
+from fxpipe.tracing.traced import Traced, lookup
 
 LONG = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
 OF_LONG = 2  # samples of such a node
@@ -354,41 +354,6 @@ class Rounds:
 def _enough(seconds: float) -> int:
     """How many samples of a node that takes so long forward or back."""
     return 1 if seconds >= VERY_LONG else OF_LONG if seconds >= LONG else MOST
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a working node calls, and the nodes and constants that it is given."""
-
-    target: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    is_method: bool
-
-    def bound(self, values: Mapping[fx.Node, Value]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function and its arguments, ready to be called."""
-        args, kwargs = fx.map_arg((self.args, self.kwargs), values.__getitem__)
-        if self.is_method:
-            return getattr(args[0], self.target), args[1:], kwargs
-        return self.target, args, kwargs
-
-
-def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, Call]:
-    """The calls of all working nodes, with the devices among their arguments as in a stage on `device`."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    found = {}
-    for node in traced.graph.nodes:
-        if node.op == "output":
-            continue
-        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op in WORKING:
-            if device is not None:
-                on_device(copy, device)
-            originals = {copies[n]: n for n in node.all_input_nodes}
-            args, kwargs = fx.map_arg((copy.args, copy.kwargs), originals.__getitem__)
-            found[node] = Call(copy.target, args, kwargs, copy.op == "call_method")
-    return found
 
 
 def made_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:

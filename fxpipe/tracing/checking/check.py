@@ -173,17 +173,16 @@ def is_same_graph(traced: Traced, size: int) -> bool:
 
 
 def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True) -> tuple[Run, Seen]:
-    def seen(products: contextlib.AbstractContextManager[object]) -> tuple[Run, Seen]:
+    def run_with(products: contextlib.AbstractContextManager[object]) -> tuple[Run, Seen]:
         with undone(traced.model), products:  # a hook, or a module kept whole, may write to what is not its own
             torch.manual_seed(seed)
             return watch(traced, sample)
 
-    sees_values = bool(expectations(traced)) or any(map(is_python, traced.nodes))
-    if not (needs_values or sees_values):
+    if not (needs_values or expectations(traced) or any(map(is_python, traced.nodes))):
         with contextlib.suppress(Exception):  # an inverse of zeros, say
-            return seen(WithoutProducts())
+            return run_with(WithoutProducts())
     try:
-        return seen(contextlib.nullcontext())
+        return run_with(contextlib.nullcontext())
     except DecisionError:
         raise
     except Exception as error:
