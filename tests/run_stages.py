@@ -9,9 +9,9 @@ import torch
 from every_cut import CPU
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.profiling.storages import storages_of
 from fxpipe.rewriting import INPUT, split
 from fxpipe.rewriting.program import Received
+from fxpipe.storages import storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing import Traced
 from fxpipe.tracing.checking.check import take

@@ -20,10 +20,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from fxpipe.deciding.chains import chain_of
 from fxpipe.partitioning import Chain, Link, Site, stage_loads
 from fxpipe.profiling import Profile, profile
-from fxpipe.profiling.storages import storages_of
 from fxpipe.rewriting import INPUT, forbidden_cuts, split
 from fxpipe.rewriting.ordering import ordered
 from fxpipe.simulation import transfers_of
+from fxpipe.storages import storages_of
 from fxpipe.tracing import Traced, trace
 
 BATCH, SAMPLES = 6, 3

@@ -17,7 +17,7 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.rewriting.forgetting import forgetting, keeping
+from fxpipe.forgetting import forgetting, keeping
 
 CHECKPOINTS = ("never", "except_last", "always")
 CHUNKS, SIZE = 3, 6

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpipe.autograd import NoDerivative
 from fxpipe.profiling.flops import flops
-from fxpipe.profiling.storages import Storages, storages_of
+from fxpipe.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.traced import call

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.profiling.kinds import Kinds
 from fxpipe.profiling.probing import Probe, probe
-from fxpipe.profiling.storages import Storages, storages_of
+from fxpipe.storages import Storages, storages_of
 from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.containers import hidden_tensors, tensors_in

@@ -23,11 +23,11 @@ import torch
 from torch import fx
 
 from fxpipe.errors import InternalError
+from fxpipe.forgetting import keeping
 from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
 from fxpipe.rewriting.deferring import Deferring, defer_norm, deferring_whole
-from fxpipe.rewriting.forgetting import keeping
 from fxpipe.rewriting.functions import clone, pop, set_autocast, set_grad, stash
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from fxpipe.forgetting import forgetting
 from fxpipe.recomputing import recomputing
-from fxpipe.rewriting.forgetting import forgetting
 from fxpipe.rewriting.functions import running
 from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape

@@ -6,7 +6,7 @@ looks at what has been made after each node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,17 @@ def evaluate(
         else:
             continue
         yield node
+
+
+def last_uses(nodes: Sequence[fx.Node], asked: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """By node: the values that no other needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen = {*asked}
+    for node in reversed(nodes):
+        if node.op in WORKING:
+            found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
+            seen.update((*node.all_input_nodes, node))
+    return found
 
 
 def evaluated(

@@ -15,6 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.errors import DecisionError, TraceError
+from fxpipe.forgetting import forgetting, refuses_hooks
 from fxpipe.tracing.checking.effects import Effects, Run, Seen, effects_of, watch
 from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import copy_of_input
@@ -193,6 +194,20 @@ def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values
 
 
 def _run_model(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
+    if not any(map(is_python, traced.nodes)):  # else it may go back inside
+        block = forgetting()
+        try:
+            with block:
+                found = _run_model_now(traced, sample, size, batch, seed)
+            if not block.was_asked:
+                return found
+        except Exception as error:
+            if not (block.was_asked or refuses_hooks(error)):
+                raise
+    return _run_model_now(traced, sample, size, batch, seed)
+
+
+def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
     args, kwargs = pytree.tree_unflatten(map(copy_of_input, sample), traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):

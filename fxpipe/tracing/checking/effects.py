@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxpipe.forgetting import forgetting, forgetting_in
 from fxpipe.progress import progress
-from fxpipe.tracing.containers import storage_of, tensors_in
-from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, outputs_in, run
+from fxpipe.storages import Storages
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, last_uses, outputs_in, run
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.snapshot import same_values
@@ -65,11 +67,9 @@ class Seen:
 
 
 def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
-    """Runs the graph on flattened inputs. The model does not change.
-
-    Every value lives until the end of the run: else one address would name two storages.
-    """
+    """Runs the graph on flattened inputs. The model does not change."""
     values: Values = {}
+    storages = Storages()
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     draws, seen = Draws(traced.seed), Seen()
 
@@ -81,22 +81,26 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
         if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
             return tensor.detach().requires_grad_(tensor.requires_grad)
         copy = tensor.detach().clone()
-        buffers[storage_of(copy)] = node, copy
+        buffers[storages.name(copy)] = node, copy
         return copy
 
     def work(node: fx.Node, values: Values) -> Any:
-        value, seen.changed[node] = _observed(node, values, buffers, draws)
+        value, seen.changed[node] = _observed(node, values, buffers, storages, draws)
         is_one = isinstance(value, torch.Tensor)
         seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
         return value
 
-    with progress("checking", len(traced.graph.nodes) - 1) as step:
-        for node in evaluate(traced.graph.nodes, values, given, attribute, work):
+    nodes = [*traced.graph.nodes]
+    last = last_uses(nodes, [n for n in (*traced.outputs, *traced.assigned.values()) if isinstance(n, fx.Node)])
+    with progress("checking", len(nodes) - 1) as step:
+        for node in evaluate(nodes, values, given, attribute, work):
             tensors = list(tensors_in(values[node]))
-            seen.storages[node] = list(map(storage_of, tensors))
+            seen.storages[node] = list(map(storages.name, tensors))
             if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
                 del seen.storages[node][1:]  # and need not share memory
             seen.requires_grad[node] = any(t.requires_grad for t in tensors)
+            for used in last.get(node, ()):
+                del values[used]
             step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
@@ -156,20 +160,24 @@ def _bare(value: Any) -> Any:
 
 
 def _observed(
-    node: fx.Node, values: Values, buffers: dict[int, tuple[fx.Node, torch.Tensor]], draws: Draws
+    node: fx.Node,
+    values: Values,
+    buffers: dict[int, tuple[fx.Node, torch.Tensor]],
+    storages: Storages,
+    draws: Draws,
 ) -> tuple[Any, set[int]]:
     """What a node makes, and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [t._version for t in read]
-    before = {key: buffers[key][1].clone() for key in map(storage_of, read) if key in buffers}
-    with running():
+    before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
+    with running(), forgetting_in(node.target, forgetting()):
         value = run(node, values)
         if node.meta.get("draw"):
             value = draws.take(lambda: run(node, values))
-    changed = {storage_of(t) for t, v in zip(read, versions, strict=True) if t._version != v}
+    changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if t._version != v}
     changed |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in NORMS:
-        changed |= {storage_of(values[b]) for b in running_statistics(node)}
+        changed |= {storages.name(values[b]) for b in running_statistics(node)}
     return value, changed
 
 

@@ -4,13 +4,17 @@ They are not where samples act on each other: a loss that is no mean over sample
 another order than the samples. Nor where an input was taken for batched that is not. So the graph is run on a batch and
 on its two halves, with what is meant to differ left out: dropout drops nothing, batch norm takes its running
 statistics. A graph with other random nodes, or that changes other buffers, cannot be compared so, and is not.
+
+All of the graph, and with its own weights, as dear as that is. Less does not do: maps that make few features and repeat
+them find attention over the samples to be attention to oneself; and of nodes that are alike the first may be given what
+shows nothing, a state of zeros, equal queries for all samples, scores that are masked with -1e9.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -23,7 +27,7 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects, running_statistics
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.evaluation import Values, evaluate
+from fxpipe.tracing.evaluation import Values, evaluate, last_uses
 from fxpipe.tracing.sizing.shapes import batched_nodes
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
@@ -160,7 +164,7 @@ def _run_calmly(
     """
     left_out = {traced.outputs[place] for place, node in asked.items()} - {*asked.values()}
     nodes = [node for node in traced.graph.nodes if node not in left_out]
-    last = _last_uses(nodes, asked.values())
+    last = last_uses(nodes, asked.values())
     # Python that runs as it is may ask for gradients inside; nothing else does.
     grad = any(node.meta.get("opaque") for node in traced.nodes)
 
@@ -200,17 +204,6 @@ def _sizes(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> 
     """None for what hangs on values."""
     numbers = (size.subs(batch, samples) for size in shape)
     return tuple(int(number) if number.is_Integer else None for number in numbers)
-
-
-def _last_uses(nodes: Sequence[fx.Node], asked: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """By node: the values that no other needs after it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    seen = {*asked}
-    for node in reversed(nodes):
-        if node.op in WORKING:
-            found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
-            seen.update((*node.all_input_nodes, node))
-    return found
 
 
 def _calm(node: fx.Node, values: Values) -> Any:

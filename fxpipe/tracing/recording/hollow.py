@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,7 +62,7 @@ class Hollow(TorchDispatchMode):
         super().__init__()
         self._fakes = FakeTensorMode()
         self._outer: Hollow | None = None
-        self._storages: dict[int, torch.UntypedStorage] = {}  # hollow ones, kept: no other shall get their names
+        self._storages: dict[int, StorageWeakRef] = {}  # hollow ones, by names that no other gets meanwhile
         self._told: dict[Hashable, Any] = {}  # by call: what it makes. Equal blocks make equal calls
         for parameter in model.parameters():
             self._hollow_out(parameter)
@@ -106,7 +107,7 @@ class Hollow(TorchDispatchMode):
     def _hollow_out(self, tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = storage
+            self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same layout in memory."""

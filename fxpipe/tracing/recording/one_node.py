@@ -225,7 +225,7 @@ def call_as_one_node(
         )
     node = recorder.add("call_function", whole, node_args)
     node.meta.update(random=random or rolled, dice=rolled, opaque=True, constants=(fixed, spec))
-    node.meta["changes"] |= {storage_of(t) for t in changed_buffers}
+    node.meta["changes"] |= {recorder.made.storages.name(t) for t in changed_buffers}
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
 

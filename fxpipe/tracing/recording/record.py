@@ -108,8 +108,16 @@ def record(
     refuse_model(model)
     with progress("recording", None) as step:
 
-        def attempt(hashable: bool) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
-            return _record(Recorder(model, held, whole, seed, hashable, step), args, kwargs, run, hollow)
+        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+            recorder = Recorder(model, held, whole, seed, hashable, step, forgets)
+            try:
+                found = _record(recorder, args, kwargs, run, hollow)
+                if not recorder.must_save:
+                    return found
+            except Exception:
+                if not recorder.must_save:
+                    raise
+            return attempt(hashable, forgets=False)
 
         hashable = False
         try:

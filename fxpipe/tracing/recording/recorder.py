@@ -24,9 +24,10 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe.forgetting import forgetting, forgetting_in
 from fxpipe.progress import Step, nothing
 from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.containers import storage_of, tensors_in
+from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.functions import opname
 from fxpipe.tracing.recording.autograd_nodes import REMEDY, WHAT, SeenNode
 from fxpipe.tracing.recording.calls import holds_numbers, is_method, is_of_numpy, is_one_function, label_of
@@ -34,6 +35,7 @@ from fxpipe.tracing.recording.draws import Draws, generator_states, is_draw, mig
 from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.hollow import refuse_hollow
 from fxpipe.tracing.recording.kept import Kept
+from fxpipe.tracing.recording.made import Made
 from fxpipe.tracing.recording.names import CONSTANTS, OF_GRADIENTS, PLAIN, READS, TENSOR_ATTRIBUTES, leaves_no_node
 from fxpipe.tracing.recording.origins import Origins
 from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_parameter
@@ -66,6 +68,7 @@ class Recorder(TorchFunctionMode):
         seed: int = 0,
         hashable: bool = False,
         step: Step = nothing,
+        forgets: bool = True,
     ):
         """
         Args:
@@ -75,6 +78,7 @@ class Recorder(TorchFunctionMode):
             seed: of the numbers that forward draws and reads.
             hashable: sizes can be keys.
             step: to be called for each node.
+            forgets: functions of torch save nothing for backward.
         """
         super().__init__()
         self.model = model
@@ -100,7 +104,8 @@ class Recorder(TorchFunctionMode):
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
         self.seed, self.draws = seed, Draws(seed)
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
-        self._known: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # holds the tensor: its id must not come again
+        self.made = Made()
+        self._forgetting = forgetting() if forgets else None
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
         self._origins = Origins(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
@@ -112,7 +117,12 @@ class Recorder(TorchFunctionMode):
     def end(self) -> None:
         """Lets go of all values: sizes live on, in caches of libraries."""
         self.recording = False
-        self._known.clear()
+        self.made.clear()
+
+    @property
+    def must_save(self) -> bool:
+        """Has forward asked for something that has not been saved?"""
+        return self._forgetting is not None and self._forgetting.was_asked
 
     def note_dice(self) -> None:
         """To be called where another module begins to run: has this one drawn Python's random numbers?"""
@@ -147,7 +157,7 @@ class Recorder(TorchFunctionMode):
         self.keep(tensor, self.graph.placeholder(name))
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._known
+        return self.made.node(tensor) is not None
 
     def read_names(self) -> frozenset[str]:
         """Names of the model's tensors that were read."""
@@ -158,8 +168,9 @@ class Recorder(TorchFunctionMode):
         return self._origins.own(tensor)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        if id(tensor) in self._known:
-            return self._known[id(tensor)][0]
+        made = self.made.node(tensor)
+        if made is not None:
+            return made
         name = self._origins.own(tensor)
         if name is None:
             name = self._origins.other(tensor) or self._foreign(tensor)
@@ -172,7 +183,7 @@ class Recorder(TorchFunctionMode):
             self.constants[name] = tensor
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
-            node.meta["storages"] = frozenset({storage_of(tensor)})
+            node.meta["storages"] = frozenset({self.made.storages.name(tensor)})
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 
@@ -241,8 +252,7 @@ class Recorder(TorchFunctionMode):
     def keep(self, value: Any, node: fx.Node) -> None:
         """Remembers which node made the tensors in `value`."""
         if isinstance(value, torch.Tensor):
-            self._known[id(value)] = (node, value)
-            node.meta["storages"] = node.meta.get("storages", frozenset()) | {storage_of(value)}
+            self.made.add(value, node)
         elif isinstance(value, (Mapping, tuple, list)):
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if any(True for _ in tensors_in(item)):
@@ -256,7 +266,7 @@ class Recorder(TorchFunctionMode):
 
     def _sizes(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
         numbers = tensor.shape if method == "size" else tensor.stride()
-        if id(tensor) not in self._known:
+        if not self.knows(tensor):
             return numbers  # a tensor of the model: its sizes do not change
         node = self.node_of(tensor)
         return Shape(Size(number, self._size_node(node, method, i), self) for i, number in enumerate(numbers))
@@ -328,8 +338,9 @@ class Recorder(TorchFunctionMode):
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
             versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
-            result = self._plainly(func, args, kwargs)
-            self._changed = frozenset(storage_of(t) for t, version in versions if t._version != version)
+            with contextlib.nullcontext() if self._forgetting is None else forgetting_in(func, self._forgetting):
+                result = self._plainly(func, args, kwargs)
+            self._changed = frozenset(self.made.storages.name(t) for t, version in versions if t._version != version)
             return result, not same_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -35,6 +35,7 @@ class Storages:
     def __init__(self) -> None:
         # A weak reference keeps the address from being given to another storage, and no memory alive.
         self._seen: dict[int, StorageWeakRef] = {}
+        self._kept: dict[int, torch.Tensor] = {}
 
     def number(self, storage: torch.UntypedStorage) -> int:
         number = int(storage._cdata)
@@ -44,6 +45,13 @@ class Storages:
 
     def numbers(self, tensor: torch.Tensor) -> Iterator[int]:
         return map(self.number, storages_of(tensor))
+
+    def name(self, tensor: torch.Tensor) -> int:
+        """One number for a tensor: of its storage; a sparse one has several, and writing to it puts others there."""
+        if tensor.layout == torch.strided:
+            return self.number(tensor.untyped_storage())
+        self._kept[id(tensor)] = tensor
+        return id(tensor)
 
     def is_gone(self, number: int) -> bool:
         return bool(self._seen[number].expired())

@@ -1,0 +1,235 @@
+"""Tracing runs a model a few times, and never keeps more of it than forward does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.errors import InternalError
+from fxpipe.forgetting import forgetting, forgetting_in
+from fxpipe.tracing.recording import on_a_part
+
+DEPTH, BATCH, WIDTH = 24, 8, 32
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * 2) + x
+        return x
+
+
+class Most(TorchDispatchMode):
+    """Counts the activations that are there at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most, self.made = [], 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if type(result) is torch.Tensor and not result.is_meta and result.numel() % WIDTH == 0 and result.dim() == 2:
+            self.made += 1
+            gc.collect(0)
+            self.alive = [one for one in self.alive if not one.expired()]
+            if result.untyped_storage()._cdata not in {one.cdata for one in self.alive}:
+                self.alive.append(StorageWeakRef(result.untyped_storage()))
+            self.most = max(self.most, len(self.alive))
+        return result
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_activations_go_when_forward_needs_them_no_more(monkeypatch, chunks):
+    monkeypatch.setattr(on_a_part, "LONG", 0.0)
+    model = Deep()
+    copies = len([*model.parameters()])  # of views that are taken of weights
+    with Most() as seen:
+        traced = fxpipe.trace(model, (torch.randn(BATCH, WIDTH),), chunks=chunks)
+    assert len(traced.nodes) == 4 * DEPTH
+    assert seen.made > 8 * DEPTH
+    assert seen.most < copies
+
+
+class Through(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, x):
+        return self.second(self.function(self.first(x)))
+
+
+def with_hooks(h):
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        return h.tanh()
+
+
+def without_hooks(h):
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        return h.tanh()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        with_hooks,
+        without_hooks,
+        lambda h: checkpoint(torch.tanh, h, use_reentrant=False),
+        fxpipe.leaf(lambda h: torch.func.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(h)),
+    ],
+    ids=["hooks", "no hooks", "checkpoint", "torch.func"],
+)
+def test_what_needs_saved_tensors_has_them(function):
+    torch.manual_seed(0)
+    model, x = Through(function), torch.randn(BATCH, 6)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        have = pipe(x)
+        have.square().sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    want = model(x)
+    want.square().sum().backward()
+    assert torch.allclose(have, want)
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(gradients[name], parameter.grad), name
+
+
+@pytest.mark.parametrize(
+    ("function", "saves"),
+    [
+        *((torch.tanh, False), (torch.Tensor.tanh, False), ("tanh", False), (F.gelu, False), (F.layer_norm, False)),
+        *((lambda t: t, True), (torch.ops.aten.tanh, True)),
+    ],
+)
+def test_functions_of_torch_save_nothing(function, saves):
+    x = torch.randn(3, requires_grad=True)
+    block = forgetting()
+    with forgetting_in(function, block):
+        y = x.tanh()
+    if saves:
+        assert torch.autograd.grad(y.sum(), x)
+        assert not block.was_asked
+    else:
+        with pytest.raises(InternalError, match="saved nothing"):
+            torch.autograd.grad(y.sum(), x)
+        assert block.was_asked
+
+
+def test_hooks_of_the_user_count():
+    seen = []
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t), forgetting_in(torch.tanh, forgetting()):
+        y = x.tanh()
+    assert len(seen) == 1
+    assert torch.autograd.grad(y.sum(), x)
+
+
+class Inner(torch.autograd.Function):
+    """Goes back in its forward, and takes no for an answer."""
+
+    @staticmethod
+    def forward(ctx, x):
+        try:
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(y.pow(3).sum(), y)
+        except Exception:
+            gradient = torch.zeros_like(x)
+        ctx.save_for_backward(x)
+        return gradient
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 6 * x * gradient
+
+
+def looking(h):
+    """As what draws a graph of autograd does."""
+    y = h.pow(3)
+    assert [getattr(y.grad_fn, name) for name in dir(y.grad_fn) if name.startswith("_saved")]
+    return y
+
+
+def looking_away(h):
+    with contextlib.suppress(Exception):
+        return looking(h)
+    return h
+
+
+@functools.wraps(F.relu)
+def disguised(h):
+    """Says that it is one of torch's."""
+    with torch.enable_grad():
+        y = h.detach().requires_grad_()
+        return h * torch.autograd.grad(y.pow(3).sum(), y)[0]
+
+
+@pytest.mark.parametrize("function", [lambda h: Inner.apply(h), looking, looking_away, fxpipe.leaf(disguised)])
+def test_a_forward_that_looks_at_what_is_saved_is_recorded_with_that(function):
+    torch.manual_seed(0)
+    model, x = Through(function), torch.randn(BATCH, 6)
+    assert fxpipe.trace(model, (x,), tracer="record").why == (), "no other way was taken, and nothing is kept whole"
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        assert torch.allclose(pipe(x), model(x))
+
+
+@fxpipe.leaf
+def sparse(h):
+    return h.to_sparse()
+
+
+class Sparse(nn.Module):
+    """Writes to sparse tensors, which then lie elsewhere."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(6, 6), nn.Linear(6, 6), function
+        self.register_buffer("table", torch.eye(6).to_sparse())
+
+    def forward(self, x):
+        return self.second(self.function(self, self.first(x)))
+
+
+def doubled(model, h):
+    table = model.table * 1.0
+    table.mul_(2.0)
+    return torch.sparse.mm(table, h.t()).t()
+
+
+def read_and_written(model, h):
+    is_large = float(torch.sparse.sum(model.table)) > 1e6
+    model.table.mul_(2.0)
+    return h.tanh() if is_large else h
+
+
+def test_writing_to_a_sparse_tensor_is_seen():
+    x = torch.randn(BATCH, 6)
+    traced = fxpipe.trace(Sparse(doubled), (x,))
+    by_name = {node.name: node for node in traced.nodes}
+    alias = traced.effects.alias
+    assert alias[by_name["mul"]] == alias[by_name["mul_1"]]
+    assert {alias[by_name["mul"]]} in traced.effects.writes
+    traced = fxpipe.trace(Sparse(read_and_written), (x,))
+    assert "float_1" in {node.name for node in traced.nodes}, "what forward changes is asked in the stages"
+
+
+def test_what_names_tensors_leaves_no_node():
+    traced = fxpipe.trace(Through(lambda h: sparse(h).to_dense()), (torch.randn(BATCH, 6),))
+    assert [node.name for node in traced.nodes] == ["first", "sparse", "sparse_0", "to_dense", "second"]
