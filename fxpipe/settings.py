@@ -62,6 +62,7 @@ class Settings:
     hardware: Hardware | None = None  # to plan for; None: what is at hand
     profile: Profile | None = None  # measured before
     profile_budget: float = 5.0  # seconds
+    operations: bool = True  # shall the plan know what other hardware would take?
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
     progress: bool = True  # bars, where stderr is a terminal

@@ -472,6 +472,14 @@ def test_options_reach_planning(model_file: Path, fake_plan: FakePlanning) -> No
     assert not fake_plan.model.training
 
 
+@pytest.mark.parametrize(("option", "known"), [("--save={}/plan.json", True), ("--report={}/report.html", False)])
+def test_operations_are_found_for_a_plan_that_is_saved(
+    model_file: Path, fake_plan: FakePlanning, tmp_path: Path, option: str, known: bool
+) -> None:
+    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", option.format(tmp_path)]) == 0
+    assert fake_plan.settings.operations is known
+
+
 def test_stages_per_device_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
     line = "zoo_of_models:make_mlp --input 8x8 --devices cpu,cpu --stages-per-device 2"
     assert main(line.split()) == 0
@@ -643,6 +651,15 @@ def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))} | given
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(set_to)
+
+
+def test_nobody_looks_for_garbage_when_the_command_ends() -> None:
+    program = (
+        "import atexit, gc, runpy, sys; atexit.register(lambda: print(gc.get_freeze_count() > 0));"
+        "sys.argv = ['fxpipe.inspect', 'nowhere:none']; runpy.run_module('fxpipe.inspect', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "True\n")
 
 
 def test_command_prints_a_plan(model_file: Path) -> None:

@@ -415,6 +415,17 @@ def test_one_profile_serves_other_micro_batch_sizes() -> None:
 # -- the part of backward that goes to parameters ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [({}, True), ({"operations": False}, False), ({"operations": False, "hardware": "h100"}, True)],
+)
+def test_operations_are_found_beside_measuring_if_they_are_wanted(options: dict[str, Any], known: bool) -> None:
+    """An estimate is made of them."""
+    x = torch.randn(4, 8)
+    found = profile(trace(nn.Linear(8, 8), (x,)), (x,), budget=0.01, **options)
+    assert [cost.work is not None for cost in found.nodes] == [known]
+
+
 def test_weight_part_of_backward() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 1024, bias=False))

@@ -5,7 +5,7 @@ import os
 import sys
 
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.process import set_up
+from fxpipe.inspect.process import finish, set_up
 
 set_up()
 if isinstance(sys.stdout, io.TextIOWrapper):
@@ -17,4 +17,5 @@ except BrokenPipeError:
     # The reader has seen enough (`... | head`). Python flushes once more at exit, which must find an open file.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 1
+finish()
 sys.exit(status)

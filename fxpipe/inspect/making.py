@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError, FxpipeError
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan
     from fxpipe.settings import Settings
 
-MEASURING = 2.0  # seconds, about: somebody waits, and all nodes of one kind are measured together
+# Seconds, about: somebody waits, all nodes of one kind are measured together, and what more would tell is less than a
+# machine differs by from one second to the next.
+MEASURING = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def settings_of(request: Request, devices: tuple[str, ...], **others: Any) -> Se
         "profile_budget": MEASURING,
         **request.options,
     }
-    return make_settings(Options(**given | others), anywhere="hardware" in request.options)
+    settings = make_settings(Options(**given | others), anywhere="hardware" in request.options)
+    return replace(settings, operations=any(output.option == "save" for output in request.outputs))
 
 
 def look_at(loaded: Loaded, settings: Settings) -> Studied:

@@ -13,4 +13,9 @@ def set_up() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some microseconds
     # Nearly all objects are of imported modules, and stay: to look at them again and again takes a second.
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(50_000, 50, 100)
+
+
+def finish() -> None:
+    """To be called at the end: the system takes all at once, and to look for garbage in it takes another second."""
+    gc.freeze()

@@ -1,30 +1,83 @@
 """Random weights for a model that is only looked at: drawn once, and repeated.
 
-To draw 124 million numbers takes several times as long as to copy them.
+To draw 124 million numbers takes several times as long as to copy them. And most weights are drawn two or three times
+before a model is there (by the layer, by the model's own rule), some for a layer that will be tied to another. So they
+get numbers at the end, or when torch does something else with them; what is read past torch (`numpy()`) has none yet.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.tracing.containers import tensors_in
 
 DRAWN = 1 << 16  # numbers of a tensor that are drawn
 _aten = torch.ops.aten
 _DRAWING = (_aten.normal_.default, _aten.uniform_.default)
+_SAME = (_aten.detach.default, _aten.alias.default)  # of them parameters are made, before and after they are drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What is to be drawn: `function(tensor, *args, **kwargs)`, where the tensor is all of a storage."""
+
+    storage: StorageWeakRef
+    numbers: int
+    dtype: torch.dtype
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def fill(self) -> None:
+        """Draws, if the storage is still there."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        if storage is not None:
+            flat = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, 0, (self.numbers,), (1,))
+            self.function(flat[:DRAWN], *self.args, **self.kwargs)
+            whole = len(flat) // DRAWN * DRAWN
+            flat[DRAWN:whole].view(-1, DRAWN).copy_(flat[:DRAWN])  # which stay in the cache
+            flat[whole:].copy_(flat[: len(flat) - whole])
 
 
 class Repeating(TorchDispatchMode):
     """The mode under which large tensors are filled with few random numbers, again and again."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: dict[int, _Draw] = {}  # by storage
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _DRAWING or args[0].numel() <= DRAWN or args[0].is_meta or not args[0].is_contiguous():
-            return func(*args, **kwargs)
-        flat = args[0].view(-1)
-        func(flat[:DRAWN], *args[1:], **kwargs)
-        whole = len(flat) // DRAWN * DRAWN
-        flat[DRAWN:whole].view(-1, DRAWN).copy_(flat[:DRAWN])  # which stay in the cache
-        flat[whole:].copy_(flat[: len(flat) - whole])
-        return args[0]
+        if func in _DRAWING and _can_wait(args[0]) and kwargs.get("generator") is None:
+            tensor, *others = args
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._waiting[storage.cdata] = _Draw(storage, tensor.numel(), tensor.dtype, func, tuple(others), kwargs)
+            return tensor
+        if self._waiting and func not in _SAME:
+            for tensor in tensors_in((args, kwargs)):
+                self._fill(tensor)
+        return func(*args, **kwargs)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for draw in self._waiting.values():
+            draw.fill()
+        self._waiting.clear()
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided:
+            draw = self._waiting.pop(tensor.untyped_storage()._cdata, None)
+            if draw is not None:
+                draw.fill()
+
+
+def _can_wait(tensor: torch.Tensor) -> bool:
+    """Is it large, and all of its storage?"""
+    if tensor.device.type != "cpu" or tensor.numel() <= DRAWN or not tensor.is_contiguous():
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -165,6 +165,7 @@ def _profiles(
                 threads=threads,
                 hardware=settings.hardware,
                 device=device if settings.hardware is None else None,
+                operations=settings.operations,
             )
             for device in kinds
         )

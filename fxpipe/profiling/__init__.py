@@ -53,6 +53,7 @@ def profile(
     threads: int | None = None,
     hardware: str | Hardware | None = None,
     device: torch.device | str | None = None,
+    operations: bool = True,
     progress: bool = True,
 ) -> Profile:
     """Measures every node of `traced` on inputs like those it was traced on, or estimates it if there are no values.
@@ -70,6 +71,8 @@ def profile(
             a `Hardware`. Default, for a model or inputs without values: "a100-80gb".
         device: to measure on. The model stays where it is; its tensors and the values come to the device one by one, so
             that neither has to fit. Default: where the model is.
+        operations: find the operations of each node, too, from which follows what other hardware would take. Estimates
+            know them anyway; beside measuring it takes up to a second.
         progress: show a bar where it takes long and stderr is a terminal.
 
     Raises:
@@ -99,7 +102,7 @@ def profile(
         else:
             with _threads(threads):
                 found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
-        ran = _ran(traced, effects, leaves, micro_batch, found)
+        ran = _ran(traced, effects, leaves, micro_batch, found, operations)
     here = found[micro_batch]
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
@@ -140,10 +143,12 @@ def _ran(
     leaves: Sequence[Any],
     micro_batch: int,
     found: Mapping[int, Mapping[fx.Node, Measured]],
+    operations: bool,
 ) -> dict[int, dict[fx.Node, Ran]] | None:
     """By number of samples, the operations of each node: as estimated or, where nodes were measured, as they would be.
 
-    None for a model that runs on values only; for other hardware than it was measured on, nothing will be known of it.
+    None where nodes were measured and `operations` is off, or the model runs on values only; for other hardware than it
+    was measured on, nothing will be known of it.
     """
 
     def noted(of: Mapping[int, Mapping[fx.Node, Measured]]) -> dict[int, dict[fx.Node, Ran]]:
@@ -151,6 +156,8 @@ def _ran(
 
     if any(m.ran is not None for m in found[micro_batch].values()) or not found[micro_batch]:
         return noted(found)
+    if not operations:
+        return None
     sizes = (micro_batch, *itertools.islice(other_sizes(traced, micro_batch), 1))
     with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
         return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"]) for size in sizes})
