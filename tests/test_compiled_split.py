@@ -235,8 +235,9 @@ class Spoils(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:Error detected in:UserWarning")
 def test_an_input_that_is_written_to_raises_as_ever():
+    """Within a stage, that is: one that is sent is copied before it is written to."""
     x = torch.randn(6, 6)
-    how = {"chunks": 2, "example_args": (x,), "schedule": "zero_bubble", "compile": AOT}
+    how = {"chunks": 2, "example_args": (x,), "schedule": "zero_bubble", "compile": AOT, "balance": [4, 3]}
     with (
         fxpipe.pipeline(Spoils(), ["cpu", "cpu"], **how) as pipe,
         pytest.raises(Exception, match="modified by an inplace operation"),
