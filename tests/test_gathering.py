@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.checking import gathering
+from fxpipe.tracing.checking import calm
 from fxpipe.tracing.checking.check import PIECE, agree
 
 EXAMPLE = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
@@ -37,8 +37,8 @@ def maps(monkeypatch):
             seen.append(node.name)
         return call(node, values_of)
 
-    call = gathering.call
-    monkeypatch.setattr(gathering, "call", noting)
+    call = calm.call
+    monkeypatch.setattr(calm, "call", noting)
     return seen
 
 
@@ -80,6 +80,45 @@ def test_samples_that_act_on_each_other_before_it(function):
 def test_rows_that_go_round(places):
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(Head(lambda h: h.roll(places, 0)), (torch.cat([EXAMPLE, -EXAMPLE]),))
+
+
+class Sorting(nn.Module):
+    def __init__(self, descending):
+        super().__init__()
+        self.head, self.descending = nn.Linear(6, 9), descending
+
+    def forward(self, x):
+        return self.head(x[x[:, 0, 0].argsort(descending=self.descending)])
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 7])
+@pytest.mark.parametrize("descending", [False, True])
+def test_rows_that_are_sorted_where_samples_are_in_order_by_chance(samples, descending):
+    """Halves are turned round, or put together in both orders."""
+    x = torch.randn(samples, 5, 6)
+    with pytest.raises(ArgumentError, match="in another order"):
+        fxpipe.trace(Sorting(descending), (x[x[:, 0, 0].argsort(descending=descending)],))
+
+
+@torch.library.custom_op("fxpipe_test_gathering::shorten", mutates_args=())
+def shorten(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    if (lengths.diff() > 0).any():
+        raise ValueError("the longest come first")
+    return x * (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+
+
+@shorten.register_fake
+def _(x, lengths):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("lengths", [[5, 4], [5, 4, 4, 2], [5, 4, 4, 2, 2, 1]])
+def test_samples_that_must_come_in_an_order_come_in_it(lengths):
+    class Shortening(nn.Module):
+        def forward(self, x, lengths):
+            return shorten(x, lengths)
+
+    fxpipe.trace(Shortening(), (torch.randn(len(lengths), 5, 6), torch.tensor(lengths)))
 
 
 def test_a_map_with_weights_of_a_sample():

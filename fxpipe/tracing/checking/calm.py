@@ -1,0 +1,119 @@
+"""A graph that is run with what makes a batch and its parts differ by itself left out.
+
+Dropout drops nothing, batch norm takes its running statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe.errors import DecisionError
+from fxpipe.thread_state import applied
+from fxpipe.tracing.checking.effects import Effects, running_statistics
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.evaluation import Values, evaluate, last_uses
+from fxpipe.tracing.traced import Traced, call, lookup
+
+Asked: TypeAlias = Mapping[int, fx.Node]  # by place of an output: the node whose value is asked for
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
+def can_be_calm(traced: Traced) -> bool:
+    """Is everything that would make halves differ by itself known here?"""
+    effects: Effects | None = traced.effects
+    assert effects is not None
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
+    for node, classes in zip(effects.nodes, effects.writes, strict=True):
+        is_norm = node.target is F.batch_norm and bool(running_statistics(node))
+        is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
+        if classes & states and not (is_norm or is_counter):
+            return False
+        if node.target is F.batch_norm and not is_norm and _given(node, _BATCH_NORM).get("training"):
+            return False  # no running statistics to take
+        if node.meta.get("draw") and not node.users:
+            continue
+        if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
+            return False
+    return not traced.assigned
+
+
+def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def run_calmly(
+    traced: Traced, asked: Asked, sample: Sequence[Any], expected: int | None = None
+) -> dict[int, torch.Tensor]:
+    """What is asked, by place.
+
+    Args:
+        expected: the number of samples, if values are to be of the sizes that they have of so many.
+    """
+    left_out = {traced.outputs[place] for place, node in asked.items()} - {*asked.values()}
+    nodes = [node for node in traced.graph.nodes if node not in left_out]
+    last = last_uses(nodes, asked.values())
+    # Python that runs as it is may ask for gradients inside; nothing else does.
+    grad = any(node.meta.get("opaque") for node in traced.nodes)
+
+    def given(node: fx.Node) -> Any:
+        return sample[traced.place_of(node)].detach().clone()
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = lookup(traced, node)
+        held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        return held.requires_grad_(grad and tensor.requires_grad)
+
+    def work(node: fx.Node, values: Values) -> Any:
+        with applied(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
+            value = _calm(node, values)
+        if expected is not None and not _are_expected(value, node, traced.batch, expected):
+            raise DecisionError(f"{node.name} is of another size with {expected} samples")
+        return value
+
+    values: Values = {}
+    for node in evaluate(nodes, values, given, attribute, work):
+        for used in last.get(node, ()):
+            del values[used]
+    return {place: values[node] for place, node in asked.items()}
+
+
+def _are_expected(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
+    """Are the tensors of a value of the sizes that the graph has for so many samples?"""
+    shapes = node.meta.get("shapes", ())
+    return all(
+        all(size in (have, None) for size, have in zip(_sizes(shape.shape, batch, samples), tensor.shape, strict=False))
+        for shape, tensor in zip(shapes, tensors_in(value), strict=False)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> tuple[int | None, ...]:
+    """None for what hangs on values."""
+    numbers = (size.subs(batch, samples) for size in shape)
+    return tuple(int(number) if number.is_Integer else None for number in numbers)
+
+
+def _calm(node: fx.Node, values: Values) -> Any:
+    """What a node makes where nothing is random and batch norm looks at no batch."""
+
+    def given(names: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = fx.map_arg(_given(node, names), values.__getitem__)
+        return found
+
+    if node.target in _DROPOUTS:
+        return given(("input",))["input"].clone()
+    if node.target is F.batch_norm and running_statistics(node):
+        return F.batch_norm(**given(_BATCH_NORM) | {"training": False})
+    if node.target is F.scaled_dot_product_attention:
+        return F.scaled_dot_product_attention(**given(_ATTENTION) | {"dropout_p": 0.0})
+    return call(node, values.__getitem__)
