@@ -10,7 +10,7 @@ and fewer stages win.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,10 +20,9 @@ from fxpipe.deciding.remedies import remedies
 from fxpipe.deciding.sharing import sharing
 from fxpipe.deciding.sites import pools_of
 from fxpipe.errors import MemoryLimitError, PartitionError
-from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
+from fxpipe.partitioning import Optimal, cut_by_block, optimal_partition, stage_loads
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.parts import Part, in_parts
-from fxpipe.partitioning.shortage import Trial
 from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import SCHEDULES
@@ -43,7 +42,7 @@ def decide(
         orders: the graph in the orders to be compared; the first one wins a tie.
         profiles: of its nodes, one for each kind of device.
         batch: samples of the mini-batch.
-        explains: look for what would fit where nothing does, which takes longer than to find that nothing does.
+        explains: say why where nothing fits, and what would, which takes longer than to find that nothing does.
 
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
@@ -74,13 +73,14 @@ def _cuts_of(case: Case, explains: bool) -> Iterator[Cut]:
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
     compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
-    trials = remedies(case) if explains else []
     if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
         chain = replace(chain, required=block[1:])  # what remains: do stages fit, and which of them recompute
         balance = "by hand" if by_hand else "block"
     else:
         balance = "optimal"
-    for starts, recompute, shared in _solved(chain, sites, case.settings, case.nodes.names, trials):
+    solve = partial(optimal_partition, explains=False)
+    explain = partial(optimal_partition, names=case.nodes.names, remedies=remedies(case)) if explains else solve
+    for starts, recompute, shared in _solved(chain, sites, case.settings, solve, explain):
         found = cut_of(case, starts, recompute, shared, balance, compared)
         yield found
         if _may_be_in_parts(case) and any(site.may_recompute for site in shared):
@@ -132,8 +132,8 @@ def _solved(
     chain: Chain,
     sites: Sequence[Site],
     settings: Settings,
-    names: Sequence[str],
-    trials: Sequence[Iterable[Trial]],
+    solve: Callable[[Chain, Sequence[Site]], Optimal],
+    explain: Callable[[Chain, Sequence[Site]], Optimal],
 ) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[Site]]]:
     """Starts, recomputing stages, and sites with their shares of memory.
 
@@ -146,8 +146,8 @@ def _solved(
         found, shared = sharing(
             kinds,
             pools_of(settings),
-            solve=partial(optimal_partition, weighed),
-            explain=partial(optimal_partition, weighed, names=names, remedies=trials),
+            solve=partial(solve, weighed),
+            explain=partial(explain, weighed),
         )
         own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
         yield found.starts, found.recompute, own

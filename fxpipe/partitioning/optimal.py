@@ -40,12 +40,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.errors import PartitionError
+from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning.chain import Chain, Site
 from fxpipe.partitioning.loads import StageLoad, stage_loads
 from fxpipe.partitioning.nodes import Nodes
 from fxpipe.partitioning.search import Search
-from fxpipe.partitioning.shortage import Trial, shortage
+from fxpipe.partitioning.shortage import Trial, no_cut_fits, shortage
 from fxpipe.units import human_bytes
 
 
@@ -78,7 +78,12 @@ class Optimal:
 
 
 def optimal_partition(
-    chain: Chain, sites: Sequence[Site], *, names: Sequence[str] = (), remedies: Iterable[Iterable[Trial]] = ()
+    chain: Chain,
+    sites: Sequence[Site],
+    *,
+    names: Sequence[str] = (),
+    remedies: Iterable[Iterable[Trial]] = (),
+    explains: bool = True,
 ) -> Optimal:
     """Cuts a chain into as many stages as there are sites; see the module's text for what is the best cut.
 
@@ -93,6 +98,7 @@ def optimal_partition(
         sites: one for each stage, in order.
         names: of the nodes, for errors; or none.
         remedies: what is tried where no cut fits into memory, and offered if it would; see `shortage.py`.
+        explains: say why no cut fits, which takes several times as long as to find that none does.
 
     Raises:
         MemoryLimitError: no cut fits into memory.
@@ -103,6 +109,8 @@ def optimal_partition(
     if limit is None:
         if not Search(chain, [replace(site, memory=None) for site in sites]).fits():
             raise PartitionError(_why_no_cut(chain, len(sites), names))
+        if not explains:
+            raise MemoryLimitError(no_cut_fits(len(sites)))
         raise shortage(chain, sites, names, remedies)
     starts, recompute = search.cut(limit)
     return Optimal(starts, recompute, stage_loads(chain, sites, starts, recompute))

@@ -26,6 +26,12 @@ class Room:
         self._memory, self._most, self._n = memory, most, n  # of a stage from start to end, which grows with the end
         self._known: dict[int, int] = {}
 
+    def holds(self, start: int, end: int) -> bool:
+        """Does a stage from start to end fit?"""
+        if start in self._known:
+            return end <= self._known[start]
+        return self._memory(start, end) <= self._most
+
     def last_end(self, start: int) -> int:
         """The last end of a stage that fits; `start` if there is none."""
         if start in self._known:
@@ -78,9 +84,12 @@ class Options:
 
     def seconds(self, start: int, end: int) -> int | None:
         """Of a stage that recomputes only if it must; None if it does not fit."""
-        plain, last = self.last_ends(start)
-        clock = self.plain if end <= plain else self.again if end <= last else None
-        return None if clock is None else clock.seconds(start, end)
+        if end > self._until[start]:
+            return None
+        for clock, room in ((self.plain, self._plain_room), (self.again, self._again_room)):
+            if clock is not None and (room is None or room.holds(start, end)):
+                return clock.seconds(start, end)
+        return None
 
 
 def _in_time(clock: Clock | None, start: int, limit: int | None) -> int:

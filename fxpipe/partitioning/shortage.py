@@ -55,6 +55,10 @@ def first_that_fits(trials: Iterable[Trial]) -> Trial | None:
     return next((trial for trial in trials if trial.fits()), None)
 
 
+def no_cut_fits(stages: int) -> str:
+    return f"no cut into {'1 stage' if stages == 1 else f'{stages} stages'} fits into memory"
+
+
 def shortage(
     chain: Chain, sites: Sequence[Site], names: Sequence[str] = (), remedies: Iterable[Iterable[Trial]] = ()
 ) -> MemoryLimitError:
@@ -71,8 +75,7 @@ def shortage(
     ends = [*starts[1:], len(chain)]
     rows = [_row(j, *row) for j, row in enumerate(zip(pairwise([*starts, len(chain)]), loads, sites, strict=True))]
     worst = over.index(max(over))
-    stages = "1 stage" if len(sites) == 1 else f"{len(sites)} stages"
-    head = f"no cut into {stages} fits into memory; the best one is over by {human_bytes(max(over))} in stage {worst}"
+    head = f"{no_cut_fits(len(sites))}; the best one is over by {human_bytes(max(over))} in stage {worst}"
     found = [f"The problem: {_problem(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."]
     tried = [first_that_fits(trials) for trials in remedies]
     words = [trial.words for trial in tried if trial is not None]
