@@ -44,7 +44,7 @@ def maps(monkeypatch):
 
 def test_a_last_map_of_samples_is_not_run(maps):
     fxpipe.trace(Head(), (EXAMPLE,))
-    assert len(maps) == 3
+    assert len(maps) == 4
     assert len({*maps}) == 1
 
 
@@ -60,7 +60,7 @@ def test_a_last_map_of_samples_is_not_run(maps):
 )
 def test_any_other_map_is_run(maps, model):
     fxpipe.trace(model, (EXAMPLE,))
-    assert len(maps) == 6
+    assert len(maps) == 8
 
 
 def attending_to_samples(h):
@@ -83,21 +83,108 @@ def test_rows_that_go_round(places):
 
 
 class Sorting(nn.Module):
-    def __init__(self, descending):
+    def __init__(self, descending=False):
         super().__init__()
         self.head, self.descending = nn.Linear(6, 9), descending
 
-    def forward(self, x):
-        return self.head(x[x[:, 0, 0].argsort(descending=self.descending)])
+    def forward(self, x, keys):
+        return self.head(x[keys.argsort(stable=True, descending=self.descending)])
 
 
 @pytest.mark.parametrize("samples", [2, 3, 4, 7])
 @pytest.mark.parametrize("descending", [False, True])
-def test_rows_that_are_sorted_where_samples_are_in_order_by_chance(samples, descending):
-    """Halves are turned round, or put together in both orders."""
-    x = torch.randn(samples, 5, 6)
+def test_rows_that_are_sorted_where_samples_are_in_order_already(samples, descending):
+    keys = torch.randn(samples).sort(descending=descending).values
     with pytest.raises(ArgumentError, match="in another order"):
-        fxpipe.trace(Sorting(descending), (x[x[:, 0, 0].argsort(descending=descending)],))
+        fxpipe.trace(Sorting(descending), (torch.randn(samples, 5, 6), keys))
+
+
+@pytest.mark.parametrize("keys", [[0, 0, 1, 0], [0, 1, 1, 0], [0, 1, 1], [0, 0, 1]])
+def test_rows_that_are_sorted_where_some_are_equal(keys):
+    with pytest.raises(ArgumentError, match="in another order"):
+        fxpipe.trace(Sorting(), (torch.randn(len(keys), 5, 6), torch.tensor(keys)))
+
+
+def test_rows_that_are_sorted_beside_a_mean():
+    class Both(Sorting):
+        def forward(self, x, keys):
+            return self.head(x).square().mean(), super().forward(x, keys)
+
+    with pytest.raises(ArgumentError, match=r"output 1 .*in another order"):
+        fxpipe.trace(Both(), (torch.randn(4, 5, 6), torch.arange(4)))
+
+
+def test_a_mean_and_rows_of_parts_of_two_sizes():
+    class Both(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x).square().mean(), torch.tanh(x)
+
+    x = torch.randn(3, 5, 6) * torch.tensor([1.0, 2.0, 5.0]).view(3, 1, 1)
+    assert fxpipe.trace(Both(), (x,)).out_dims == ("mean", 0)
+
+
+def test_samples_far_behind_act_on_all():
+    class Far(nn.Module):
+        def forward(self, x):
+            return x * 2 + x[8:].sum(0)
+
+    with pytest.raises(ArgumentError, match="put together"):
+        fxpipe.trace(Far(), (torch.randn(12, 5, 6),))
+
+
+def test_complex_rows_in_another_order():
+    class Turned(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x).flip(0)
+
+    with pytest.raises(ArgumentError, match="in another order"):
+        fxpipe.trace(Turned(), (EXAMPLE,))
+
+
+def test_doubles_beside_a_constant_of_less_digits():
+    class Little(nn.Module):
+        def forward(self, x):
+            return x + 1e-5 * x.mean(0) * torch.ones(6)
+
+    with pytest.raises(ArgumentError, match="put together"):
+        fxpipe.trace(Little(), (EXAMPLE.double(),))
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4, 8])
+def test_what_is_made_double_has_the_digits_that_it_had(samples):
+    assert fxpipe.trace(Head(after=lambda y: y.tanh().double().exp()), (torch.randn(samples, 6),)).out_dims == (0,)
+
+
+class Captions(nn.Module):
+    """Sentences, the longest first: of those that still go on, only the number is known."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x, lengths):
+        h, out = x.new_zeros(x.shape[0], 6), []
+        for place in range(x.shape[1]):
+            go_on = torch.arange(x.shape[0]) < (lengths > place).sum()
+            h = torch.where(go_on[:, None], torch.tanh(self.lin(h) + x[:, place]), h)
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("lengths", [[5, 4], [5, 4, 3], [5, 4, 3, 2], [5, 4, 4, 4, 3, 2, 2, 1]])
+def test_samples_that_are_right_in_their_order_alone(lengths):
+    given = torch.randn(len(lengths), 5, 6), torch.tensor(lengths)
+    assert fxpipe.trace(Captions(), given).out_dims == (0,)
+
+
+@pytest.mark.parametrize("samples", [4, 6, 8, 10, 12])
+@pytest.mark.parametrize(
+    "function",
+    [lambda y: (y[0::2], y[1::2]), lambda y: y[0::2] - y[1::2], lambda y: y.view(-1, 2, 9).sum(1)],
+    ids=["apart", "less", "sum"],
+)
+def test_samples_that_belong_together_by_two(function, samples):
+    assert set(fxpipe.trace(Head(after=function), (torch.randn(samples, 6),), chunks=samples // 2).out_dims) == {0}
 
 
 @torch.library.custom_op("fxpipe_test_gathering::shorten", mutates_args=())

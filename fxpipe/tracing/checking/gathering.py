@@ -2,12 +2,12 @@
 
 They are not where samples act on each other: a loss that is no mean over samples, logits of all against all, rows in
 another order than the samples. Nor where an input was taken for batched that is not. So the graph is run on a batch and
-on its two halves, with what is meant to differ left out: dropout drops nothing, batch norm takes its running
-statistics. A graph with other random nodes, or that changes other buffers, cannot be compared so, and is not.
+on parts of it, with what is meant to differ left out: dropout drops nothing, batch norm takes its running statistics. A
+graph with other random nodes, or that changes other buffers, cannot be compared so, and is not; nor are whole numbers.
 
-Samples may be in the order that forward sorts them into, by chance or as they are kept. So halves are run from the last
-sample to the first where they are of a few samples; and where these do not tell, since samples belong together by two,
-say, the halves are put together in both orders.
+A forward that sorts its samples may be given some that are in order already. So of three, a b c, the parts are c a and
+b: sorted, the rows of c a are those of a c, unless all three are equal. What merely needs samples in an order (the
+longest first) or two by two makes something else of c a, and is given the parts a b and c.
 
 All of the graph, and with its own weights, as dear as that is. Less does not do: maps that make few features and repeat
 them find attention over the samples to be attention to oneself; and of nodes that are alike the first may be given what
@@ -16,7 +16,7 @@ shows nothing, a state of zeros, equal queries for all samples, scores that are 
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,23 +24,23 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from fxpipe.errors import ArgumentError, DecisionError
+from fxpipe.errors import ArgumentError
 from fxpipe.tracing.checking.calm import Asked, can_be_calm, run_calmly
 from fxpipe.tracing.checking.check import agree, is_same_graph, take
 from fxpipe.tracing.checking.effects import Effects
 from fxpipe.tracing.sizing.shapes import batched_nodes
 from fxpipe.tracing.traced import WORKING, Traced
 
-# Samples that tell what many would: of two, rows that go round by two (`x.roll(2, 0)`) stay where they are. If they say
-# no all are asked, and where forward takes some out of the batch of which so few have none (`x[8:]`): values then are
-# not of the sizes that they have of many.
+# Samples that tell what many would: of two, rows that go round by two (`x.roll(2, 0)`) stay where they are. If they do
+# not tell all are asked, and where forward takes some out of the batch of which so few have none (`x[8:]`): values then
+# are not of the sizes that they have of many.
 FEW = 3
 
 Found = Mapping[int, torch.Tensor]  # by place of an output
 
 
 def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
-    """Compares a batch with its halves put together.
+    """Compares a batch with its parts put together.
 
     Raises:
         ArgumentError: they differ; names the output and the remedies.
@@ -49,82 +49,124 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
     if not asked or not can_be_calm(traced):
         return
     # A mean may hang on samples that are unlike the first ones (shorter texts): all have a say.
-    if batch > FEW and "mean" not in traced.out_dims and _holds_for_halves(traced, FEW):
-        with contextlib.suppress(Exception):  # the model may need an even number, or more of them
-            return _compare_few(traced, asked, leaves)
-    if batch > 1 and _holds_for_halves(traced, batch):
-        with contextlib.suppress(DecisionError):  # a half is of another graph
-            _compare_all(traced, asked, leaves, batch)
+    if batch >= FEW and "mean" not in traced.out_dims and _few_are_right(traced, asked, leaves):
+        return
+    if batch > 1:
+        _compare_all(traced, asked, leaves, batch)
 
 
-def _holds_for_halves(traced: Traced, batch: int) -> bool:
-    """Is it the graph of so many samples, and of each half of them?"""
-    return all(is_same_graph(traced, size) for size in (batch, (batch + 1) // 2, batch // 2))
+def _few_are_right(traced: Traced, asked: Asked, leaves: Sequence[Any]) -> bool:
+    """Do the first three samples come out of parts as they come out together? If not, the model may need more of them.
+
+    Raises:
+        ArgumentError: rows are in another order than the samples.
+    """
+    if not all(is_same_graph(traced, size) for size in (1, 2, FEW)):
+        return False
+    run = functools.partial(_run, traced, asked, leaves)
+    whole = run((0, FEW), expected=FEW)
+    if whole is None:
+        return False
+    parts = _all_of(run((2, 3), (0, 1)), run((0, 1)), run((1, 2)))
+    if parts and _are_right_turned(traced, whole, *parts):
+        return True
+    parts = _all_of(run((0, 2)), run((2, 3)))
+    return bool(parts) and not _differing(traced, whole, parts, 2 / FEW)
 
 
-def _compare_few(traced: Traced, asked: Asked, leaves: Sequence[Any]) -> None:
-    """Compares the first few samples with their halves, which are turned round."""
-    whole = run_calmly(traced, asked, take(traced, leaves, 0, FEW), FEW)
-    cut, halves = (FEW + 1) // 2, []
-    for start, stop in ((0, cut), (cut, FEW)):
-        sample = take(traced, leaves, start, stop)
-        turned = [leaf if dim is None else leaf.flip(dim) for leaf, dim in zip(sample, traced.in_dims, strict=True)]
-        half = run_calmly(traced, asked, turned)
-        halves.append({n: _turned(value, traced.out_dims[n], stop - start) for n, value in half.items()})
-    _refuse_others(traced, asked, whole, halves, cut / FEW)
-
-
-def _turned(value: torch.Tensor, dim: int | str | None, samples: int) -> torch.Tensor:
-    """Its last sample first, where it holds some rows of each."""
-    if not isinstance(dim, int) or value.shape[dim] % samples:
-        return value
-    turned: torch.Tensor = value.unflatten(dim, (samples, -1)).flip(dim).flatten(dim, dim + 1)
-    return turned
+def _are_right_turned(traced: Traced, whole: Found, ends: Found, first_alone: Found, middle: Found) -> bool:
+    """Of the samples a, b, c: the ends are c and a. And a alone: ends that change places do so in both."""
+    right = True
+    for place, value in whole.items():
+        dim = traced.out_dims[place]
+        assert isinstance(dim, int)
+        last, first = ends[place].tensor_split(2, dim)
+        if not _same(traced, value, torch.cat([first, middle[place], last], dim)):
+            if _same(traced, value, torch.cat([last, middle[place], first], dim)):
+                raise _refusal(traced, place)
+            right = False
+        right = right and _same(traced, first, first_alone[place])
+    return right
 
 
 def _compare_all(traced: Traced, asked: Asked, leaves: Sequence[Any], batch: int) -> None:
-    """Compares all samples with their halves, put together in their order, and the second half first."""
-    cut = (batch + 1) // 2
-    bounds = ((0, batch), (0, cut), (cut, batch))
-    whole, *halves = (run_calmly(traced, asked, take(traced, leaves, *bound)) for bound in bounds)
-    _refuse_others(traced, asked, whole, halves, cut / batch)
+    """Compares all samples with two parts of them, and looks whether they come out in that order if the second part
+    comes first."""
+    cut = 1 << (batch - 1).bit_length() - 1  # samples that belong together by two or four stay together
+    if not all(is_same_graph(traced, size) for size in (batch, cut, batch - cut)):
+        return
+    run = functools.partial(_run, traced, asked, leaves)
+    runs = _all_of(run((0, batch)), run((0, cut)), run((cut, batch)))
+    if not runs:
+        return  # a part is of another graph, or the model takes none of its size
+    whole, *parts = runs
+    for place in _differing(traced, whole, parts, cut / batch):
+        raise _refusal(traced, place)
     if all(traced.out_dims[place] == "mean" for place in asked):
         return
+    turned = run((cut, batch), (0, cut))
+    if turned is not None:
+        for place in _differing(traced, turned, parts[::-1], 1 - cut / batch):
+            if _same(traced, turned[place], whole[place]):  # not where samples merely have to come in their order
+                raise _refusal(traced, place)
+
+
+def _run(
+    traced: Traced, asked: Asked, leaves: Sequence[Any], *bounds: tuple[int, int], expected: int | None = None
+) -> Found | None:
+    """What is asked of these samples; None if forward does not take them."""
+    pieces = [take(traced, leaves, *bound) for bound in bounds]
+    dims = traced.in_dims
+    given = [
+        piece[0] if dim is None or len(piece) == 1 else torch.cat(piece, dim)
+        for piece, dim in zip(zip(*pieces, strict=True), dims, strict=True)
+    ]
     try:
-        whole = run_calmly(traced, asked, take(traced, leaves, cut, cut + batch))
-    except Exception:  # they have to come in their order: the longest text first
-        return
-    _refuse_others(traced, asked, whole, halves[::-1], 1 - cut / batch)
+        return run_calmly(traced, asked, given, expected)
+    except Exception:
+        return None
 
 
-def _refuse_others(traced: Traced, asked: Asked, whole: Found, halves: Sequence[Found], share: float) -> None:
-    """Refuses a batch whose halves, of which the first has this share of it, are not it when put together."""
-    dtypes = {
-        shape.dtype for node in traced.nodes for shape in node.meta.get("shapes", ()) if shape.dtype.is_floating_point
-    }
-    # Nothing but doubles, or values that may have been made wider.
-    least = torch.finfo(torch.float64 if dtypes == {torch.float64} else torch.float32).eps
-    for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
-        if place not in asked:
-            continue
-        assert isinstance(node, fx.Node)
-        first, second = (half[place] for half in halves)
+def _all_of(*runs: Found | None) -> list[Found]:
+    """Nothing if one is missing."""
+    found = [run for run in runs if run is not None]
+    return found if len(found) == len(runs) else []
+
+
+def _differing(traced: Traced, whole: Found, parts: Sequence[Found], share: float) -> list[int]:
+    """The outputs that are not their parts put together, of which the first has this share of the samples."""
+    differing = []
+    for place, value in whole.items():
+        dim, (first, second) = traced.out_dims[place], (part[place] for part in parts)
         if isinstance(dim, int):
             together = torch.cat([first, second], dim)
         else:  # found, not given: it can only be "mean"
             together = first * share + second * (1 - share)
-        # Other sizes take other kernels: compare to half of the digits.
-        if not agree(whole[place], together, max(least, torch.finfo(together.dtype).eps) ** 0.5):
-            raise ArgumentError(
-                f"output {place} ({node.name}, {node.meta['shapes'][0]}, made at "
-                f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
-                "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
-                f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
-                f"or is an input not batched (in_dims={_taken(traced)} was taken)? Say with in_dims what is batched, "
-                "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant. "
-                "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
-                "that returns (out.loss * n, n), n tokens that count"
-            )
+        if not _same(traced, value, together):
+            differing.append(place)
+    return differing
+
+
+def _same(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Other sizes take other kernels: to half of the digits, of float32 if that was made wider on the way."""
+    eps = torch.finfo(left.dtype).eps
+    if any(shape.dtype == torch.float32 for node in batched_nodes(traced) for shape in node.meta.get("shapes", ())):
+        eps = max(eps, torch.finfo(torch.float32).eps)
+    return agree(left, right, eps**0.5)
+
+
+def _refusal(traced: Traced, place: int) -> ArgumentError:
+    node = traced.outputs[place]
+    return ArgumentError(
+        f"output {place} ({node.name}, {node.meta['shapes'][0]}, made at "
+        f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
+        "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
+        f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
+        f"or is an input not batched (in_dims={_taken(traced)} was taken)? Say with in_dims what is batched, "
+        "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant. "
+        "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
+        "that returns (out.loss * n, n), n tokens that count"
+    )
 
 
 def _asked(traced: Traced) -> Asked:
@@ -132,7 +174,7 @@ def _asked(traced: Traced) -> Asked:
     found = {}
     for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
-        if dim is not None and shapes and shapes[0].dtype.is_floating_point:
+        if dim is not None and shapes and (shapes[0].dtype.is_floating_point or shapes[0].dtype.is_complex):
             assert isinstance(node, fx.Node)
             found[place] = node.all_input_nodes[0] if _is_by_sample(traced, node, dim) else node
     return found
