@@ -73,13 +73,13 @@ def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool =
     return tuple(_parse_device(device, anywhere) for device in devices)
 
 
-def _parse_device(given: str | torch.device, anywhere: bool = True) -> torch.device:
+def _parse_device(given: str | torch.device, anywhere: bool = True, argument: str = "devices") -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):
-        raise ArgumentError(f"devices: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+        raise ArgumentError(f"{argument}: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
     if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"devices: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
+        raise ArgumentError(f"{argument}: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
     if device.type == "cpu":
         return torch.device("cpu")
     if anywhere:
@@ -173,7 +173,7 @@ def _worker(argument: str, name: str, given: Any, workers: Sequence[torch.device
             f"{argument}[{name!r}]={given!r} is a {type(given).__name__}; expected the number of a device among "
             f"devices ({listed}), or its name"
         )
-    device = _parse_device(given)
+    device = _parse_device(given, argument=f"{argument}[{name!r}]")
     found = [k for k, worker in enumerate(workers) if worker == device]
     if len(found) != 1:
         times = "not" if not found else f"{len(found)} times"

@@ -41,10 +41,10 @@ def parse_memory_limit(given: Any, devices: int) -> tuple[int | None, ...] | Non
 
 def _bytes(given: Any) -> int:
     if isinstance(given, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)\s*", given.upper())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", given.upper())
         if match is None:
             raise ArgumentError(f"memory_limit={given!r} is no number of bytes; expected {_ACCEPTED}")
-        number, unit = float(match[1]), _UNITS[match[2]]
+        number, unit = float(match[1]), _UNITS[match[2] or "B"]
     elif isinstance(given, Real) and not isinstance(given, bool):
         number, unit = float(given), 1
     else:

@@ -52,6 +52,10 @@ MISTAKES = {
     "folder": ("--graph {0}/nowhere/g.svg", "there is no directory"),
     "directory": ("--report {0}/folder.html", "it is a directory"),
     "no_folder": ("--save {0}/file/plan.json", "--save: a plan", "is no directory"),
+    "twice, spelt another way": (
+        "--save {0}/a.json --timeline {0}/../{0.name}/a.json",
+        "/a.json: --timeline is to be written there",
+    ),
     "twice": ("--timeline {0}/a.html --graph {0}/a.html", "--graph {0}/a.html: --timeline is to be written there"),
 }
 

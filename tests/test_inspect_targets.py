@@ -293,6 +293,9 @@ def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.Cap
     assert in_options("leaf_modules: no module") == "--leaf: leaf_modules: no module"
     assert in_options("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
     assert in_options("--devices 3: stages=3") == "--devices 3: stages=3"
+    argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--pin", "0=gpu"]
+    assert "inspect: --pin: pin['0']: 'gpu' is no device of torch's" in refusal(argv, capsys)
+    assert "--pin: '0' is given twice" in refusal([*argv, "--pin", "0=1"], capsys)
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--memory-limit", "lots"]
     assert "inspect: --memory-limit: memory_limit='lots' is no number of bytes" in refusal(argv, capsys)
     assert "TARGET goes before --kwargs" in refusal(["--kwargs", "width=2", f"{factories}:make"], capsys)

@@ -222,4 +222,6 @@ def test_short_names_keep_the_last_parts():
     assert short_name("transformer.h.0.attn", 1000, 10) == "transformer.h.0.attn"
     assert short_name("transformer.h.0.attn", 60, 10) == "…h.0.attn"
     assert short_name("down.0.0", 30, 10) == ""  # a number alone says nothing
+    assert short_name("encoder_with_a_long_name.3", 90, 10) == "encoder…name.3"
+    assert short_name("🚀", 30, 10) == "🚀"
     assert short_name("h.0.ln – h.3.mlp", 75, 10) == "…ln – …mlp"

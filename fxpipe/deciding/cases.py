@@ -129,16 +129,25 @@ def _case(
 def _required(traced: Traced, nodes: Nodes, settings: Settings, stages: int) -> tuple[int, ...]:
     """The places at which the user wants a stage to begin."""
     if stages > len(nodes.items()):
-        each = (
-            f" (the product of {len(settings.workers)} devices and stages_per_device={stages // len(settings.workers)})"
-        )
-        raise PartitionError(nodes.why_not_so_many(stages) + (each if stages > len(settings.workers) else ""))
+        raise PartitionError(nodes.why_not_so_many(stages, _fewer(stages, len(settings.workers), len(nodes.items()))))
     found = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)
         found.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
     found.update(traced.marked)
     return tuple(sorted(_possible(found - {0, len(nodes.costs)}, traced, stages, nodes)))
+
+
+def _fewer(stages: int, devices: int, most: int) -> str:
+    """What to use where devices have several stages, which are more than `most` together; else nothing."""
+    each = stages // devices
+    if each == 1:
+        return ""
+    less = [f"stages_per_device={most // devices} or fewer"] if devices <= most else []
+    less += [f"{most // each} devices or fewer"] if each <= most else []
+    return (
+        f"{' or '.join(less) or 'fewer devices and stages_per_device'}, not {devices} devices with {each} stages each"
+    )
 
 
 def _possible(places: set[int], traced: Traced, stages: int, nodes: Nodes) -> set[int]:

@@ -4,10 +4,13 @@ import io
 import os
 import sys
 
-from fxpipe.inspect.cli import main
-from fxpipe.inspect.process import finish, set_up
+try:
+    from fxpipe.inspect.cli import main
+    from fxpipe.inspect.process import finish, set_up
 
-set_up()
+    set_up()
+except KeyboardInterrupt:
+    sys.exit(130)
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a terminal or file that has no letter for a name gets a mark for it
 try:

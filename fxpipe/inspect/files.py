@@ -37,7 +37,7 @@ def check_outputs(outputs: Sequence[Output]) -> None:
     """
     taken: dict[Path, Output] = {}
     for output in outputs:
-        other = taken.setdefault(output.path.absolute(), output)
+        other = taken.setdefault(output.path.resolve(), output)
         if other is not output:
             raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
         form = check_path(output.path, SUFFIXES[output.option], f"--{output.option}: {WHAT[output.option]}")

@@ -91,7 +91,8 @@ def _of_model(request: Request) -> Findings:
     except PartitionError as error:
         if not str(error).startswith("stages="):
             raise
-        told = str(error).replace("Use stages=", "Use --devices ")  # the command has no other word for it
+        # The command has no other words for it.
+        told = str(error).replace("Use stages=", "Use --devices ").replace("stages_per_device=", "--stages-per-device ")
         raise PartitionError(f"--devices {len(devices)}: {told}") from None
     else:
         found = _of_plan(plan, request)
@@ -191,5 +192,5 @@ def _sweep(request: Request, loaded: Loaded, studied: Studied, devices: tuple[st
 
     own = request.options.get("schedule", "1f1b")
     schedules = (own, *(name for name in TRAINING_SCHEDULES if name != own))
-    counts = counts_up_to(most_like(devices, USUAL, hardware))
+    counts = counts_up_to(most_like(devices, USUAL, hardware), len(devices))
     return tuple(sweep(counts, schedules, request.stages_per_device, plan_for))

@@ -159,7 +159,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DEVICE",
         help="put a module or node on a device, by its number or name (lm_head=0); repeat it for more",
     )
-    add("--memory-limit", metavar="SIZE", help="what stages may take on each device, as in 70GiB")
+    add(
+        "--memory-limit",
+        type=_value(parse_limit),
+        metavar="SIZE",
+        help="what stages may take on each device: 70GiB, bytes, or one for each (70GiB,40GiB)",
+    )
     add(
         "--optimizer-state",
         type=_value(_parse_optimizer_state),
@@ -174,7 +179,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add(
         "--sweep",
         action="store_true",
-        help="compare 1, 2, 4, 8 ... devices, up to --devices, and schedules: step, speed-up, bubble, memory",
+        help="compare 1, 2, 4, 8 ... devices, as many as --devices says, and schedules: step, speed-up, bubble, memory",
     )
     add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
     add(
@@ -195,6 +200,11 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg or .html")
     add("--report", type=Path, metavar="FILE", help="write one page with all of it, for a browser: .html")
     add("--no-progress", action="store_true", help="show no progress bars")
+
+
+def parse_limit(text: str) -> str | list[str]:
+    """`70GiB` -> "70GiB"; `70GiB,40GiB` -> ["70GiB", "40GiB"]."""
+    return text.split(",") if "," in text else text
 
 
 def parse_pin(text: str) -> tuple[str, int | str]:

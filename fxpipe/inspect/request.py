@@ -54,10 +54,10 @@ def parse_request(argv: Sequence[str]) -> Request:
     found = make_parser().parse_args(argv)
     given = {name: getattr(found, name) for name in OPTIONS}
     given["leaf_modules"] = tuple(found.leaf) or None
-    given["pin"] = dict(found.pin) or None
+    given["pin"] = _each_once(found.pin, "--pin") or None
     request = Request(
         subject=found.target,
-        kwargs=_keywords(found.kwargs),
+        kwargs=_each_once(found.kwargs, "--kwargs"),
         inputs=tuple(found.input),
         on_meta=found.meta,
         evaluating=found.eval,
@@ -84,11 +84,11 @@ def in_options(message: str) -> str:
     return f"{options[name]}: {message}" if name in options else message
 
 
-def _keywords(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _each_once(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ArgumentError(f"--kwargs: {name!r} is given twice")
+            raise ArgumentError(f"{option}: {name!r} is given twice")
         found[name] = value
     return found
 

@@ -12,9 +12,14 @@ def close_to(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
+LONG = 500  # letters: some errors list all that there is
+
+
 def describe(error: BaseException) -> str:
     """`KeyError: 'width'`: an exception in one line."""
     text = " ".join(str(error).split())
+    if len(text) > LONG:
+        text = f"{text[:LONG]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

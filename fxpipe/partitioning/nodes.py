@@ -40,8 +40,8 @@ class Nodes:
         """The place at which each indivisible run of nodes begins."""
         return [place for place in range(len(self.costs)) if place not in self.forbidden]
 
-    def why_not_so_many(self, stages: int) -> str:
-        """Why there cannot be that many stages, and how many there can be."""
+    def why_not_so_many(self, stages: int, remedy: str = "") -> str:
+        """Why there cannot be that many stages, and how many there can be; or another remedy."""
         n, possible = len(self.costs), len(self.items())
         if n == 0:
             return f"stages={stages}, but there are no nodes to cut"
@@ -53,7 +53,7 @@ class Nodes:
                 f": {stuck} of the nodes cannot be separated from a neighbour, first {self.label(first)} from the one "
                 f"before it: {self.forbidden[first]}"
             )
-        return f"{text}. Use stages={possible} or fewer"
+        return f"{text}. Use {remedy or f'stages={possible} or fewer'}"
 
     def why_no_cut(self, place: int) -> str:
         """Why no cut can stand before a forbidden place, and which places next to it are allowed."""

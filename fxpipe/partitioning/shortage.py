@@ -1,6 +1,6 @@
 """Says why no cut fits into memory, and what would: a table of the best attempt, the part at fault, remedies tried.
 
-The best attempt is the cut of which the worst stage is over its limit by the fewest bytes, to within one part in 64.
+The best attempt is the cut of which the worst stage is over its limit by the fewest bytes, to within one part in 1024.
 
 A remedy is not guessed: it is a list of *trials*, each another chain or other sites with words that say what they
 stand for, and it is offered only if a cut of one of them fits; the first that does is the one that is named.
@@ -19,7 +19,7 @@ from fxpipe.partitioning.loads import StageLoad, stage_loads
 from fxpipe.partitioning.search import Search
 from fxpipe.units import human_bytes
 
-PRECISION = 64  # the best attempt is found to within this fraction
+PRECISION = 1024  # the best attempt is found to within this fraction
 HEADERS = (
     "stage",
     "nodes",

@@ -19,6 +19,7 @@ from fxpipe.drawing.letters import fitted, text_width
 from fxpipe.plans.parts import StagePlan
 
 TO = " – "  # from the first to the last
+NUMBERS = frozenset("0123456789.…" + TO)
 LEAST_LETTERS = 4.5  # of a name that is cut in its middle; times the size of the letters
 
 
@@ -50,13 +51,15 @@ def groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup, ...
 
 
 def short_name(name: str, width: float, size: float) -> str:
-    """As many of its last parts as fit: `transformer.h.0.attn` -> `…0.attn`; nothing where that would say nothing."""
+    """As many of its last parts as fit: `transformer.h.0.attn` -> `…0.attn`; if they say nothing, both its ends."""
     first, to, last = name.partition(TO)
     for depth in range(max(first.count("."), last.count(".")), -1, -1):
         found = _end(first, depth) + (to + _end(last, depth) if to else "")
         if text_width(found, size) <= width:
-            return found if any(letter.isalpha() for letter in found) else ""  # numbers of layers alone
-    return fitted(name, width, size) if "." not in name and width >= LEAST_LETTERS * size else ""
+            if set(found) <= NUMBERS:  # of layers, and nothing else
+                break
+            return found
+    return fitted(name, width, size) if width >= LEAST_LETTERS * size else ""
 
 
 def _end(name: str, depth: int) -> str:

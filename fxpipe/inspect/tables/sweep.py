@@ -1,4 +1,4 @@
-"""How many devices? The same model cut for 1, 2, 4, 8 ... of them, in every schedule, as simulated.
+"""How many devices? The same model cut for 1, 2, 4, 8 ... of them, and as many as were asked for, in every schedule.
 
 Each number of devices is planned anew. Schedules that have their stages on the same devices share a plan, but where one
 does not fit into memory with it: then it is planned for that schedule. What does not fit at all is listed with the
@@ -40,9 +40,9 @@ class Row:
         return self.run is not None and not self.over_bytes
 
 
-def counts_up_to(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 ... and the number itself."""
-    return tuple(sorted({*(2**power for power in range(most.bit_length())), most}))
+def counts_up_to(most: int, asked: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 ... and the number that was asked for."""
+    return tuple(sorted({*(2**power for power in range(most.bit_length())), asked}))
 
 
 def sweep(counts: tuple[int, ...], schedules: tuple[str, ...], per_device: int | None, plan_for: PlanFor) -> list[Row]:

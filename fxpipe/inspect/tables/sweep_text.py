@@ -30,7 +30,7 @@ def sweep_table(rows: Sequence[Row]) -> str:
     cells = [_cells(row, best.get(row.devices) is row, first) for row, first in zip(rows, firsts, strict=True)]
     notes = [wrapped(f"- {line}") for line in _problems(rows)]
     legend = ("* the fastest that fits" if best else "nothing fits") + _cores(rows)
-    head = "numbers of devices and schedules, as simulated; each number is cut anew"
+    head = "numbers of devices and schedules, as simulated; each number is cut anew, once for schedules placed alike"
     lines = [head, "", table(cells, HEADERS, left=("schedule", "checkpoint")), "", legend]
     return "\n".join(lines + (["", "no plan for", *notes] if notes else []))
 
