@@ -256,13 +256,13 @@ def test_more_stages_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[st
     """What would do: fewer stages on each, or fewer devices."""
     argv = [*mlp, "--devices"]
     line = refusal([*argv, "2", "--stages-per-device", "50"], capsys)
-    most = re.search(r"can be cut into (\d+) at most. Use --stages-per-device (\d+) or fewer, not 2 devices", line)
+    most = re.search(r"can be cut into (\d+) at most. Use --stages-per-device (\d+), not 2 devices", line)
     assert most is not None, line
     assert int(most[2]) == int(most[1]) // 2
     assert main([*argv, "2", "--stages-per-device", most[2]]) == 0
     capsys.readouterr()
     line = refusal([*argv, str(int(most[1]) - 1), "--schedule", "zbv"], capsys)
-    assert f"or fewer or {int(most[1]) // 2} devices or fewer, not" in line
+    assert f"Use --stages-per-device 1 or {int(most[1]) // 2} devices, not" in line
     assert f"Use --devices {most[1]} or fewer" in refusal([*argv, str(int(most[1]) + 1)], capsys)
 
 

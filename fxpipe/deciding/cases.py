@@ -22,6 +22,7 @@ from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.settings import Settings
 from fxpipe.tracing import Traced
+from fxpipe.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,9 @@ def _fewer(stages: int, devices: int, most: int) -> str:
     each = stages // devices
     if each == 1:
         return ""
-    less = [f"stages_per_device={most // devices} or fewer"] if devices <= most else []
-    less += [f"{most // each} devices or fewer"] if each <= most else []
-    return (
-        f"{' or '.join(less) or 'fewer devices and stages_per_device'}, not {devices} devices with {each} stages each"
-    )
+    less = [f"stages_per_device={most // devices}"] if devices <= most else []
+    less += [counted(most // each, "device")] if each <= most else []
+    return f"{' or '.join(less) or 'less of both'}, not {devices} devices with {each} stages each"
 
 
 def _possible(places: set[int], traced: Traced, stages: int, nodes: Nodes) -> set[int]:
