@@ -9,7 +9,8 @@ try:
     from fxpipe.inspect.process import finish, set_up
 
     set_up()
-except KeyboardInterrupt:
+except KeyboardInterrupt:  # as `main` ends, which is not there yet
+    print("fxpipe.inspect: interrupted", file=sys.stderr)
     sys.exit(130)
 if isinstance(sys.stdout, io.TextIOWrapper):
     sys.stdout.reconfigure(errors="replace")  # a terminal or file that has no letter for a name gets a mark for it
