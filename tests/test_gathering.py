@@ -9,7 +9,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.checking import calm
+from fxpipe.tracing.checking import calm, gathering
 from fxpipe.tracing.checking.check import PIECE, agree
 
 EXAMPLE = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
@@ -355,3 +355,10 @@ def test_samples_that_act_on_each_other_where_less_than_the_whole_graph_would_no
     x = torch.randint(100, shape) if model is Wide else torch.randn(shape)
     with pytest.raises(ArgumentError, match="put together"):
         fxpipe.trace(model().eval(), (x,))
+
+
+def test_digits_are_asked_for_as_values_have_them():
+    one, other = torch.ones(2, dtype=torch.float64), torch.full((2,), 1 + 1e-6, dtype=torch.float64)
+    widened = fxpipe.trace(Head(after=lambda y: y.double()), (EXAMPLE,))
+    assert gathering._same(widened, one, other)
+    assert not gathering._same(fxpipe.trace(Head().double(), (EXAMPLE.double(),)), one, other)

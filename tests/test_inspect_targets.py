@@ -20,6 +20,7 @@ from fxpipe.inspect.request import in_options, parse_request
 from fxpipe.inspect.subjects import PlanFile, parse_subject
 from fxpipe.inspect.target import Target, load_model
 from fxpipe.inspect.values import parse_keyword
+from fxpipe.inspect.words import describe
 
 FACTORIES = """
 import torch
@@ -358,3 +359,8 @@ def test_an_input_too_large_for_this_machine_is_answered_with_meta(
 def test_other_failures_are_not_taken_for_a_lack_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.py").write_text("def make():\n    raise RuntimeError('no memory of that')\n")
     assert "raised RuntimeError: no memory of that" in refusal([f"{tmp_path}/broken.py:make"], capsys)
+
+
+def test_an_error_that_lists_all_there_is_is_cut() -> None:
+    assert describe(ValueError("one of " + "x, " * 5000)).endswith("x, x ...")
+    assert len(describe(ValueError("x" * 5000))) < 600

@@ -436,3 +436,17 @@ def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
 def test_a_cut_is_data() -> None:
     cut = optimal_partition(row(1.0, 1.0), [Site(), Site()])
     assert cut == Optimal((0, 1), (False, False), cut.loads)
+
+
+def test_the_best_attempt_is_near_the_best_there_is() -> None:
+    """Even in bytes, though by time the first stage would be one node."""
+    weights = tuple(Weights(100.0, (place,), False) for place in range(400))
+    chain = row(1000.0, *[1.0] * 399, weights=weights)
+    with pytest.raises(MemoryLimitError) as caught:
+        optimal_partition(chain, [Site(memory=1.0)] * 2)
+    assert 19_999 <= caught.value.over <= 19_999 * (1 + 1 / 500)
+
+
+def test_a_cut_that_is_not_explained() -> None:
+    with pytest.raises(MemoryLimitError, match=r"^no cut into 2 stages fits into memory$"):
+        optimal_partition(row(1.0, 1.0, weights=(Weights(100.0, (0,), False),)), [Site(memory=1.0)] * 2, explains=False)

@@ -14,6 +14,7 @@ from test_tuning import settings_for
 from torch import nn
 
 import fxpipe
+from fxpipe.errors import MemoryLimitError
 from fxpipe.planning import study
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
@@ -146,3 +147,12 @@ def test_a_plan_that_names_a_worker_far_away_is_damaged(model: nn.Module, profil
     replace(plan, placement=(0, 10**12)).save(tmp_path / "plan.json")
     with pytest.raises(fxpipe.errors.ArgumentError, match="placement"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_what_does_not_fit_is_not_explained_for_each_candidate(monkeypatch):
+    monkeypatch.setattr("fxpipe.partitioning.optimal.shortage", lambda *args: pytest.fail("nobody reads it"))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with pytest.raises(MemoryLimitError, match="would do"):
+        fxpipe.tune(
+            model, ["cuda:0", "cuda:1"], example_args=(torch.randn(8, 64),), hardware="h100", memory_limit="40KiB"
+        )
