@@ -83,6 +83,20 @@ def test_a_pipeline_on_gpus_equals_the_plain_model(case, devices, checkpoint):
 
 
 @pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
+def test_evaluating_between_backward_and_zero_grad_keeps_the_gradients(devices):
+    """The graph for evaluation is recorded on the CPU, where torch refuses gradients that are on a GPU."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1)), torch.randn(6, 4)
+    plain = copy.deepcopy(model).eval()
+    with fxpipe.pipeline(model, devices, CHUNKS, example_args=(x,)) as pipe:
+        pipe(x).sum().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        with torch.no_grad():
+            _close(pipe.eval()(x), plain(x))
+        assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+        assert all(p.grad.device == p.device for p in model.parameters())
+
+
+@pytest.mark.parametrize("devices", [ONE, MIXED, TWO])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_eval_on_gpus_equals_the_plain_model(case, devices):
     """A graph of its own, recorded when the parameters are on the devices of their stages already."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.tracing.placement import moved, on_one_device
+from fxpipe.tracing.placement import moved, on_one_device, on_the_cpu
+from fxpipe.tracing.snapshot import gradients_aside
 
 
 def test_a_model_on_one_device_stays_there():
@@ -45,3 +47,38 @@ def test_weights_of_an_rnn_are_put_side_by_side_where_they_come_to(monkeypatch):
     monkeypatch.setattr(nn.GRU, "flatten_parameters", lambda self: flattened.append(self))
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)):
         assert model[1] in flattened
+
+
+@pytest.fixture
+def cpu_is_elsewhere(monkeypatch):
+    """Stands for a second device: `cpu()` returns other numbers, and torch refuses their gradients in the same way."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.double)
+
+
+def test_gradients_are_set_aside_while_parameters_are_on_the_cpu(cpu_is_elsewhere):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True), nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    model[0](torch.randn(4, 2)).sum().backward()
+    model[1](torch.tensor([1])).sum().backward()
+    model[2].bias.grad = model[0].bias.grad  # two parameters, one gradient
+    model.register_buffer("scale", torch.ones(2, requires_grad=True))
+    model.scale.grad = torch.ones(2)
+    held = [*model.parameters(), model.scale]
+    gradients, data = [p.grad for p in held], [p.data_ptr() for p in held]
+    with on_the_cpu(held):
+        assert all(p.grad is None and p.dtype == torch.float64 for p in held)
+        with gradients_aside(model):
+            model[0](torch.randn(4, 2).double()).sum().backward()
+        assert all(p.grad is None for p in held)
+    assert all(p.grad is gradient for p, gradient in zip(held, gradients, strict=True))
+    assert [p.data_ptr() for p in held] == data
+
+
+def test_gradients_come_back_where_the_block_raises(cpu_is_elsewhere):
+    model = nn.Linear(2, 2)
+    model(torch.randn(4, 2)).sum().backward()
+    gradient = model.weight.grad
+    with pytest.raises(KeyError), on_the_cpu([*model.parameters()]):
+        model.weight.grad = torch.zeros(2, 2).double()
+        raise KeyError
+    assert model.weight.grad is gradient

@@ -7,7 +7,7 @@ another graph of it (evaluation, say) its tensors come to the CPU for the while.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,14 +30,29 @@ def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
     if len(devices) < 2:
         yield next(iter(devices), None)
         return
-    away = [(tensor, tensor.data) for tensor in tensors]
-    try:
-        for tensor, data in away:
-            tensor.data = data.cpu()
+    with on_the_cpu(tensors):
         yield torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_the_cpu(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The data of these tensors is on the CPU in this block. The tensors stay the same objects.
+
+    They have no gradients there: torch refuses to assign one that is on another type of device. After the block each has
+    the gradient that it had, the same object.
+    """
+    away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
+    try:
+        for tensor, data, gradient in away:
+            if gradient is not None:
+                tensor.grad = None
+            tensor.data = data.cpu()
+        yield
     finally:
-        for tensor, data in away:
+        for tensor, data, gradient in away:
             tensor.data = data
+            if tensor.is_leaf:
+                tensor.grad = gradient
 
 
 def moved(inputs: Any, device: torch.device | None) -> Any:
