@@ -276,22 +276,70 @@ def test_a_loss_fn_that_fails_on_the_whole_mini_batch():
         _step(pipe)
 
 
-def test_a_failing_hook_of_a_parameter():
-    """It runs when the step is committed, in the caller; buffers are written after it."""
+HANDED_TO = ["register_hook", "register_post_accumulate_grad_hook"]
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("method", HANDED_TO)
+@pytest.mark.parametrize("run", [_step, _drop_in])
+def test_a_failing_hook_of_a_parameter(run, method, has_gradients):
+    """It runs when the step is committed, when others have their gradients; these are put back, in their tensors."""
     model = Model()
     with _make(model) as pipe:
+        run(pipe)
+        if not has_gradients:
+            pipe.zero_grad()
+        owners = {name: p.grad for name, p in model.named_parameters()}
+        before = {name: g if g is None else g.clone() for name, g in owners.items()}
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        for failing in (model.blocks[0].linear.weight, model.blocks[2].norm.bias):  # the first and the last one
+            seen = []
+
+            def boom(_, seen=seen):
+                seen.append(True)
+                raise Boom("hook")
+
+            handle = getattr(failing, method)(boom)
+            with pytest.raises(Boom, match="hook"):
+                run(pipe)
+            handle.remove()
+            for name, p in model.named_parameters():
+                assert p.grad is owners[name]
+                assert p.grad is None or torch.equal(p.grad, before[name]), name
+            if run is _step:  # of the drop-in forward has ended well
+                _assert_equal(model.state_dict(), state)
+            model.load_state_dict(state)
+        assert seen
+        run(pipe)
+
+
+def test_a_failing_hook_of_what_comes_before_the_pipe():
+    """`forward_backward` goes back through that as well."""
+    x, samples, t = _data()
+    first, model = nn.Linear(4, 4), Model()
+    with _make(model) as pipe:
         before = _state(model)
+        first.weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.forward_backward(first(x), samples, target=t, loss_fn=F.mse_loss)
+        assert first.weight.grad is first.bias.grad is None
+        _assert_equal(_state(model), before)
 
-        def hook(gradient):
-            raise Boom("hook")
 
-        handle = model.blocks[0].linear.weight.register_hook(hook)
-        with pytest.raises(Boom, match="hook"):
-            _step(pipe)
-        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-        handle.remove()
-        _reset(model, before)
+def test_hooks_see_gradients_as_in_a_plain_step_and_cost_no_copy_that_stays():
+    """What comes in, what has been added up, and the tensor of before, to which autograd adds in place."""
+    model = Model()
+    with _make(model) as pipe:
         _step(pipe)
+        weight, calls = model.blocks[1].linear.weight, []
+        owner, value = weight.grad, weight.grad.clone()
+        weight.register_hook(lambda gradient: calls.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+        _step(pipe)
+        gradient, total = calls
+        assert weight.grad is owner
+        assert torch.equal(total, value + gradient)
+        assert torch.equal(weight.grad, total)
 
 
 class Take(nn.Module):

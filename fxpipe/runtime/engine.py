@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.autograd import leaves_under
 from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.ambient import Ambient
@@ -30,6 +31,7 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
+from fxpipe.runtime.rollback import roll_back_with_caller, rolled_back
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.transport import brought
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
@@ -176,18 +178,19 @@ class Engine:
         names = [name for name, t in named.items() if t.requires_grad and not step.is_changed(name)]
         places = [p for p, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         inputs = [leaves[place] for place in places]
+        parameters = [named[name] for name in names]
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> Gradients:
             backward(gradients)
             found: Gradients = [step.parameter_gradient(name) for name in names]
             found += [step.exchange.input_gradients(place, leaves[place]) for place in places]
             if step.loss is None:
+                roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
                 return found
             found += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.loss.losses.divisor
             return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
-        parameters = [named[name] for name in names]
         followed = step.transport.following(finish)
         return committed(followed, outputs, [*parameters, *inputs, *extra])
 
@@ -247,7 +250,8 @@ class Engine:
             kind.passed(is_mistaken=wrong is not None)
         extra = [leaf for leaf, *_ in stage.own.values()]
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
-        root.backward()
+        with rolled_back(leaves_under(root)):
+            root.backward()
         step.commit_buffers()
         return loss, stage.tree(outputs) if return_outputs else None
 
