@@ -38,8 +38,8 @@ def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
 def on_the_cpu(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """The data of these tensors is on the CPU in this block. The tensors stay the same objects.
 
-    They have no gradients there: torch refuses to assign one that is on another type of device. After the block each has
-    the gradient that it had, the same object.
+    They have no gradients there: torch refuses to assign one that is on another type of device. After the block each
+    has the gradient that it had, the same object.
     """
     away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     try:
