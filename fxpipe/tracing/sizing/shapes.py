@@ -103,7 +103,9 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
             tensors = tensors_in(value)
             shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
         node.meta["shapes"] = shapes[id(value)]
-        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        # What was read of a value is no size: it may be another one in each step, and is compared there.
+        is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and "expects" not in node.meta
+        if is_size:
             node.meta["number"] = formula(value)
     traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
     if traced.recorded_sizes:

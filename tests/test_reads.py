@@ -1,0 +1,107 @@
+"""Every value that leaves torch is accounted for: what forward reads is the plain model's, or an error of ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import assert_same_gradients, assert_same_state, closing, parts_of
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+
+CHUNKS, STEPS = 2, 4
+
+# -- a buffer that forward changes, read in many ways ----------------------------------------------------------------
+
+SLOTS = 3
+READS_OF_A_BUFFER = {
+    "int": lambda ptr: int(ptr),
+    "int of an element": lambda ptr: int(ptr[0]),
+    "item": lambda ptr: ptr.item(),
+    "tolist": lambda ptr: ptr.tolist()[0],
+    "unpacking": lambda ptr: (lambda p: int(p))(*ptr),
+    "iteration": lambda ptr: next(int(p) for p in ptr),
+    "index": lambda ptr: [0, 1, 2][ptr],
+    "operator.index": lambda ptr: ptr.__index__(),
+    "range": lambda ptr: len(range(ptr)),
+    "numpy": lambda ptr: int(ptr.numpy()[0]),
+    "array": lambda ptr: int(np.asarray(ptr)[0]),
+    "float": lambda ptr: int(float(ptr)),
+    "comparison": lambda ptr: next(i for i in range(SLOTS) if ptr == i),
+    "bool": lambda ptr: 2 if bool(ptr == 2) else 1 if bool(ptr == 1) else 0,
+    "contains": lambda ptr: next(i for i in range(SLOTS) if i in ptr),
+    "equal": lambda ptr: next(i for i in range(SLOTS) if torch.equal(ptr, torch.tensor([i]))),
+}
+
+
+class Bank(nn.Module):
+    """Keeps the last rows that it has seen, and reads where the next one goes."""
+
+    def __init__(self, read: Any):
+        super().__init__()
+        self.read = read
+        self.register_buffer("rows", torch.zeros(SLOTS, 4))
+        self.register_buffer("ptr", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        p = self.read(self.ptr)
+        self.rows[p] = h.detach().mean(0)
+        self.ptr[0] = (p + 1) % SLOTS
+        return h + self.rows.sum(0)
+
+
+class WithBank(nn.Module):
+    def __init__(self, read: Any):
+        super().__init__()
+        self.first, self.bank, self.last = nn.Linear(4, 4), Bank(read), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.bank(self.first(x)))
+
+
+class IsBank(Bank):
+    def __init__(self, read: Any):
+        super().__init__(read)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(self.first(x)))
+
+
+def assert_same_steps(model: nn.Module, batches: list[torch.Tensor]) -> None:
+    """Steps of a pipe, planned on the first batch, are those of the plain model over the micro-batches.
+
+    Raises:
+        FxpipeError: some step is refused.
+    """
+    plain = copy.deepcopy(model)
+    options: Any = dict(devices=["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0],))
+    with closing(fxpipe.pipeline(model, **options)) as pipe:
+        for x in batches:
+            pipe.zero_grad()
+            plain.zero_grad()
+            pipe.forward_backward(x, target=None, loss_fn=lambda y: y.square().mean())
+            for part in parts_of(x, CHUNKS, len(x)):
+                (plain(part).square().mean() / CHUNKS).backward()
+            assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
+            assert_same_state(model, plain, exact=False)
+
+
+def batches() -> list[torch.Tensor]:
+    return list(torch.rand(STEPS, 8, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("way", READS_OF_A_BUFFER)
+def test_a_module_that_reads_a_buffer_that_it_changes_runs(way):
+    assert_same_steps(WithBank(READS_OF_A_BUFFER[way]), batches())
+
+
+@pytest.mark.parametrize("way", READS_OF_A_BUFFER)
+def test_a_model_that_reads_a_buffer_that_it_changes_is_never_wrong(way):
+    with pytest.raises(FxpipeError, match=r"test_reads.py:\d+"):
+        assert_same_steps(IsBank(READS_OF_A_BUFFER[way]), batches())
