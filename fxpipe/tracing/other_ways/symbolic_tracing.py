@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.autograd_functions import Apply, Function, taken_over
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.other_ways.graph_modules import (
@@ -207,21 +208,15 @@ def _noting(tracer: fx.Tracer) -> Iterator[None]:
             own["create_node"] = before
 
 
-@contextlib.contextmanager
-def _functions_refuse_proxies() -> Iterator[None]:
+def _functions_refuse_proxies() -> contextlib.AbstractContextManager[None]:
     """A block in which no `autograd.Function` is looked through: its backward would be lost."""
-    apply = torch.autograd.Function.__dict__["apply"]
 
-    def refuse(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def refuse(apply: Apply, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves((args, kwargs))):
             raise TraceError(f"symbolic tracing loses the backward of {function.__name__}, an autograd.Function")
-        return apply.__get__(None, function)(*args, **kwargs)
+        return apply(function, *args, **kwargs)
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+    return taken_over(refuse)
 
 
 def _tensors(found: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -1,13 +1,19 @@
-"""Nodes of autograd as forward sees them (`tensor.grad_fn`): whoever puts a hook on one is noticed.
+"""Nodes of autograd: as forward sees them (`tensor.grad_fn`), and those that are not torch's own.
 
 A function mode sees that forward reads `grad_fn`, not what it does with it; and the nodes of the recording are not
-those of a stage, so that a hook on them would never be called.
+those of a stage, so that a hook on them would never be called. Whoever puts one on is noticed.
+
+A node with a backward of its own, of an `autograd.Function` in Python or C++, is of the graph only where the recorded
+function has made it: what is found on a tensor later came from a function that was not seen, whose inside was recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
 
 HOOKING = frozenset({"register_hook", "register_prehook"})
 WHAT, REMEDY = "puts a hook on a node of autograd", "do so outside forward"
@@ -46,3 +52,14 @@ class SeenNode:
 def is_node_of(func: Any, name: str) -> bool:
     """Is this the call by which a tensor is asked for its node?"""
     return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
+
+
+def own_node(tensor: torch.Tensor) -> str | None:
+    """The name of the node that made a tensor, if it is one with a backward of its own."""
+    with torch._C.DisableTorchFunction():
+        node: Any = tensor.grad_fn if tensor.requires_grad else None
+    if isinstance(node, BackwardCFunction):
+        return str(type(node)._forward_cls.__name__)  # type: ignore[attr-defined]
+    if type(node).__name__ == "CppFunction":  # what Python makes of all nodes that are not torch's own
+        return str(node.name())
+    return None

@@ -3,8 +3,8 @@
 - calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
   module, which has to run in every step;
 - `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
-- `autograd.Function.apply`, which becomes one node that keeps its backward. `torch.utils.checkpoint` is called through,
-  with its functions of that kind: recompute is the pipeline's own business;
+- applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
+  `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
 - attributes of modules that forward reads (`dropout.p`): with others it is another graph.
 """
 
@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._functorch import apis
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.autograd_functions import Apply, Function, has_context, taken_over
+from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.hooks import is_computation, run_model, with_hooks
 from fxpipe.tracing.recording.one_node import active, call_hook, call_transform
 from fxpipe.tracing.recording.recorder import Recorder, Running
@@ -38,11 +42,6 @@ def followed(recorder: Recorder) -> Iterator[None]:
     PATCHING.acquire()
     outer, active.recorder = active.recorder, recorder
     module_call = nn.Module.__call__
-    function_apply = torch.autograd.Function.__dict__["apply"]
-
-    def plain_apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # Bound as by `function.apply`; it is Python's classmethod up to torch 2.13, and one in C from 2.14 on.
-        return function_apply.__get__(None, function)(*args, **kwargs)
 
     def is_elsewhere() -> bool:
         return threading.get_ident() != here or recorder.paused > 0
@@ -52,7 +51,7 @@ def followed(recorder: Recorder) -> Iterator[None]:
             return module_call(module, *args, **kwargs)
         return _call(recorder, module, args, kwargs)
 
-    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(plain: Apply, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is CheckpointFunction and threading.get_ident() == here and recorder.paused:
             raise recorder.refuse(
                 "uses torch.utils.checkpoint(use_reentrant=True) in what is kept whole",
@@ -60,17 +59,14 @@ def followed(recorder: Recorder) -> Iterator[None]:
                 whole=False,
             )
         if is_elsewhere():
-            return plain_apply(function, *args, **kwargs)
+            return plain(function, *args, **kwargs)
         if function is CheckpointFunction:
             return args[0](*args[2:])
         if function.__module__ == CheckpointFunction.__module__:  # keeps inputs for a recompute (torch 2.11; not 2.13)
-            return recorder.run(plain_apply, (function, *args), kwargs)[0]
+            return recorder.run(plain, (function, *args), kwargs)[0]
         node_args, node_kwargs = recorder.argument(args), recorder.argument(kwargs)
-        result, random = recorder.run(plain_apply, (function, *args), kwargs)
-        named = _named_function(function, plain_apply)
-        node = recorder.add("call_function", named, node_args, node_kwargs)
-        node.meta["random"] = random
-        recorder.keep(result, node)
+        result, random = recorder.run(plain, (function, *args), kwargs)
+        _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
         return result
 
     def getattribute(module: nn.Module, name: str) -> Any:
@@ -93,27 +89,68 @@ def followed(recorder: Recorder) -> Iterator[None]:
     _apis.vmap_impl = vmap
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     try:
-        yield
+        with taken_over(apply, _Unseen(recorder, is_elsewhere)):
+            yield
     finally:
         del nn.Module.__getattribute__
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
         _apis.vmap_impl = map_batch
         active.recorder = outer
         PATCHING.release()
 
 
-def _named_function(function: type[torch.autograd.Function], apply: Callable[..., Any]) -> Callable[..., Any]:
-    """An autograd.Function as a plain function with its name, for the code of the graph."""
+class _Unseen:
+    """Records an application that reaches C by a way of its own, from inside: when C calls forward."""
+
+    def __init__(self, recorder: Recorder, is_elsewhere: Callable[[], bool]):
+        self._recorder, self._is_elsewhere = recorder, is_elsewhere
+
+    def is_watching(self) -> bool:
+        return not self._is_elsewhere()
+
+    def forward(
+        self, function: Function, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
+    ) -> Any:
+        recorder = self._recorder
+        context, given = (args[:1], args[1:]) if has_context(function) else ((), args)
+        node_args, node_kwargs = recorder.argument(given), recorder.argument(kwargs)
+        result, random = recorder.run(forward, args, kwargs)
+        # An input that is returned as it is C would return as another object, which nobody knows. Not what forward
+        # writes to; where there is no context yet, nobody can tell.
+        kept = {id(t) for ctx in context for t in ctx.dirty_tensors or ()}
+        returned = {id(t) for t in tensors_in((given, kwargs)) if context} - kept
+        with recorder.pause():
+            result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
+        node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
+        node.meta["state"] = state
+        for tensor in tensors_in(result):  # C is going to give it its node
+            recorder.made.explain(tensor, function.__name__)
+        return result
+
+    def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
+        with self._recorder.pause():
+            return setup(*args)
+
+
+def _apply(function: Function, *args: Any, **kwargs: Any) -> Any:
+    return function.apply(*args, **kwargs)
+
+
+def _add_application(
+    recorder: Recorder, apply: Apply, function: Function, args: Any, kwargs: Any, result: Any, random: bool
+) -> fx.Node:
+    """The node of an `autograd.Function`, a plain function with its name, for the code of the graph."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return apply(function, *args, **kwargs)
 
     call.__name__ = call.__qualname__ = function.__name__
     call.__module__ = function.__module__
-    return call
+    node = recorder.add("call_function", call, args, kwargs)
+    node.meta["random"] = random
+    recorder.keep(result, node)
+    return node
 
 
 def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

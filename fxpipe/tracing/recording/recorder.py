@@ -170,6 +170,7 @@ class Recorder(TorchFunctionMode):
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
         made = self.made.node(tensor)
         if made is not None:
+            self._refuse_unexplained(tensor, made)
             return made
         name = self._origins.own(tensor)
         if name is None:
@@ -340,7 +341,10 @@ class Recorder(TorchFunctionMode):
             versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with contextlib.nullcontext() if self._forgetting is None else forgetting_in(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
-            self._changed = frozenset(self.made.storages.name(t) for t, version in versions if t._version != version)
+            changed = [t for t, version in versions if t._version != version]
+            for tensor in filter(self.knows, changed):
+                self.made.explain(tensor)
+            self._changed = frozenset(map(self.made.storages.name, changed))
             return result, not same_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -406,6 +410,8 @@ class Recorder(TorchFunctionMode):
         if name == "__set__" and attribute == "requires_grad" and args[1] and self.knows(args[0]):
             args[0].requires_grad_()  # recorded as this
             return None
+        if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
+            return func(*args)  # by C, of what an autograd.Function has written to
         if name == "__set__":
             raise self.refuse(
                 f"sets the attribute `.{attribute}` of a tensor",
@@ -440,6 +446,19 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_hook(self) -> None:
         raise self.refuse(WHAT, REMEDY)
+
+    def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        name = self.made.unexplained(tensor)
+        if name is None:
+            return
+        path = node.meta["module"]
+        self.refusal = self.refusal or CannotRecord(
+            f"the model{f' in module {path!r}' if path else ''} applies {name} at {node.meta['source']}, a function "
+            "with a backward of its own, in a way that recording does not see: its inside would be recorded instead; "
+            f"call {name}.apply, or a custom operator (torch.library)",
+            frozenset({path}) if path else frozenset(),
+        )
+        raise self.refusal
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
