@@ -325,8 +325,30 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
 
         ended = []
         monkeypatch.setattr(workers, "_before", before)
-        with pytest.raises(InternalError, match="worker thread has ended"):
+        with pytest.raises(InternalError, match=r"fxpipe-2-cpu has ended in the middle of a step .it was told to end"):
             workers.drive(step, rows)
+        step, rows = _counted()
+        workers.drive(step, rows)
+        assert len(step.done) == sum(map(len, rows))
+
+
+def test_what_has_ended_a_worker_is_said(monkeypatch):
+    """Outside of an action, where an exception is the step's."""
+    monkeypatch.setattr("fxpipe.runtime.drivers.POLL", 0.02)
+    cause = MemoryError("no room for a queue")
+
+    def fail(step, row, before):
+        if row[0].stage == 1:
+            raise cause
+        run_row(step, row, before)
+
+    with closing(Workers(CPUS)) as workers:
+        step, rows = _counted()
+        with monkeypatch.context() as patch:
+            patch.setattr("fxpipe.runtime.drivers.run_row", fail)
+            with pytest.raises(InternalError, match=r"fxpipe-1-cpu has ended .*MemoryError: no room") as caught:
+                workers.drive(step, rows)
+        assert caught.value.__cause__ is cause
         step, rows = _counted()
         workers.drive(step, rows)
         assert len(step.done) == sum(map(len, rows))

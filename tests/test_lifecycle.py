@@ -558,6 +558,26 @@ EXITS = {
         """,
         0,
     ),
+    "while another thread plans": (
+        """
+        def plan():
+            while True:
+                fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))
+
+        threading.Thread(target=plan, daemon=True).start()
+        time.sleep(0.2)
+        """,
+        0,
+    ),
+    "while another thread profiles, which takes long": (
+        """
+        traced = fxpipe.trace(model, (x,))
+        profile = lambda: fxpipe.profile(traced, (x,), budget=60, repeats=10**6)
+        threading.Thread(target=profile, daemon=True).start()
+        time.sleep(0.3)
+        """,
+        0,
+    ),
     "in a long step of another thread": (
         """
         def slow(y, t):
@@ -693,33 +713,101 @@ def test_a_fork_after_use():
 
 
 @pytest.mark.slow
-def test_a_fork_in_the_middle_of_a_step():
-    """The child's copy of the pipe is busy for ever: it says so, and does not hang."""
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
+)
+@pytest.mark.parametrize("place", ["in a loss", "in a module kept whole", "in a random node", "while planning"])
+def test_a_fork_while_another_thread_is_at_work(place):
+    """The child, which has not that thread, neither waits for it nor says for ever that a step is running."""
     ran = _run(
-        """
+        f"""
+        place = {place!r}
         started, go_on = threading.Event(), threading.Event()
 
-        def slow(y, t):
-            started.set()
-            go_on.wait(20)
+        def wait(here):
+            if place == here and threading.current_thread() is not threading.main_thread() and not started.is_set():
+                started.set()
+                go_on.wait(20)
+
+        class Whole(nn.Module):
+            def forward(self, x):
+                wait("in a module kept whole")
+                return x * 2
+
+        class Random(nn.Module):
+            def forward(self, x):
+                wait("in a random node")
+                return nn.functional.dropout(x, 0.5)
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.whole, self.random, self.last = nn.Linear(16, 16), Whole(), Random(), nn.Linear(16, 16)
+
+            def forward(self, x):
+                wait("while planning")
+                return self.last(self.random(self.whole(self.first(x))))
+
+        def loss(y, t):
+            wait("in a loss")
             return F.mse_loss(y, t)
 
-        thread = threading.Thread(target=lambda: pipe.forward_backward(x, target=x, loss_fn=slow))
+        def make():
+            return fxpipe.pipeline(
+                Model(), ["cpu", "cpu"], 4, example_args=(x,), leaf_modules=["whole", "random"], profile_budget=0.1
+            )
+
+        pipe = make()
+        step = lambda: pipe.forward_backward(x, target=x, loss_fn=loss)
+        thread = threading.Thread(target=make if place == "while planning" else step)
         thread.start()
-        started.wait()
+        assert started.wait(20)
         child = os.fork()
         if child == 0:
             import faulthandler
             faulthandler.dump_traceback_later(20, exit=True)
-            try:
-                step()
-            except fxpipe.errors.StateError:
-                os._exit(5)
-            os._exit(6)
+            torch.set_num_threads(1)  # OpenMP hangs in a child that has not its threads
+            step()
+            make()
+            sys.exit(7)
         _, status = os.waitpid(child, 0)
         go_on.set()
         thread.join()
-        assert os.waitstatus_to_exitcode(status) == 5, status
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        step()
+        """
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    torch.version.cuda is not None, reason="torch with CUDA has no autograd in a fork of what has used it"
+)
+def test_a_fork_inside_a_step_is_inside_it_in_the_child_as_well():
+    """Where the caller's own thread has forked it is at that step still; afterwards the pipe is free."""
+    ran = _run(
+        """
+        def hook(gradient):
+            if not children:
+                children.append(os.fork())
+                if children == [0]:
+                    import faulthandler
+                    faulthandler.dump_traceback_later(20, exit=True)
+                try:
+                    step()
+                except fxpipe.errors.StateError:
+                    refused.append(True)
+
+        children, refused = [], []
+        model[0].weight.register_hook(hook)
+        step()
+        assert refused == [True]
+        step()
+        if children == [0]:
+            sys.exit(7)
+        _, status = os.waitpid(children[0], 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
         """
     )
     assert ran.returncode == 0, ran.stderr

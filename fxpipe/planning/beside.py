@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.planning.preparing import Prepared
 from fxpipe.planning.studying import traced_batch
+from fxpipe.turns import planning
 
 if TYPE_CHECKING:
     from fxpipe.settings import Settings
     from fxpipe.tracing import Traced
 
 
+@planning()
 def prepare_beside(
     first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
 ) -> Prepared:

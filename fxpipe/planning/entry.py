@@ -10,6 +10,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.planning.preparing import Prepared, as_planned, planned
 from fxpipe.planning.studying import study, traced_batch
 from fxpipe.plans import Plan
+from fxpipe.turns import planning
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +108,7 @@ def _devices_for(stages: int, options: Options) -> list[str]:
     return [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
 
 
+@planning()
 def prepare(
     model: nn.Module,
     args: tuple[Any, ...],

@@ -34,6 +34,7 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from fxpipe.errors import StateError
+from fxpipe.forks import in_child
 from fxpipe.rewriting.functions import running
 from fxpipe.rewriting.written_out import EVERYWHERE, WRITTEN_OUT
 from fxpipe.tracing.functions import opname
@@ -184,6 +185,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
+in_child(_locks.clear)
 
 
 def _own(device: torch.device) -> torch.Generator:

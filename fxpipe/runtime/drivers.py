@@ -81,10 +81,17 @@ def raise_failure(step: Step) -> None:
 POLL = 1.0  # seconds between two looks at whether the workers are still alive
 
 
-def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, ready: queue.SimpleQueue[Any]) -> None:
+def _work(
+    jobs: queue.SimpleQueue[Any],
+    device: torch.device,
+    threads: int,
+    ready: queue.SimpleQueue[Any],
+    ended: list[BaseException],
+) -> None:
     """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
 
-    A job is (context, step, row, what to do before each action), or a queue to answer to, or None for the end.
+    A job is (context, step, row, what to do before each action), or a queue to answer to, or None for the end. What
+    else ends the thread, it leaves in `ended`.
     """
     try:
         torch.set_num_threads(threads)
@@ -97,12 +104,15 @@ def _work(jobs: queue.SimpleQueue[Any], device: torch.device, threads: int, read
         return
     ready.put(None)
     del ready
-    while (job := jobs.get()) is not None:
-        if isinstance(job, tuple):
-            job[0].run(run_row, *job[1:])
-        else:
-            job.put(None)
-        del job  # nothing of a step may live on while the worker waits for the next one
+    try:
+        while (job := jobs.get()) is not None:
+            if isinstance(job, tuple):
+                job[0].run(run_row, *job[1:])
+            else:
+                job.put(None)
+            del job  # nothing of a step may live on while the worker waits for the next one
+    except BaseException as error:
+        ended.append(error)
 
 
 class Workers:
@@ -114,6 +124,7 @@ class Workers:
         self._jitter = random.Random(jitter) if jitter is not None else None
         self._queues: list[queue.SimpleQueue[Any]] = []
         self._threads: list[threading.Thread] = []
+        self._ended: list[BaseException] = []  # what has ended threads before their time
         self._process: int | None = None
         self._step: Step | None = None  # that the workers are at
         self._closed = False
@@ -152,7 +163,10 @@ class Workers:
                 if self._closed:
                     raise StateError(WHILE_RUNNING)
                 if not all(thread.is_alive() for thread in threads):
-                    raise InternalError("a worker thread has ended in the middle of a step")
+                    names = " and ".join(thread.name for thread in threads if not thread.is_alive())
+                    cause = self._ended[0] if self._ended else None
+                    why = f"{type(cause).__name__}: {cause}" if cause else "it was told to end, by no code of fxpipe"
+                    raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
 
     def _before(self) -> Callable[[], None] | None:
         if self._jitter is None:
@@ -167,8 +181,11 @@ class Workers:
         ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         _stop(self._queues)  # of workers that are left, where one has died
         queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._devices]
+        ended: list[BaseException] = []
         threads = [
-            threading.Thread(target=_work, args=(jobs, device, share, ready), name=f"fxpipe-{j}-{device}", daemon=True)
+            threading.Thread(
+                target=_work, args=(jobs, device, share, ready, ended), name=f"fxpipe-{j}-{device}", daemon=True
+            )
             for j, (jobs, device) in enumerate(zip(queues, self._devices, strict=True))
         ]
         try:
@@ -185,7 +202,7 @@ class Workers:
             # A new thread starts with the number that any thread has set last: set it back for those of others.
             torch.set_num_threads(own)
         weakref.finalize(self, _stop, queues)
-        self._queues, self._threads, self._process = queues, threads, os.getpid()
+        self._queues, self._threads, self._ended, self._process = queues, threads, ended, os.getpid()
         self._step = None
 
     def close(self) -> None:

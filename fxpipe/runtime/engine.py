@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.autograd import leaves_under
 from fxpipe.errors import LossError, StateError
+from fxpipe.forks import in_child
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
@@ -37,6 +38,7 @@ from fxpipe.runtime.transport import brought
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Rows, Schedule
 from fxpipe.trees import flatten, mapped, refuse_hidden
+from fxpipe.turns import end_planning
 
 LAST_STEP = 1.0  # seconds that the interpreter waits for a step that has lost its workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -78,6 +80,11 @@ class Engine:
         """No step begins any more, and one that another thread runs has come to its end, as far as that is soon."""
         if self._runner != threading.get_ident():
             self._busy.acquire(timeout=LAST_STEP)
+
+    def _forget_others(self) -> None:
+        """In a forked child: of a step of another thread nothing goes on there."""
+        if self._runner != threading.get_ident():
+            self._busy, self._runner, self._ambient = threading.Lock(), None, Ambient()
 
     def _step(
         self,
@@ -273,7 +280,14 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
 
 @atexit.register
 def _end_all() -> None:
-    """A thread that is inside torch when the interpreter ends, a worker or another that steps, aborts the process."""
+    """A thread that is inside torch when the interpreter ends, a worker or another, aborts the process."""
     close_all()
+    end_planning()  # before the engines: a first step plans
     for engine in list(_engines):
         engine._end()
+
+
+@in_child
+def _forget_others() -> None:
+    for engine in list(_engines):
+        engine._forget_others()

@@ -42,6 +42,7 @@ from fxpipe.tuning.result import Tuning
 from fxpipe.tuning.rows import Row, in_order, preferred
 from fxpipe.tuning.search import Limits, search
 from fxpipe.tuning.shortage import least_that_would
+from fxpipe.turns import planning
 
 TRIED = ("chunks", "checkpoint", "stages_per_device")  # what are options elsewhere, and here several to choose from
 BESIDE_PLAN = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
@@ -121,7 +122,7 @@ def tune(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
     given = locals()
-    with showing(parse_switch("progress", progress)):
+    with planning(), showing(parse_switch("progress", progress)):
         parse_switch("measure", measure)
         names = parse_several("schedules", schedules, TRAINING_SCHEDULES)
         modes = None if checkpoint is None else parse_several("checkpoint", checkpoint, CHECKPOINTS)

@@ -30,9 +30,10 @@ from fxpipe.tracing.recording.one_node import active, call_hook, call_transform
 from fxpipe.tracing.recording.recorder import Recorder, Running
 from fxpipe.tracing.recording.whole import call_whole
 from fxpipe.tracing.snapshot import OWN_NAMES
+from fxpipe.turns import Turn
 
 _apis: Any = apis
-PATCHING = threading.RLock()  # one recording at a time puts its patches in and takes them out
+PATCHING = Turn()  # one recording at a time puts its patches in and takes them out
 
 
 @contextlib.contextmanager

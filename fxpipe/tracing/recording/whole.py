@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.forks import in_child
 from fxpipe.tracing.recording.names import PLAIN
 from fxpipe.tracing.recording.one_node import KeptError, Run, call_as_one_node
 from fxpipe.tracing.recording.recorder import Recorder, Running
@@ -28,6 +29,7 @@ from fxpipe.tracing.snapshot import OWN_NAMES, Slot, held_in_containers, slots_o
 _making_locks = threading.Lock()
 # A module that is called in two stages runs in one of them at a time: it may have no replica, and share what it keeps.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.Lock] = weakref.WeakKeyDictionary()
+in_child(_locks.clear)
 ASKED = "asked for by leaf_modules"  # the reason for which the user keeps a module whole
 
 
@@ -88,11 +90,9 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
-    with _making_locks:
-        lock = _locks.setdefault(module, threading.Lock())
 
     def run(given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with lock:
+        with _lock_of(module):
             for mine, theirs, key in pairs:
                 if key in theirs.__dict__:
                     mine.__dict__[key] = theirs.__dict__[key]
@@ -115,6 +115,11 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
             return result
 
     return run
+
+
+def _lock_of(module: nn.Module) -> threading.Lock:
+    with _making_locks:
+        return _locks.setdefault(module, threading.Lock())
 
 
 def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:
