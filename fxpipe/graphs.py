@@ -29,6 +29,7 @@ from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.written_inputs import refuse_unwritable
 from fxpipe.trees import flatten
 from fxpipe.tuning.choosing import with_chunks_for
 
@@ -66,8 +67,14 @@ class Inside:
         assert self.first is not None
         _move(self.model, self.first, self.settings.devices)
 
-    def assembly_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Assembly, list[Any], int]:
-        """The graph for these inputs, mode and state; recorded where there is none yet."""
+    def assembly_for(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
+    ) -> tuple[Assembly, list[Any], int]:
+        """The graph for these inputs, mode and state; recorded where there is none yet.
+
+        Args:
+            in_one: forward and backward run in one.
+        """
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
         leaves, spec = flatten((args, kwargs))
@@ -85,6 +92,7 @@ class Inside:
             )
         if "chunks" in self.asked.left:
             self._choose_chunks(prepared.traced, batch, args, kwargs)
+        refuse_unwritable(prepared.traced, leaves, in_one)
         prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
 

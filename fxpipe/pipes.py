@@ -160,7 +160,7 @@ class Pipeline(nn.Module):
             )
         inside = self._fxpipe
         with inside.engine.running():
-            assembly, leaves, batch = inside.assembly_for(args, kwargs)
+            assembly, leaves, batch = inside.assembly_for(args, kwargs, in_one=True)
             schedule = inside.schedule_for(batch)
             targets = () if target is None else (target,)
             loss, outputs = inside.engine.forward_backward(

@@ -43,6 +43,7 @@ class Result:
     outputs: list[Any]  # leaves of the whole mini-batch
     gradients: dict[str, torch.Tensor | None]  # of parameters by name, of inputs by place
     buffers: dict[str, torch.Tensor]
+    inputs: list[torch.Tensor]  # leaves of the whole mini-batch, after it
 
 
 class EveryCut:
@@ -99,6 +100,8 @@ class EveryCut:
                 )
         for name, value in want.buffers.items():
             assert torch.equal(have.buffers[name], value), f"buffer {name} differs, {where}"
+        for place, (w, h) in enumerate(zip(want.inputs, have.inputs, strict=True)):
+            assert torch.equal(w, h), f"what is left in input {place} differs, {where}"
 
     def schedule(self, name: str, stages: int, m: int, checkpoint: str) -> Schedule:
         return make_schedule(name, stages, m, checkpoint)
@@ -111,11 +114,13 @@ class EveryCut:
 
         return pytree.tree_map(own, self.args)
 
-    def _result(self, model: nn.Module, args: tuple[Any, ...], outputs: list[Any]) -> Result:
+    def _result(
+        self, model: nn.Module, args: tuple[Any, ...], outputs: list[Any], inputs: list[torch.Tensor]
+    ) -> Result:
         leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, torch.Tensor) and x.requires_grad]
         gradients = {name: p.grad for name, p in model.named_parameters()}
         gradients |= {f"input {place}": x.grad for place, x in enumerate(leaves)}
-        return Result(outputs, gradients, {name: b.clone() for name, b in model.named_buffers()})
+        return Result(outputs, gradients, {name: b.clone() for name, b in model.named_buffers()}, inputs)
 
     def _is_random(self) -> bool:
         return any(n.meta["random"] for n in self.traced.nodes if "random" in n.meta)
@@ -129,7 +134,7 @@ class EveryCut:
         model, args, m = copy.deepcopy(self.model), self._inputs(), min(chunks, self.batch)
         torch.manual_seed(5)
         seed = draw_seed(self._is_random())
-        made = []
+        made, left = [], []
         # Products of matrices may come out with other bits where memory begins elsewhere: a part that nobody writes to
         # is a part of the mini-batch's memory, as it is for a stage.
         writes = set().union(*self.traced.effects.writes)
@@ -138,6 +143,7 @@ class EveryCut:
             with Seeded(mixed(seed, i)):
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, part) if is_written else part
                 made.append(model(*given))
+                left.append([x.detach() for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)])
         leaves = [pytree.tree_leaves(output) for output in made]
         outputs = [torch.cat([x.detach() for x in parts]) for parts in zip(*leaves, strict=True)]
         if schedule == "drop-in":
@@ -154,7 +160,9 @@ class EveryCut:
             losses = [loss_of(output) * (size / self.batch) for output, size in zip(made, sizes, strict=True)]
             for loss in losses if schedule == "1f1b" else reversed(losses):
                 loss.backward()
-        return self._result(model, args, outputs)
+        dims = [dim for leaf, dim in zip(self.traced.leaves, self.traced.in_dims, strict=True) if leaf.is_tensor]
+        inputs = [parts[0] if dim is None else torch.cat(parts, dim) for dim, *parts in zip(dims, *left, strict=True)]
+        return self._result(model, args, outputs, inputs)
 
     def _have(self, program: Any, chunks: int, schedule: str, checkpoint: str, seed: int) -> Result:
         model, args, traced = copy.deepcopy(self.model), self._inputs(), self.traced
@@ -171,7 +179,6 @@ class EveryCut:
         )
         engine = Engine(model, WithGrad(seed))
         leaves = pytree.tree_leaves((args, {}))
-        before = [x.clone() for x in leaves if isinstance(x, torch.Tensor)]
         outputs: list[Any] = []
         torch.manual_seed(5)
         if schedule == "drop-in":
@@ -181,6 +188,5 @@ class EveryCut:
         else:
             plan = self.schedule(schedule, len(devices), m, checkpoint)
             engine.forward_backward(assembly, leaves, self.batch, plan, loss_of, (), "mean")
-        for x, value in zip((x for x in leaves if isinstance(x, torch.Tensor)), before, strict=True):
-            assert torch.equal(x, value), "an input was changed"
-        return self._result(model, args, outputs)
+        inputs = [x.detach() for x in leaves if isinstance(x, torch.Tensor)]
+        return self._result(model, args, outputs, inputs)

@@ -6,7 +6,7 @@ Nothing here is a graph node: values go by name. The runtime needs no more than 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxpipe.rewriting.taps import Taps
@@ -78,6 +78,8 @@ class Program:
     outputs: tuple[Received | Constant, ...]
     skips: tuple[Skip, ...]
     is_random: bool
+    # By place among the input leaves, of those that forward writes to: what is in them after it.
+    written: Mapping[int, Received] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)

@@ -54,7 +54,8 @@ def split(
     """
     cut = _Cut.of(traced, starts, copies)
     drafts = [_draft(cut, stage) for stage in range(cut.count)]
-    outputs = dict.fromkeys(o for o in traced.outputs if isinstance(o, fx.Node))
+    written = cut.effects.written_inputs
+    outputs = dict.fromkeys([*(o for o in traced.outputs if isinstance(o, fx.Node)), *written])
     # By receiver, the end of the pipe last: what it gets, and from which stage.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
@@ -101,6 +102,7 @@ def split(
         ),
         tuple(skips),
         bool(ordinals),
+        {traced.place_of(node): Received(node.name, table[-1][node]) for node in written},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.rewriting.program import Program, Stage
+from fxpipe.rewriting.program import Constant, Program, Received, Stage
 from fxpipe.rewriting.splitting import split_weights
 from fxpipe.rewriting.tapping import tap_weights
 from fxpipe.runtime.compiled import Code, code_of
@@ -32,6 +32,12 @@ class Assembly:
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
     is_told: bool = False  # have out_dims been given, and not found
     _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
+
+    @property
+    def results(self) -> list[tuple[Received | Constant, int | str | None]]:
+        """What micro-batches make, and how it goes together: outputs, then the inputs that forward writes to."""
+        outputs = zip(self.program.outputs, self.out_dims, strict=True)
+        return [*outputs, *((value, self.in_dims[place]) for place, value in self.program.written.items())]
 
     def ready(self, j: int, is_split: bool) -> tuple[Stage, Code]:
         """Stage j, and what runs of it. `is_split`: its weights get their gradients in W."""

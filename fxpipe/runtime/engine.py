@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -141,25 +141,25 @@ class Engine:
         step = self._step(assembly, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
         self._drive(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
+        results = assembly.results
         outputs = [
             o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
-            for o, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
+            for o, how in results
         ]
         step.commit_buffers()
         step.transport.settle()
         differentiable = [
-            (place, o)
-            for place, o in enumerate(assembly.program.outputs)
+            (place, o, how)
+            for place, (o, how) in enumerate(results)
             if not isinstance(o, Constant) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
-            shapes = [[p.value.shape for p in parts[o]] for _, o in differentiable]  # of the parts: their memory may go
+            shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # their memory may go
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
-                for (place, _), gradient, found in zip(differentiable, gradients, shapes, strict=True):
+                for (_, o, how), gradient, found in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
-                        split = scatter_gradient(gradient, found, assembly.out_dims[place], step.weights)
-                        step.exchange.enter_gradients(place, split)
+                        step.exchange.enter_gradients(o, scatter_gradient(gradient, found, how, step.weights))
                 with self.running():
                     step.ambient = self._ambient.of_backward(step.ambient)
                     self._drive(step, schedule, backward_part(schedule))
@@ -167,10 +167,12 @@ class Engine:
                     raise LossError(f"{wrong} {REMEDIES_OF_MODELS}")
                 kind.passed()
 
-            made = self._commit(step, leaves, backward, [outputs[place] for place, _ in differentiable])
-            for (place, _), output in zip(differentiable, made, strict=True):
+            made = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
+            for (place, *_), output in zip(differentiable, made, strict=True):
                 outputs[place] = output
-        return pytree.tree_unflatten(outputs, assembly.out_spec)
+        count = len(assembly.program.outputs)
+        write_back(leaves, assembly.program.written, outputs[count:])
+        return pytree.tree_unflatten(outputs[:count], assembly.out_spec)
 
     def _commit(
         self,
@@ -260,7 +262,15 @@ class Engine:
         with rolled_back(leaves_under(root)):
             root.backward()
         step.commit_buffers()
+        with torch.no_grad():
+            write_back(leaves, assembly.program.written, stage.written(lambda parts, how: gather(parts, how, shares)))
         return loss, stage.tree(outputs) if return_outputs else None
+
+
+def write_back(leaves: Sequence[Any], places: Iterable[int], values: Sequence[torch.Tensor]) -> None:
+    """Writes into the inputs at `places` what forward has left in them."""
+    for place, value in zip(places, values, strict=True):
+        leaves[place].copy_(value)
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:

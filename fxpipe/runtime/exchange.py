@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.program import INPUT
+from fxpipe.rewriting.program import INPUT, Received
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.transport import Parcel, Transport
 from fxpipe.runtime.wiring import Link
@@ -113,9 +113,8 @@ class Exchange:
         self.moved.append((name, None, user, i, bytes_of(found)))
         return found
 
-    def enter_gradients(self, place: int, gradients: Sequence[torch.Tensor | None]) -> None:
+    def enter_gradients(self, output: Received, gradients: Sequence[torch.Tensor | None]) -> None:
         """The drop-in: the gradients of an output, one for each micro-batch. They are sent when they are asked for."""
-        output = self.assembly.program.outputs[place]
         link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
             key = (link.earlier, link.value.name, i)

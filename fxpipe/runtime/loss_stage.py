@@ -37,6 +37,7 @@ class LossStage:
     keep_outputs: bool
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
+    values_written: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch, to inputs
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
     in_forward: InForward = field(init=False)
@@ -58,6 +59,9 @@ class LossStage:
             outputs.append(output)
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+        if self.assembly.program.written:
+            values = {link.value: output for link, output in zip(links, outputs, strict=True)}
+            self.values_written[i] = [values[value].detach() for value in self.assembly.program.written.values()]
         with generators_held(self.assembly.devices[-1]):
             loss, begin = self.in_forward(self.losses, self.tree(outputs), i)
         found: Sequence[torch.Tensor | None] = [None] * len(trained)
@@ -101,6 +105,12 @@ class LossStage:
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
 
+    def written(self, gather: Gather) -> list[torch.Tensor]:
+        """What forward has left in the inputs that it writes to, of the mini-batch."""
+        rows = [self.values_written.pop(i) for i in sorted(self.values_written)]
+        dims = [self.assembly.in_dims[place] for place in self.assembly.program.written]
+        return [gather(list(parts), dim) for parts, dim in zip(zip(*rows, strict=True), dims, strict=False)]
+
     def verify(self, outputs: Sequence[Any]) -> bool:
         """Is the loss of all outputs at once what the losses of micro-batches add up to? `outputs`: gathered.
 
@@ -121,7 +131,7 @@ class LossStage:
 
     def _hows(self) -> list[int | str | None]:
         """How the outputs go together: one for each link."""
-        how = dict(zip(self.assembly.program.outputs, self.assembly.out_dims, strict=True))
+        how = dict(reversed(self.assembly.results))  # an output may be an input that was written to
         return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
 

@@ -83,7 +83,9 @@ class Step:
         self._streams = [self.transport.compute_stream(device) for device in assembly.devices]  # by stage
         wants = [self.grad and requires_grad(leaf) for leaf in leaves]
         with torch.no_grad():  # parts begin graphs of their own
-            parts = scatter(leaves, assembly.in_dims, len(weights))
+            # What will be written to after forward has to stay what it was for those who read it in R.
+            own = [leaf.clone() if p in assembly.program.written else leaf for p, leaf in enumerate(leaves)]
+            parts = scatter(own, assembly.in_dims, len(weights))
         self.exchange = Exchange(assembly, parts, wants, self.transport)
         self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
         self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)

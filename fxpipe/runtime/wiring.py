@@ -44,7 +44,8 @@ class Wiring:
 
 def wire(program: Program) -> Wiring:
     """The wiring of a program."""
-    outputs = tuple(dict.fromkeys(o for o in program.outputs if isinstance(o, Received)))
+    results = (*program.outputs, *program.written.values())
+    outputs = tuple(dict.fromkeys(o for o in results if isinstance(o, Received)))
     rows = [*(stage.receives for stage in program.stages), outputs]
     users: dict[tuple[int, str], list[int]] = {}
     for user, row in enumerate(rows):

@@ -33,6 +33,7 @@ from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
+from fxpipe.tracing.written_inputs import refuse_differing, refuse_unwritable
 from fxpipe.turns import one_at_a_time
 
 __all__ = ["Traced", "trace"]
@@ -113,6 +114,8 @@ def trace(
                         check_gathering(traced, leaves)
             else:
                 traced.effects = watched(traced, leaves)
+            refuse_differing(traced)
+            refuse_unwritable(traced, leaves)
             return traced
 
         whole = asked_whole(model, leaf_modules)

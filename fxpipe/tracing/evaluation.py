@@ -7,6 +7,7 @@ looks at what has been made after each node.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -85,8 +86,11 @@ def outputs_in(traced: Traced, values: Values) -> list[Any]:
 
 
 def leaf_copy(value: Any) -> Any:
-    """A copy of an input, where a backward ends; what is no tensor is given as it is."""
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+    """A copy of an input, where a backward ends; what is no tensor is given as it is, unless it can be changed."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
+    return copy(value) if is_changeable else value
 
 
 def writable(leaf: Any) -> Any:

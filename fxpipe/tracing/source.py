@@ -17,10 +17,15 @@ _NOT_THE_USERS = tuple(
 )
 
 
+def is_users(file: str) -> bool:
+    """Is this a file that is neither torch's nor fxpipe's?"""
+    return not file.startswith((*_NOT_THE_USERS, "<frozen "))  # `python -m`
+
+
 def user_line() -> str:
     """The innermost source line that is neither torch's nor fxpipe's: `path/unet.py:31`."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<frozen ")):  # `python -m`
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN
 

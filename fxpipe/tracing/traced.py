@@ -157,6 +157,13 @@ class Traced:
         """Buffers and tensor attributes that forward re-assigns, and the nodes of their new values."""
         return dict(self.graph.output_node().args[0][1])  # type: ignore[index,arg-type]
 
+    @property
+    def results(self) -> list[tuple[Any, int | str | None]]:
+        """What micro-batches make, and how it goes together: the outputs, then the inputs that forward writes to."""
+        assert self.effects is not None
+        written = [(node, self.in_dims[self.place_of(node)]) for node in self.effects.written_inputs]
+        return [*zip(self.outputs, self.out_dims, strict=True), *written]
+
     def fingerprint(self) -> str:
         """The same for two traces of one model: names, functions and arguments of all nodes."""
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)

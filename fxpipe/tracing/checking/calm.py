@@ -59,7 +59,7 @@ def run_calmly(
     Args:
         expected: the number of samples, if values are to be of the sizes that they have of so many.
     """
-    left_out = {traced.outputs[place] for place, node in asked.items()} - {*asked.values()}
+    left_out = {traced.results[place][0] for place in asked} - {*asked.values()}
     nodes = [node for node in traced.graph.nodes if node not in left_out]
     last = last_uses(nodes, asked.values())
     # Python that runs as it is may ask for gradients inside; nothing else does.

@@ -21,6 +21,7 @@ from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.products import WithoutProducts
+from fxpipe.tracing.recording.containers_changed import refuse_changed_containers
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import held_in_containers, slots_of, undone
@@ -208,12 +209,14 @@ def _run_model(traced: Traced, sample: Sequence[Any], size: int, batch: int, see
 
 
 def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
-    args, kwargs = pytree.tree_unflatten(map(copy_of_input, sample), traced.in_spec)
+    copies = list(map(copy_of_input, sample))
+    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with undone(traced.model):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
             result = run_model(traced.model, args, kwargs)
+        refuse_changed_containers(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec)
         try:
             leaves = leaves_like(result, traced.out_spec)
         except DiffersError as error:
@@ -226,7 +229,8 @@ def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int,
         outputs = [_alone(x, own) for x in leaves]
         slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
-    return Run(outputs, buffers)
+        inputs = {p: _alone(copies[p], own) for p in traced.placeholders}
+    return Run(outputs, buffers, inputs)
 
 
 def _alone(value: Any, own: set[int]) -> Any:
@@ -259,6 +263,12 @@ def _compare(traced: Traced, want: Run, have: Run, size: int, batch: int) -> Non
     for name, value in have.buffers.items():
         if name in want.buffers and not agree(want.buffers[name], value):
             raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
+    for place, value in have.inputs.items():
+        if not agree(want.inputs[place], value):
+            raise TraceError(
+                f"input {traced.leaves[place].path} after the traced graph differs from what the model leaves in it"
+                f"{what}{remedy}"
+            )
 
 
 def _refuse_other_dimensions(traced: Traced, have: Run, size: int, batch: int) -> None:

@@ -47,6 +47,12 @@ class Effects:
     writes: list[set[int]]  # by place: the alias classes that the node changes
     requires_grad: dict[fx.Node, bool]  # does any tensor of the value
 
+    @property
+    def written_inputs(self) -> list[fx.Node]:
+        """The placeholders that some node writes to."""
+        written = set[int]().union(*self.writes)
+        return [node for node, place in self.place.items() if place < 0 and self.alias[node] in written]
+
 
 @dataclass(slots=True)
 class Run:
@@ -54,6 +60,7 @@ class Run:
 
     outputs: list[Any]
     buffers: dict[str, torch.Tensor]  # by name: the values after the run, of all that the graph reads or re-assigns
+    inputs: dict[int, torch.Tensor]  # by place among the input leaves: the tensors after the run
 
 
 @dataclass(slots=True)
@@ -72,9 +79,12 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
     storages = Storages()
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     draws, seen = Draws(traced.seed), Seen()
+    inputs: dict[int, torch.Tensor] = {}
 
     def given(node: fx.Node) -> Any:
-        return copy_of_input(sample[traced.place_of(node)])
+        place = traced.place_of(node)
+        inputs[place] = copy_of_input(sample[place])
+        return inputs[place]
 
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = lookup(traced, node)
@@ -104,7 +114,8 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
             step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    return Run([_bare(output) for output in outputs_in(traced, values)], after), seen
+    outputs = [_bare(output) for output in outputs_in(traced, values)]
+    return Run(outputs, after, {place: _bare(tensor) for place, tensor in inputs.items()}), seen
 
 
 def effects_of(traced: Traced, seen: Sequence[Seen]) -> Effects:
@@ -130,7 +141,9 @@ def effects_of(traced: Traced, seen: Sequence[Seen]) -> Effects:
     returned = {n: {one.returned[n] for one in seen} for n in nodes}
     same = {n: source for n, found in returned.items() if len(found) == 1 and (source := next(iter(found))) is not None}
     requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
-    return Effects(nodes, place, last, alias, same, writes, requires_grad)
+    effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
+    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # the caller gets them back
+    return effects
 
 
 _Key = tuple[int, int]  # number of a run, storage

@@ -36,7 +36,7 @@ from fxpipe.tracing.traced import WORKING, Traced
 # are not of the sizes that they have of many.
 FEW = 3
 
-Found = Mapping[int, torch.Tensor]  # by place of an output
+Found = Mapping[int, torch.Tensor]  # by place among the results of a graph
 
 
 def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
@@ -78,7 +78,7 @@ def _are_right_turned(traced: Traced, whole: Found, ends: Found, first_alone: Fo
     """Of the samples a, b, c: the ends are c and a. And a alone: ends that change places do so in both."""
     right = True
     for place, value in whole.items():
-        dim = traced.out_dims[place]
+        dim = traced.results[place][1]
         assert isinstance(dim, int)
         last, first = ends[place].tensor_split(2, dim)
         if not _same(traced, value, torch.cat([first, middle[place], last], dim)):
@@ -102,7 +102,7 @@ def _compare_all(traced: Traced, asked: Asked, leaves: Sequence[Any], batch: int
     whole, *parts = runs
     for place in _differing(traced, whole, parts, cut / batch):
         raise _refusal(traced, place)
-    if all(traced.out_dims[place] == "mean" for place in asked):
+    if all(traced.results[place][1] == "mean" for place in asked):
         return
     turned = run((cut, batch), (0, cut))
     if turned is not None:
@@ -137,7 +137,7 @@ def _differing(traced: Traced, whole: Found, parts: Sequence[Found], share: floa
     """The outputs that are not their parts put together, of which the first has this share of the samples."""
     differing = []
     for place, value in whole.items():
-        dim, (first, second) = traced.out_dims[place], (part[place] for part in parts)
+        dim, (first, second) = traced.results[place][1], (part[place] for part in parts)
         if isinstance(dim, int):
             together = torch.cat([first, second], dim)
         else:  # found, not given: it can only be "mean"
@@ -156,9 +156,11 @@ def _same(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _refusal(traced: Traced, place: int) -> ArgumentError:
-    node = traced.outputs[place]
+    node = traced.results[place][0]
+    is_output = place < len(traced.outputs)
+    name = f"output {place} ({node.name}" if is_output else f"what forward writes to an input ({node.name}"
     return ArgumentError(
-        f"output {place} ({node.name}, {node.meta['shapes'][0]}, made at "
+        f"{name}, {node.meta['shapes'][0]}, made at "
         f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
         "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
         f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
@@ -172,7 +174,7 @@ def _refusal(traced: Traced, place: int) -> ArgumentError:
 def _asked(traced: Traced) -> Asked:
     """By place of an output that is put together: what to compare for it, itself or what says the same."""
     found = {}
-    for place, (node, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+    for place, (node, dim) in enumerate(traced.results):
         shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
         if dim is not None and shapes and (shapes[0].dtype.is_floating_point or shapes[0].dtype.is_complex):
             assert isinstance(node, fx.Node)

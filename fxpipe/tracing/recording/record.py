@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
-from collections.abc import Callable, Mapping
-from copy import copy as shallow_copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +15,10 @@ from fxpipe.objects import holds
 from fxpipe.progress import progress
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
-from fxpipe.tracing.evaluation import copy_of_input
+from fxpipe.tracing.evaluation import copy_of_input, leaf_copy
 from fxpipe.tracing.flags import flags
+from fxpipe.tracing.recording.argument_names import argument_name, leaf_name
+from fxpipe.tracing.recording.containers_changed import line_of_change, refuse_changed_containers
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.hollow import Hollow
@@ -28,6 +28,7 @@ from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, undone
+from fxpipe.tracing.source import UNKNOWN
 from fxpipe.tracing.traced import Leaf, Traced
 from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
 
@@ -49,15 +50,9 @@ def input_leaves(
 ) -> tuple[tuple[Leaf, ...], Any, list[Any]]:
     """The flattened inputs: what they are, their tree, and their values."""
     paths, spec = flatten_with_paths((args, kwargs))
-    parameters = list(inspect.signature(model.forward).parameters.values())
     leaves = []
     for path, value in paths:
-        first = path[1]
-        if isinstance(first, pytree.SequenceKey):
-            head = _argument_name(parameters, first.idx)
-        else:
-            head = str(first.key)  # type: ignore[attr-defined]
-        text = head + "".join(map(str, path[2:]))
+        head, text = argument_name(model, path), leaf_name(model, path)
         if isinstance(value, torch.Tensor):
             if value.layout != torch.strided:
                 raise ArgumentError(
@@ -66,17 +61,8 @@ def input_leaves(
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             refuse_hidden(f"input {text}", value)
-            is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
-            leaves.append(Leaf(False, head, text, shallow_copy(value) if is_changeable else value))
+            leaves.append(Leaf(False, head, text, leaf_copy(value)))
     return tuple(leaves), spec, [value for _, value in paths]
-
-
-def _argument_name(parameters: list[inspect.Parameter], place: int) -> str:
-    """How forward calls its argument number `place`: `x`, `xs[1]`."""
-    for number, parameter in enumerate(parameters[: place + 1]):
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            return f"{parameter.name}[{place - number}]"
-    return parameters[place].name if place < len(parameters) else f"args[{place}]"
 
 
 def record(
@@ -148,11 +134,18 @@ def _record(
         if leaf.is_tensor:
             recorder.placeholder(f"in_{place}", copy)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    layouts = list(map(_layout, copies))
     own_dice = OwnDice(model)
+
+    def find_line() -> str:
+        return UNKNOWN if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
+
     try:
         with undone(model) as snapshot, untouched(spec):
             with Hollow(model) if hollow else running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
+            refuse_changed_containers(model, (run_args, run_kwargs), leaves, copies, spec, find_line)
+            _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
         own_dice.refuse_rolled()
@@ -196,6 +189,25 @@ def _record(
     )
     _erase_left_over(traced)
     return traced, recorder.foreign
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else ()
+
+
+def _refuse_reshaped(
+    recorder: Recorder, leaves: Sequence[Leaf], layouts: Sequence[tuple[Any, ...]], copies: Sequence[Any]
+) -> None:
+    """What forward writes to an input can be written back, another shape cannot (`x.t_()`, `x.resize_(...)`)."""
+    for leaf, layout, copy in zip(leaves, layouts, copies, strict=True):
+        if layout != _layout(copy):
+            line = recorder.node_of(copy).meta.get("source")  # of the last function that returned it
+            raise CannotRecord(
+                f"forward changes the shape or the strides of the input {leaf.path}"
+                f"{f' at {line}' if line else ''}, and the caller's tensor would stay as it was; use a function "
+                "that gives a new tensor (x.t(), x.reshape(...))",
+                final=True,
+            )
 
 
 def _refuse_handing_on(snapshot: Snapshot, recorder: Recorder) -> None:
