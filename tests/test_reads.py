@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -73,14 +74,14 @@ class IsBank(Bank):
         return self.last(super().forward(self.first(x)))
 
 
-def assert_same_steps(model: nn.Module, batches: list[torch.Tensor]) -> None:
+def assert_same_steps(model: nn.Module, batches: list[torch.Tensor], **more: Any) -> None:
     """Steps of a pipe, planned on the first batch, are those of the plain model over the micro-batches.
 
     Raises:
         FxpipeError: some step is refused.
     """
     plain = copy.deepcopy(model)
-    options: Any = dict(devices=["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0],))
+    options: Any = dict(devices=["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0],), **more)
     with closing(fxpipe.pipeline(model, **options)) as pipe:
         for x in batches:
             pipe.zero_grad()
@@ -105,3 +106,79 @@ def test_a_module_that_reads_a_buffer_that_it_changes_runs(way):
 def test_a_model_that_reads_a_buffer_that_it_changes_is_never_wrong(way):
     with pytest.raises(FxpipeError, match=r"test_reads.py:\d+"):
         assert_same_steps(IsBank(READS_OF_A_BUFFER[way]), batches())
+
+
+# -- sizes that depend on values -------------------------------------------------------------------------------------
+
+SIZES = {  # dim 0 of what these give depends on values
+    "where": lambda t: torch.where(t[:, 0] > 0.5)[0],
+    "nonzero": lambda t: (t[:, 0] > 0.5).nonzero(),
+    "mask": lambda t: t[t[:, 0] > 0.5],
+    "unique": lambda t: torch.unique((t[:, 0] > 0.5).long())[1:],
+}
+READS_OF_A_SIZE = {
+    "len": lambda h, some: h if len(some) == 0 else h * 2,
+    "numel": lambda h, some: h if some.numel() == 0 else h * 2,
+    "factor": lambda h, some: h * len(some),
+    "iteration": lambda h, some: h + sum((row.sum() for row in some), torch.zeros(())),
+    "zip": lambda h, some: h + sum((row.sum() * i for row, i in zip(some, range(5), strict=False)), torch.zeros(())),
+    "unpacking": lambda h, some: h + torch.stack([h.new_zeros(()), *(row.sum() for row in [*some])]).sum(),
+    "range": lambda h, some: h + sum((some[i].sum() for i in range(len(some))), torch.zeros(())),
+    "unbind": lambda h, some: h + len(some.unbind()),
+    "split": lambda h, some: h + len(some.split(2)) if len(some.shape) else h,
+    "chunk": lambda h, some: h + len(torch.chunk(some, 3)),
+}
+
+
+class Choosing(nn.Module):
+    def __init__(self, size: Any, read: Any, of_input: bool):
+        super().__init__()
+        self.inner, self.size, self.read, self.of_input = nn.Linear(4, 4), size, read, of_input
+
+    def forward(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.read(h, self.size(x if self.of_input else h * 1)))
+
+
+class ChoosingInside(nn.Module):
+    def __init__(self, *options: Any):
+        super().__init__()
+        self.first, self.choosing, self.last = nn.Linear(4, 4), Choosing(*options), nn.Linear(4, 4)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(4))
+            self.first.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.choosing(self.first(x), x))
+
+
+class IsChoosing(Choosing):
+    def __init__(self, *options: Any):
+        super().__init__(*options)
+        self.first = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(4))
+            self.first.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x), x)
+
+
+def chosen(*counts: int) -> list[torch.Tensor]:
+    """Batches of which so many samples of each micro-batch are chosen."""
+    return [
+        torch.cat([torch.cat([torch.ones(n, 4), torch.zeros(4 - n, 4)]) + 0.01 * torch.rand(4, 4)] * CHUNKS)
+        for n in counts
+    ]
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+@pytest.mark.parametrize(("read", "size"), [*((r, "where") for r in READS_OF_A_SIZE), *(("len", s) for s in SIZES)])
+def test_a_module_that_reads_a_size_that_depends_on_values_runs(read, size, of_input):
+    assert_same_steps(ChoosingInside(SIZES[size], READS_OF_A_SIZE[read], of_input), chosen(0, 2, 3), out_dims=0)
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+@pytest.mark.parametrize(("read", "size"), [*((r, "where") for r in READS_OF_A_SIZE), *(("len", s) for s in SIZES)])
+def test_a_model_that_reads_a_size_that_depends_on_values_is_never_wrong(read, size, of_input):
+    with contextlib.suppress(FxpipeError):
+        assert_same_steps(IsChoosing(SIZES[size], READS_OF_A_SIZE[read], of_input), chosen(0, 2, 3), out_dims=0)

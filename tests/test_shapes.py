@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxpipe import trace
-from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.errors import ArgumentError
 from fxpipe.tracing import Traced
 
 b = sympy.Symbol("b", integer=True, positive=True)
@@ -223,9 +224,11 @@ def test_size_as_a_key():
     assert shapes(traced(lambda lin, x: lin(x) * {6: 2.0}[x.shape[1]])) == ["float32[b, 6]"]
 
 
-def test_size_that_hangs_on_values_is_refused_where_it_is_read():
-    with pytest.raises(TraceError, match=r"a size that hangs on the values of tensors at .*test_shapes.py"):
-        traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
+def test_size_that_depends_on_values_is_a_value_that_is_read():
+    graph = traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
+    assert [(g.expected, g.text.split()[0]) for g in graph.guards.questions] == [(True, "gt")]
+    graph = traced(lambda lin, x: lin(x) if (h := lin(x))[h > 0].shape[0] > 3 else x)
+    assert re.search(r"compared in the stages: a size \(gt of .*\) at .*test_shapes.py:\d+ is True", graph.why[-1])
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ def trace(
         def finish(traced: Traced) -> Traced:
             refuse_unanswerable(traced)
             add_shapes(traced, leaves, in_dims, out_dims)
+            refuse_unanswerable(traced)
             traced.guards = lifted(traced)
             if check:
                 traced.effects = check_against_model(traced, leaves, chunks)

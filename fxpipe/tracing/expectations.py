@@ -42,10 +42,15 @@ def expected_in_stages(reads: Sequence[fx.Node]) -> None:
     for read in reads:
         value = read.meta.pop("read")
         read.meta["expects"] = value
-        what = f"the value of a tensor ({read.meta['text']} of {read.args[0]}) at {read.meta['source']}"
+        what = f"{what_is_read(read)} ({read.meta['text']} of {read.args[0]}) at {read.meta['source']}"
         with read.graph.inserting_after(read):
             node = read.graph.create_node("call_function", expect, (read, value, what), name=f"expect_{read.name}")
-        node.meta.update({key: read.meta[key] for key in ("source", "module", "state")}, random=False)
+        inherited = ("source", "module", "state", "shapes")
+        node.meta.update({key: read.meta[key] for key in inherited if key in read.meta}, random=False)
+
+
+def what_is_read(read: fx.Node) -> str:
+    return "a size" if "of_size" in read.meta else "the value of a tensor"
 
 
 def expectations(traced: Traced) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from fxpipe.thread_state import applied
 from fxpipe.tracing.checking.effects import NORMS, running_statistics
 from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.evaluation import Values, evaluate
-from fxpipe.tracing.expectations import expected_in_stages, same_answer
+from fxpipe.tracing.expectations import expected_in_stages, same_answer, what_is_read
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
@@ -88,11 +88,11 @@ def _short(value: Any) -> str:
     return text if len(text) < 40 else text[:36] + " ..."
 
 
-def refuse_unanswerable(traced: Traced, in_stages: bool = False) -> None:
+def refuse_unanswerable(traced: Traced) -> None:
     """Raises where a question cannot be answered before a step.
 
-    Args:
-        in_stages: those that the model itself asks, and not a module of it, shall be asked in the stages.
+    Those that the model itself asks, and not a module of it, are asked in the stages if `traced.asks_in_stages`.
+    To be called as soon as values that were read are known, and again when it is known which sizes are values.
 
     Raises:
         CannotRecord: names the first, and the modules that would have to be kept whole.
@@ -100,7 +100,7 @@ def refuse_unanswerable(traced: Traced, in_stages: bool = False) -> None:
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_needed, reads))
     found = {read: error for read in reads if (error := _unanswerable(traced, read, known)) is not None}
-    errors = [error for error in found.values() if error.modules or not (in_stages and error.in_stages)]
+    errors = [error for error in found.values() if error.modules or not (traced.asks_in_stages and error.in_stages)]
     if not errors:
         expected_in_stages(list(found))
     else:
@@ -191,7 +191,8 @@ def _sources(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    return node.target in ("size", "stride")
+    """Is it a size that is known without the values of tensors? Which ones are not is known after the symbolic run."""
+    return node.target in ("size", "stride") and not node.meta.get("of_values")
 
 
 def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
@@ -202,13 +203,15 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
     own = sorted(s for s in sources if s in attributes)
     parameters = [s for s in own if isinstance(lookup(traced, attributes[s]), torch.nn.Parameter)]
     changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
-    path = read.meta["module"]
+    path, is_size = read.meta["module"], "of_size" in read.meta
     if "random numbers" in sources and not _are_decisions(needed, known):
         what = "random numbers"
     elif "the inputs" in sources and parameters:
         what = f"the inputs and {parameters[0]!r}"
     elif changing:
         what = f"{changing[0]!r}, which forward changes"
+    elif is_size and "the inputs" in sources and (path or not isinstance(read.meta["read"], bool)):
+        what = "the inputs"  # each micro-batch has another one
     elif path and isinstance(read.meta["read"], (float, complex)) and (number := _restless(traced, needed)):
         what = number
     else:
@@ -220,7 +223,7 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
         else "keep the decision in tensors (torch.where, masks), or take it outside forward"
     )
     return CannotRecord(
-        f"the model{f' in module {path!r}' if path else ''} reads the value of a tensor ({read.meta['text']}) that "
+        f"the model{f' in module {path!r}' if path else ''} reads {what_is_read(read)} ({read.meta['text']}) that "
         f"hangs on {what} at {read.meta['source']}; {remedy}",
         frozenset({path}) if path else frozenset(),
         in_stages=what != "random numbers",  # each stage would draw another one

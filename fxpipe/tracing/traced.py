@@ -99,6 +99,7 @@ class Traced:
     mini_batch_reads: tuple[BatchRead, ...] = ()  # of those, what need not hold for micro-batches
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
+    asks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
     # Where plain numbers in it hang on the batch size, it holds for these sizes only; and for these batches, all of

@@ -140,7 +140,8 @@ def _recorded(
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
         with general_paths() if general else contextlib.nullcontext():
             traced = record(model, args, kwargs, whole=whole, seed=seed, hollow=hollow)
-        refuse_unanswerable(traced, in_stages)
+        traced.asks_in_stages = in_stages
+        refuse_unanswerable(traced)
         return traced
 
     whole = dict(asked)

@@ -64,8 +64,8 @@ def with_batch_numbers(
     try:
         return finish(recorded)
     except (TraceError, ArgumentError) as error:
-        if isinstance(error, CannotRecord) and error.final:
-            raise
+        if isinstance(error, CannotRecord):
+            raise  # it is not by the batch size that it fails
         revised = _revised(record_on, args, kwargs, in_dims, chunks)
         if revised is None:
             raise

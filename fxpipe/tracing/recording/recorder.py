@@ -36,10 +36,18 @@ from fxpipe.tracing.recording.fake import NeedsValues, is_faked
 from fxpipe.tracing.recording.hollow import refuse_hollow
 from fxpipe.tracing.recording.kept import Kept
 from fxpipe.tracing.recording.made import Made
-from fxpipe.tracing.recording.names import CONSTANTS, OF_GRADIENTS, PLAIN, READS, TENSOR_ATTRIBUTES, leaves_no_node
+from fxpipe.tracing.recording.names import (
+    CONSTANTS,
+    IN_PIECES,
+    OF_GRADIENTS,
+    PLAIN,
+    READS,
+    TENSOR_ATTRIBUTES,
+    leaves_no_node,
+)
 from fxpipe.tracing.recording.origins import Origins
 from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_parameter
-from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead
+from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead, length
 from fxpipe.tracing.snapshot import dice, same_dice
 from fxpipe.tracing.source import user_line
 from fxpipe.tracing.traced import Graph
@@ -278,6 +286,11 @@ class Recorder(TorchFunctionMode):
             self._size_nodes[key] = self.add("call_method", method, (node, dim))
         return self._size_nodes[key]
 
+    def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
+        """Notes that Python goes by how long a dimension is."""
+        if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
+            self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
+
     def add_size(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
         return self.add("call_function", function, tuple(map(self.argument, operands)))
 
@@ -305,7 +318,12 @@ class Recorder(TorchFunctionMode):
             return sizes if not dim or dim[0] is None else sizes[dim[0]]
         if name in ("numel", "nelement"):
             return math.prod(self._sizes(args[0], "size"))
+        if name == "__len__":
+            self._read_length(args[0], 0)
+            return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
+        if name in IN_PIECES and args and not isinstance((*args, 1)[1], (list, tuple)):
+            self._read_length(args[0], kwargs.get("dim", (*args, 0, 0)[IN_PIECES[name]]))
         if name == "__iter__":
             parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
             self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))

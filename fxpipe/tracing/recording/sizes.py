@@ -5,8 +5,9 @@ of the right value (torch's C++ functions take nothing else) whose arithmetic ad
 integers, a comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw.
 Whether that holds for other batch sizes is asked later, when the symbolic value of the node is known.
 
-What cannot be seen is `range(size)` and `len(x)`: for these every graph is also compared with the model at other
-sizes. What was computed is found by recording at these (`batch_numbers`).
+What cannot be seen is what becomes of `range(size)` and `len(x)`: for these every graph is also compared with the
+model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`). A size that depends
+on the values of tensors is a value itself, and what was read of it is a read like any other (`guards`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SizeRead:
-    """The model computed `function(*operands)` of sizes and went on with the plain result."""
+    """The model computed `function(*operands)` of sizes, or `length` of a tensor, and went on with the result."""
 
     function: Callable[..., Any]
     operands: tuple[fx.Node | int, ...]
     result: Any
     where: str  # the user's source line
     module: str = ""  # the path of the one that did so
+
+
+def length(tensor: torch.Tensor, dim: int) -> int:
+    """What `len` and iteration take of a tensor: a number that goes on in Python, where nothing can follow it."""
+    return tensor.size(dim)
 
 
 class Size(int):

@@ -23,8 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.recording.refusals import CannotRecord
-from fxpipe.tracing.recording.sizes import SizeRead
+from fxpipe.tracing.recording.sizes import SizeRead, length
 from fxpipe.tracing.sizing.squeezing import tell_squeezes
 from fxpipe.tracing.sizing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
@@ -106,8 +105,14 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         # What was read of a value is no size: it may be another one in each step, and is compared there.
         is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and "expects" not in node.meta
         if is_size:
-            node.meta["number"] = formula(value)
-    traced.batch_reads = tuple(read for r in traced.size_reads if (read := _batch_read(traced, r)) is not None)
+            node.meta["number"] = number = formula(value)
+            node.meta["of_values"] = bool(number.free_symbols - {traced.batch})
+    of_values = [r for r in traced.size_reads if _free_symbols(r) - {traced.batch}]
+    of_batch = [r for r in traced.size_reads if not _free_symbols(r) - {traced.batch}]
+    traced.batch_reads = tuple(read for r in of_batch if (read := _batch_read(traced, r)) is not None)
+    for size_read in of_values:
+        _read_again(traced, size_read)
+    traced.size_reads = ()
     if traced.recorded_sizes:
         traced.batch_reads += (_recorded_sizes(traced),)
     traced.mini_batch_reads = tell_squeezes(traced, traced.batch_of(values))
@@ -165,22 +170,39 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
     return frozenset(s for found in free.values() for s in found.free_symbols)
 
 
+def _operands(read: SizeRead) -> list[sympy.Expr]:
+    if read.function is length:
+        tensor, dim = read.operands
+        return [tensor.meta["shapes"][0].shape[dim]]  # type: ignore[union-attr]
+    return [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
+
+
+def _free_symbols(read: SizeRead) -> set[sympy.Basic]:
+    return set[sympy.Basic]().union(*(o.free_symbols for o in _operands(read)))
+
+
+def _read_again(traced: Traced, read: SizeRead) -> None:
+    """Adds a node that reads a size that depends on the values of tensors: it is a value like any other (`guards`)."""
+    nodes = {o for o in read.operands if isinstance(o, fx.Node)}
+    last = next(node for node in reversed(traced.graph.nodes) if node in nodes)
+    name = f"{last.name}_{read.function.__name__}"
+    with traced.graph.inserting_after(last):
+        node = traced.graph.create_node("call_function", read.function, read.operands, name=name)
+    node.meta.update(source=read.where, module=read.module, state=last.meta["state"], random=False, shapes=())
+    node.meta.update(read=read.result, text=read.function.__name__, of_size=True)
+
+
 def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
     """What the model read of a size, where it hangs on the batch.
 
     Raises:
         TraceError: it went on computing with it.
     """
-    operands = [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
-    free = set().union(*(o.free_symbols for o in operands))
-    if not free:
+    operands = _operands(read)
+    if not any(o.free_symbols for o in operands):
         return None
-    if free != {traced.batch}:
-        raise CannotRecord(
-            f"the model reads a size that hangs on the values of tensors at {read.where}; the graph would hold for "
-            "these values only: use functions with fixed sizes (torch.where, masks), or take it outside forward",
-            frozenset({read.module}) if read.module else frozenset(),
-        )
+    if read.function is length:
+        return None  # what became of it shows at other sizes
     if read.function in RELATIONS or read.function is bool:
         holds = RELATIONS[read.function](*operands) if read.function in RELATIONS else sympy.Ne(operands[0], 0)
         condition = holds if read.result else sympy.Not(holds)
@@ -319,7 +341,6 @@ def _fold_fixed_sizes(traced: Traced) -> None:
         for user in list(node.users):
             user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))
         traced.graph.erase_node(node)
-    traced.size_reads = ()
 
 
 def _with_constant(arguments: Any, node: fx.Node, value: int) -> Any:

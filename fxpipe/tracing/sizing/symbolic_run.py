@@ -24,6 +24,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from fxpipe.errors import TraceError
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
+from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.sizing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
 from fxpipe.tracing.sizing.observing import Observation, observe
 from fxpipe.tracing.snapshot import forked_random
@@ -77,7 +79,13 @@ def run_on_symbols(
         except _AgainError:
             continue
         except _UnknownError as unknown:
-            _look(traced, values, dims, known, unknown.node, unknown.groups)
+            try:
+                _look(traced, values, dims, known, unknown.node, unknown.groups)
+            except TraceError as error:
+                if not unknown.is_of_values:
+                    raise
+                path = unknown.node.meta["module"]
+                raise CannotRecord(str(error), frozenset({path}) if path else frozenset()) from error
 
 
 def _look(
@@ -144,9 +152,10 @@ class _Known:
 class _UnknownError(Exception):
     """Fake tensors do not tell what a node makes. `groups`: inputs whose samples may vary, those of one symbol each."""
 
-    def __init__(self, node: fx.Node, groups: list[list[int]]):
+    def __init__(self, node: fx.Node, groups: list[list[int]], is_of_values: bool):
         super().__init__(node.name)
         self.node, self.groups = node, groups
+        self.is_of_values = is_of_values  # has what it is given a size that depends on the values of tensors?
 
 
 class _AgainError(Exception):
@@ -255,12 +264,19 @@ class _Attempt:
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
         if observation is None:
-            raise _UnknownError(node, groups)
+            raise _UnknownError(node, groups, self._is_of_values(node))
         for place in observation.fixed.intersection(candidates):
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
         varied = [place for place in observation.varied if place in candidates]
         return observation.fake(node, self.inputs[varied[0]] if varied else 0)
+
+    def _is_of_values(self, node: fx.Node) -> bool:
+        given = tensors_in([self.made.get(source) for source in node.all_input_nodes])
+        shape: list[Any] = [size for tensor in given for size in tensor.shape]
+        sizes = [self.env.replace(size.node.expr) for size in shape if isinstance(size, torch.SymInt)]
+        of_inputs = {s for symbol in self.symbols.values() for s in self.env.replace(symbol).free_symbols}
+        return any(size.free_symbols - of_inputs for size in sizes)
 
     def _groups(self, node: fx.Node) -> list[list[int]]:
         """Inputs that a node hangs on and whose samples may vary, those of one symbol together."""
