@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test gpu lint format bench overhead balance planning inspecting coverage clean
+.PHONY: help demo test gpu lint format bench overhead balance planning inspecting coverage stress clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
@@ -20,6 +20,7 @@ help:
 	@echo 'make planning    measure how long planning takes'
 	@echo 'make inspecting  measure how long fxpipe.inspect takes'
 	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
+	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
 	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
@@ -60,6 +61,9 @@ inspecting: .venv/.zoo
 
 coverage: .venv/.zoo
 	$(BIN)/python tools/coverage.py $(ARGS)
+
+stress: .venv/.installed
+	$(BIN)/python tools/stress.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,126 +1,27 @@
-"""Models made at random, cut at random, run at random: always the plain model."""
+"""Models made at random, cut at random, run at random: always the plain model. And the judge of `tools/stress.py`."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 import torch
-import torch.nn.functional as F
 from every_cut import EveryCut, loss_of
+from random_models import judge as judging
+from random_models.case import GROUPS, TABLE, Batch, Case, Line, draw
+from random_models.judge import judge, plain_model
+from random_models.operations import PLAIN
+from random_models.reads import READERS, SOURCES, USES
+from random_models.shrinking import shrunk
+from random_models.worker import Worker
 from torch import nn
 
 BATCH = 5  # in 3 chunks: 2, 2, 1
 
-OPERATIONS = (
-    "linear", "tied", "frozen", "relu", "relu_", "add", "add_", "mul_", "skip", "cat", "view", "transpose", "chunk",
-    "norm", "embedding", "unused", "detach", "count", "average", "keep", "size", "mask", "slice", "slice_", "no_grad",
-    "max", "dropout", "contiguous", "out",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Operation:
-    name: str
-    one: int  # which of the values so far, counted from the last
-    two: int
-
-
-class Random(nn.Module):
-    """Does the operations one after another; each value is [b, 4]."""
-
-    def __init__(self, operations: tuple[Operation, ...]):
-        super().__init__()
-        self.operations = operations
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in operations)
-        self.tied = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.embedding = nn.Embedding(3, 4)
-        self.register_buffer("count", torch.zeros(()))
-        self.register_buffer("average", torch.ones(4))
-        self.register_buffer("kept", torch.zeros(4))
-        for layer, operation in zip(self.layers, operations, strict=True):
-            layer.requires_grad_(operation.name != "frozen")
-
-    def forward(self, x, ids):
-        values = [self.tied(x * 1), x, self.layers[0](x * 1)]
-        length, mask, outputs = x.shape[0], None, []
-        for layer, operation in zip(self.layers, self.operations, strict=True):
-            v, w = (values[-1 - k % len(values)] for k in (operation.one, operation.two))
-            match operation.name:
-                case "linear" | "frozen":
-                    v = layer(v * 1)
-                case "tied":
-                    v = self.tied(v * 1)
-                case "relu":
-                    v = torch.relu(v) * 1
-                case "relu_":
-                    v.relu_()
-                case "add":
-                    v = v + w
-                case "add_":
-                    v += w
-                case "mul_":
-                    v.mul_(0.5)
-                case "skip":
-                    v = values[0] + v
-                case "cat":
-                    v = torch.cat([v, w], 1)[:, 2:6]
-                case "view":
-                    v = v.view(length, 2, 2).view(-1, 4)
-                case "transpose":
-                    v = v.t()[[1, 0, 3, 2]].t() if operation.two % 2 else v.t().t()
-                case "chunk":
-                    a, b = v.chunk(2, 1)
-                    v = torch.cat([b, a * 2], 1)
-                case "norm":
-                    v = self.norm(v * 1)
-                case "embedding":
-                    v = v + self.embedding(ids)
-                case "unused":
-                    layer(v * 1)
-                case "detach":
-                    v = v.detach()
-                case "count":
-                    self.count.add_(1)
-                    v = v + self.count.clone()
-                case "average":
-                    self.average.mul_(0.5).add_(v.detach().mean(0))
-                    v = v - self.average.clone()
-                case "keep":
-                    v = v + self.kept
-                    self.kept = w.detach().sum(0)
-                case "size":
-                    v = v / v.new_ones(length, 1).sum(1, keepdim=True) + x.shape[1]
-                case "mask":
-                    mask = ids > 0 if mask is None else ~mask
-                    v = v * mask[:, None] + ids[:, None]
-                case "slice":
-                    v = v[:, :3]
-                    v = F.pad(v, (0, 1))
-                case "slice_":
-                    v[:, operation.two % 4] = 0
-                    v[..., ::2] += w[..., 1::2]
-                case "no_grad":
-                    with torch.no_grad():
-                        v = w * 2 + v
-                case "max":
-                    value, index = v.max(1)
-                    v = v + value[:, None] * index[:, None]
-                case "dropout":
-                    v = F.dropout(v * 1, 0.5, self.training)
-                case "contiguous":
-                    v = v[:, :3].contiguous()
-                    v = torch.cat([v, w[:, :1]], 1)
-                case "out":
-                    outputs.append(v * 2)
-            values.append(v)
-        return values[-1] + self.layers[-1](x * 1), tuple(outputs)
-
-
-operations = st.builds(Operation, st.sampled_from(OPERATIONS), st.integers(0, 6), st.integers(0, 6))
+lines = st.builds(Line, st.sampled_from([*PLAIN]), st.integers(0, 6), st.integers(0, 6))
 
 
 def runs(model: nn.Module, *args: torch.Tensor) -> bool:
@@ -135,17 +36,16 @@ def runs(model: nn.Module, *args: torch.Tensor) -> bool:
 
 # What is asked of any model, in any step.
 ANY_MODEL_AND_STEP = {
-    "program": st.lists(operations, min_size=2, max_size=12).map(tuple),
+    "program": st.lists(lines, min_size=2, max_size=12).map(tuple),
     "chunks": st.sampled_from([1, 3]),
     "schedule": st.sampled_from(["drop-in", "1f1b", "gpipe"]),
     "checkpoint": st.sampled_from(["never", "except_last", "always"]),
 }
 
 
-def random_model(program: tuple[Operation, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+def random_model(program: tuple[Line, ...]) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """The model and its inputs, if torch itself carries it out."""
-    torch.manual_seed(0)
-    model, args = Random(program), (torch.randn(BATCH, 4), torch.tensor([0, 1, 2, 1, 0]))
+    model, args = plain_model(Case(program, ())), (torch.randn(BATCH, 3, 4), torch.randint(0, 3, (BATCH, 3)))
     hypothesis.assume(runs(model, *args))
     return model, args
 
@@ -163,3 +63,123 @@ def test_any_model_in_any_stages_is_the_plain_model(program, data, chunks, sched
     hypothesis.assume(cuts.allowed)
     places = data.draw(st.sets(st.sampled_from(cuts.allowed), min_size=1, max_size=4))
     cuts.check((0, *sorted(places)), chunks, schedule, checkpoint, seed=len(program))
+
+
+# -- the judge -------------------------------------------------------------------------------------------------------
+
+TRAINING = (Batch(5, 4, "call", seed=1), Batch(7, 3, "step", seed=2), Batch(6, 4, "eval", seed=3))
+MIXED = Case(
+    tuple(Line(name, 0, 1, is_part) for name in ("linear", "average", "batch_norm", "dropout") for is_part in (0, 1)),
+    tuple(dataclasses.replace(batch, samples=batch.samples + 3) for batch in TRAINING),
+)
+
+
+def test_the_judge_lets_a_right_pipeline_pass():
+    assert judge(MIXED).kind == "right"
+    assert judge(dataclasses.replace(MIXED, deferred=True, schedule="zbv", checkpoint="always")).kind == "right"
+
+
+def _first(values):
+    return next(iter(values))
+
+
+@pytest.mark.parametrize(
+    ("part", "spoil"),
+    [
+        ("gradient", lambda model: _first(model.parameters()).grad.mul_(1.01)),
+        ("gradient", lambda model: setattr(_first(model.parameters()), "grad", None)),
+        ("buffer", lambda model: _first(model.buffers()).add_(0.01)),
+        ("parameter", lambda model: _first(model.parameters()).data.mul_(1.01)),
+        ("attribute", lambda model: setattr(model, "seen_9", torch.ones(2))),
+    ],
+)
+def test_the_judge_finds_a_fault_in_each_part_of_a_step(part, spoil):
+    verdict = judge(MIXED, spoil)
+    assert verdict.kind == "wrong"
+    assert verdict.detail.startswith(f"step 0 (call): {part}")
+
+
+@pytest.mark.parametrize("mode", ["call", "step", "eval", "no_grad"])
+def test_the_judge_finds_a_wrong_output(monkeypatch, mode):
+    run = judging.Trial._pipe_step
+
+    def wrong(self, pipe, inputs, batch):
+        output = run(self, pipe, inputs, batch)
+        return output | {"value": output["value"] * 1.01}
+
+    monkeypatch.setattr(judging.Trial, "_pipe_step", wrong)
+    verdict = judge(Case((Line("linear", 0, 0),), (Batch(4, 3, mode),)))
+    assert (verdict.kind, "output" in verdict.detail) == ("wrong", True)
+
+
+def test_a_step_that_is_refused_must_change_nothing(monkeypatch):
+    from fxpipe.errors import DecisionError
+
+    def refuses(self, pipe, inputs, batch):
+        inputs["x"].detach().add_(self.change)
+        raise DecisionError("no")
+
+    monkeypatch.setattr(judging.Trial, "_pipe_step", refuses)
+    case = Case((Line("linear", 0, 0),), TRAINING[:1])
+    for change, kind in ((0.0, "right"), (1.0, "wrong")):
+        monkeypatch.setattr(judging.Trial, "change", change, raising=False)
+        assert judge(case).kind == kind
+
+
+def test_an_exception_that_the_plain_model_does_not_raise_is_a_crash(monkeypatch):
+    def fails(self, pipe, inputs, batch):
+        raise KeyError("x")
+
+    monkeypatch.setattr(judging.Trial, "_pipe_step", fails)
+    assert judge(Case((Line("linear", 0, 0),), TRAINING[:1])).kind == "crashes"
+
+
+def test_seeds_make_the_same_case_again_and_cases_survive_as_text():
+    assert [draw(seed) for seed in range(50)] == [draw(seed) for seed in range(50)]
+    assert all(Case.from_json(draw(seed).to_json()) == draw(seed) for seed in range(50))
+    drawn = {line.name for seed in range(3000) for line in draw(seed).program}
+    assert drawn >= {name for group in GROUPS if group != "reads" for name in GROUPS[group]}
+
+
+# Each way to read, each kind of tensor and each use, though not each with each other.
+READS = sorted(
+    {
+        f"read_{[*SOURCES][(i + shift) % len(SOURCES)]}_{reader}_{[*USES][(i + 2 * shift) % len(USES)]}"
+        for i, reader in enumerate(READERS)
+        for shift in range(2)
+    }
+)
+
+
+@pytest.mark.parametrize("name", [*(name for name in TABLE if not name.startswith("read_")), *READS])
+def test_each_operation_runs_in_plain_torch_and_means_the_same_in_micro_batches(name):
+    operation = TABLE[name]
+    for is_part in {False, not operation.needs_root}:
+        case = Case((Line("linear", 0, 0), Line(name, 0, 1, is_part)), TRAINING)
+        for text in judging.plain_differences(case):
+            assert not text or operation.per_part or operation.is_random or operation.mixes
+
+
+def test_a_fault_is_made_as_small_as_it_can_be():
+    guilty = Line("relu_", 0, 0)
+    program = (*(Line("linear", k, k) for k in range(4)), guilty, *(Line("add", k, k) for k in range(4)))
+    case = Case(program, TRAINING, 4, 3, "zbv", "always", input_gradient=True)
+
+    def verdict_of(case):
+        return {"kind": "wrong" if any(line.name == "relu_" for line in case.program) else "right", "detail": "output"}
+
+    small = shrunk(case, verdict_of(case), verdict_of)
+    assert small == Case((guilty,), TRAINING[:1], chunks=2)
+
+
+def test_a_case_that_crashes_or_hangs_is_a_verdict_and_the_next_goes_on():
+    worker = Worker(limit=120.0)
+    good = Case((Line("linear", 0, 0),), TRAINING[:1])
+    try:
+        unheard = worker.judge(Case((Line("unheard-of", 0, 0),), TRAINING))
+        assert (unheard["kind"], "unheard-of" in unheard["detail"]) == ("crashes", True)
+        assert worker.judge(good)["kind"] == "right"
+        worker.limit = 0.001
+        assert worker.judge(good)["kind"] == "hangs"
+    finally:
+        worker.close()

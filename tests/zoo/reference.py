@@ -75,7 +75,7 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_who
     parts = []
     with torch.set_grad_enabled(gradients):
         for i, (args, kwargs) in enumerate(micro_batches(entry, inputs, count)):
-            with Seeded(mixed(seed, i)) as mode, _as_one_node(model, kept_whole, mode):
+            with Seeded(mixed(seed, i)) as mode, as_one_node(model, kept_whole, mode):
                 parts.append(flat(model(*args, **kwargs)))
         outputs = _together(whole, parts)
         if gradients:
@@ -84,7 +84,7 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_who
 
 
 @contextlib.contextmanager
-def _as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
+def as_one_node(model: nn.Module, paths: Sequence[str], mode: Seeded) -> Iterator[None]:
     modules = [model.get_submodule(path) for path in paths]
 
     def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,29 +195,30 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 def compare(have: Step, want: Step) -> Comparison:
     return Comparison(
         same_outputs(have.outputs, want.outputs),
-        _named(have.gradients, want.gradients),
-        _named(have.buffers, want.buffers),
+        same_by_name(have.gradients, want.gradients),
+        same_by_name(have.buffers, want.buffers),
     )
 
 
-def same_outputs(have: Leaves, want: Leaves) -> str:
+def same_outputs(have: Leaves, want: Leaves, tolerance: float = TOLERANCE) -> str:
     if [path for path, _ in have] != [path for path, _ in want]:
         return "another tree of outputs"
-    return _first_difference([(path, leaf, wanted) for (path, leaf), (_, wanted) in zip(have, want, strict=True)])
+    pairs = [(path, leaf, wanted) for (path, leaf), (_, wanted) in zip(have, want, strict=True)]
+    return _first_difference(pairs, tolerance)
 
 
-def _named(have: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> str:
+def same_by_name(have: Mapping[str, Any], want: Mapping[str, Any], tolerance: float = TOLERANCE) -> str:
     if list(have) != list(want):
         return f"other names: {sorted({*have} ^ {*want})[:3]}"
-    return _first_difference([(name, have[name], want[name]) for name in want])
+    return _first_difference([(name, have[name], want[name]) for name in want], tolerance)
 
 
-def _first_difference(pairs: Sequence[tuple[str, Any, Any]]) -> str:
+def _first_difference(pairs: Sequence[tuple[str, Any, Any]], tolerance: float) -> str:
     largest = max((_size(want) for _, _, want in pairs), default=0.0)
-    return next((text for pair in pairs if (text := _difference(*pair, SMALL * largest))), "")
+    return next((text for pair in pairs if (text := _difference(*pair, SMALL * largest, tolerance))), "")
 
 
-def _difference(path: str, have: Any, want: Any, floor: float) -> str:
+def _difference(path: str, have: Any, want: Any, floor: float, tolerance: float) -> str:
     if isinstance(have, Tensor) != isinstance(want, Tensor):
         return f"{path}: {_kind(have)} instead of {_kind(want)}"
     if not isinstance(want, Tensor):
@@ -227,7 +228,7 @@ def _difference(path: str, have: Any, want: Any, floor: float) -> str:
         return f"{path}: {_kind(have)} instead of {_kind(want)}"
     if not (want.is_floating_point() or want.is_complex()):
         return "" if torch.equal(have, want) else f"{path}: other {want.dtype} values"
-    allowed = TOLERANCE * max(_size(want), floor)
+    allowed = tolerance * max(_size(want), floor)
     if torch.allclose(have, want, rtol=0.0, atol=allowed, equal_nan=True):
         return ""
     return f"{path}: differs by {(have - want).abs().max().item():.1e}, {allowed:.1e} allowed"

@@ -1,0 +1,493 @@
+"""Runs a case as a pipeline, step after step, and says whether it is the plain model.
+
+Two plain models say what is right. One runs on the whole mini-batch. The other runs on the micro-batches, one after the
+other, with values of inputs read from the mini-batch, and losses put together by what they weigh: that is the other
+right answer where micro-batches see what earlier ones left behind (running statistics, memory banks), are normalised by
+themselves, or branch on values of their own. Elsewhere both have to agree, or the case is at fault.
+
+Outputs, gradients, buffers, parameters, inputs and attributes are compared after each step. A step that is refused must
+have changed nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import itertools
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from oracle import Seeded, draw_seed
+from torch import Tensor, nn
+from zoo.reference import as_one_node, flat, same_by_name, same_outputs
+
+import fxpipe
+from fxpipe.errors import FxpipeError, InternalError
+from fxpipe.rewriting.random_nodes import mixed
+from random_models.case import DOUBLED, Batch, Case, source
+
+Inputs = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    kind: str  # "right", "refused", "wrong", "crashes", "hangs", "invalid": torch itself does not run it
+    detail: str = ""
+    refused_steps: tuple[str, ...] = ()  # why, each
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ("wrong", "crashes", "hangs")
+
+
+@dataclass(slots=True)
+class Left:
+    """What a step leaves behind."""
+
+    outputs: Any = None
+    error: Exception | None = None
+    inputs: Inputs = field(default_factory=dict)
+
+
+Change = Callable[[nn.Module], None]
+
+
+def judge(case: Case, spoil: Change | None = None) -> Verdict:
+    """The verdict on a case. `spoil`: changes the model after each step of the pipeline, to test the judge itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain = _module(source(case), Path(folder, "model.py"))
+        oracle = _module(source(case, is_oracle=True), Path(folder, "oracle.py"))
+        return Trial(case, plain, oracle, spoil).run()
+
+
+def plain_model(case: Case) -> nn.Module:
+    """The model of a case."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _built(case, _module(source(case), Path(folder, "model.py")))
+
+
+def plain_differences(case: Case) -> list[str]:
+    """What differs between the two plain models after each step; empty where nothing does."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _Whole(case, _module(source(case), Path(folder, "model.py")))
+        parts = _Parts(case, _module(source(case, is_oracle=True), Path(folder, "oracle.py")))
+        texts = []
+        for batch in case.batches:
+            left = [_run(lambda inputs, c=c, b=batch: c.step(inputs, b, ()), case, batch) for c in (whole, parts)]
+            if errors := [one.error for one in left if one.error is not None]:
+                raise errors[0]
+            texts.append(_compared(case.tolerance, left[1], parts.model, left[0], whole))
+        return texts
+
+
+_numbers = itertools.count()
+
+
+def _module(text: str, path: Path) -> ModuleType:
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_{next(_numbers)}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- inputs and losses -----------------------------------------------------------------------------------------------
+
+
+def make_inputs(case: Case, batch: Batch) -> Inputs:
+    """The inputs of a mini-batch, of other sizes and magnitudes in each."""
+    generator = torch.Generator().manual_seed(batch.seed)
+    b, t = batch.samples, batch.length
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * (0.3 + batch.seed % 3)
+
+    labels = torch.randint(0, 3, (b, t), generator=generator)
+    labels[torch.rand(b, t, generator=generator) < 0.3 * (batch.seed % 2)] = -100
+    labels[:, 0] = 1
+    made = {
+        "x": normal(b, t, 4).requires_grad_(case.input_gradient),
+        "ids": torch.randint(0, 1 + batch.seed % 3, (b, t), generator=generator),
+        "state": normal(b, 4),
+        "cache": normal(b, 9, 4),
+        "labels": labels,
+        "scale": torch.tensor(float(batch.seed % 4)),
+        "total": (labels != -100).sum().float(),
+    }
+    return {name: made[name] for name in case.inputs}
+
+
+def loss_of(output: dict[str, Any]) -> Tensor:
+    """A mean over samples of every number, and the losses that the model takes itself."""
+    leaves = [output["value"], *output["outputs"]]
+    total = sum((leaf.square() + (k + 1) * leaf).mean() for k, leaf in enumerate(leaves))
+    return total + sum((k + 1) * loss for k, loss in enumerate(output["losses"]))
+
+
+# -- the two plain models --------------------------------------------------------------------------------------------
+
+
+class _Whole:
+    """The plain model on the mini-batch."""
+
+    name = "the mini-batch"
+
+    def __init__(self, case: Case, module: ModuleType):
+        self.case, self.model = case, _built(case, module)
+
+    def step(self, inputs: Inputs, batch: Batch, kept_whole: tuple[str, ...]) -> Any:
+        with _mode(self.model, batch):
+            return self.model(**inputs)
+
+
+class _Parts:
+    """The plain model on micro-batches, one after the other."""
+
+    name = "the micro-batches"
+
+    def __init__(self, case: Case, module: ModuleType):
+        self.case, self.module, self.model = case, module, _built(case, module)
+        self.attributes: list[dict[str, Any]] = []
+
+    def step(self, inputs: Inputs, batch: Batch, kept_whole: tuple[str, ...]) -> Any:
+        count = min(self.case.chunks, batch.samples)
+        self.module.WHOLE.update(inputs)
+        seed, outputs, weights = draw_seed(self.case.is_random), [], []
+        self.attributes = []
+        with _mode(self.model, batch), _deferred(self.model, self.case.deferred and batch.mode != "eval"):
+            for i in range(count):
+                part = {name: _part(name, value, count, i) for name, value in inputs.items()}
+                self.module.WEIGHTS.clear()
+                with Seeded(mixed(seed, i)) as mode, as_one_node(self.model, kept_whole, mode):
+                    outputs.append(self.model(**part))
+                weights.append([*self.module.WEIGHTS])
+                self.attributes.append(attributes_of(self.model))
+                _write_back(inputs, part, count, i)
+        return _gathered(outputs, weights)
+
+
+def _built(case: Case, module: ModuleType) -> nn.Module:
+    torch.manual_seed(case.seed)
+    model = module.M()
+    assert isinstance(model, nn.Module)
+    return model
+
+
+class _mode:
+    """Training or evaluation, with gradients or without, for a block."""
+
+    def __init__(self, model: nn.Module, batch: Batch):
+        self.block = torch.set_grad_enabled(batch.mode in ("call", "step"))
+        model.train(batch.mode != "eval")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        self.block.__exit__(None, None, None)
+
+
+def _is_cut(name: str, value: Tensor) -> bool:
+    return name not in ("scale", "total")
+
+
+def _part(name: str, value: Tensor, count: int, i: int) -> Tensor:
+    """A micro-batch of an input; in memory of its own, unless it is to have a gradient."""
+    if not _is_cut(name, value):
+        return value
+    part = value.tensor_split(count)[i]
+    return part if value.requires_grad else part.clone()
+
+
+def _write_back(inputs: Inputs, part: Inputs, count: int, i: int) -> None:
+    with torch.no_grad():
+        for name, value in inputs.items():
+            if _is_cut(name, value) and not value.requires_grad:
+                value.tensor_split(count)[i].copy_(part[name])
+
+
+def _gathered(outputs: list[Any], weights: list[list[Any]]) -> Any:
+    def together(leaves: list[Tensor]) -> Tensor:
+        return torch.cat(leaves)
+
+    losses = []
+    for k in range(len(outputs[0]["losses"])):
+        values, factors = [o["losses"][k] for o in outputs], [w[k] for w in weights]
+        if factors[0] is sum:
+            losses.append(sum(values))
+        else:
+            pairs = [(v * f, f) for v, f in zip(values, factors, strict=True) if int(f)]
+            losses.append(sum(v for v, _ in pairs) / sum(f for _, f in pairs))
+    return {
+        "value": together([o["value"] for o in outputs]),
+        "outputs": [together(list(parts)) for parts in zip(*(o["outputs"] for o in outputs), strict=True)],
+        "losses": losses,
+    }
+
+
+class _deferred:
+    """Batch norm's running statistics are those of the mini-batch after a block."""
+
+    def __init__(self, model: nn.Module, is_on: bool):
+        self.norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d)] if is_on else []
+        self.before = {m: copy.deepcopy(m) for m in self.norms}
+        self.seen: dict[nn.Module, list[Tensor]] = {m: [] for m in self.norms}
+
+    def __enter__(self) -> None:
+        self.hooks = [
+            m.register_forward_pre_hook(lambda m, args: self.seen[m].append(args[0].detach().clone()))
+            for m in self.norms
+        ]
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for m, before in self.before.items():
+            with torch.no_grad():
+                before(torch.cat(self.seen[m]))
+            for name, buffer in before.named_buffers():
+                m._buffers[name] = buffer  # in new memory: backward may need what is in the old
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+def attributes_of(model: nn.Module) -> dict[str, Any]:
+    """The attributes that the models of cases give themselves, tensors and others, by path."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name.rpartition("_")[2].isdigit() and not isinstance(value, nn.Module) and not callable(value):
+                found |= {f"{path}.{name}{key}": leaf for key, leaf in flat(value) if value is not None}
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in found.items()}
+
+
+def _numbers_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        "gradient": {name: p.grad for name, p in model.named_parameters()},
+        "buffer": {name: b for name, b in model.named_buffers()},
+        "parameter": {name: p.detach() for name, p in model.named_parameters()},
+    }
+
+
+def _copied(numbers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {
+        kind: {name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in values.items()}
+        for kind, values in numbers.items()
+    }
+
+
+def state_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    return _copied(_numbers_of(model)) | {"attribute": attributes_of(model)}
+
+
+def _difference(have: dict[str, Any], want: dict[str, Any], tolerance: float) -> str:
+    for kind, values in want.items():
+        if sorted(have[kind]) != sorted(values):
+            return f"{kind}s: other names: {sorted({*have[kind]} ^ {*values})[:3]}"
+        in_order = {name: have[kind][name] for name in values}
+        if text := same_by_name(in_order, values, tolerance):
+            return f"{kind} {text}"
+    return ""
+
+
+# -- a trial ---------------------------------------------------------------------------------------------------------
+
+
+class Trial:
+    def __init__(self, case: Case, plain: ModuleType, oracle: ModuleType, spoil: Change | None):
+        self.case, self.plain, self.spoil = case, plain, spoil
+        self.whole, self.parts = _Whole(case, plain), _Parts(case, oracle)
+        self.alive: list[Any] = [self.whole, self.parts] if not case.is_random else [self.parts]
+        if not case.is_per_part and not case.is_random:
+            self.alive = [self.whole]
+        self.refusals: list[str] = []
+
+    def run(self) -> Verdict:
+        first = self.case.batches[0]
+        if text := self._cannot_run(first):
+            return Verdict("invalid", text)
+        ours = _built(self.case, self.plain)
+        ours.train(first.mode != "eval")
+        before = state_of(ours)
+        try:
+            pipe = self._pipe(ours, first)
+        except InternalError as error:
+            return Verdict("crashes", f"planning: {_text(error)}")
+        except FxpipeError as error:
+            if text := _difference(state_of(ours), before, 0.0):
+                return Verdict("wrong", f"planning that is refused changes {text}")
+            return Verdict("refused", f"planning: {_text(error)}")
+        except Exception as error:
+            return Verdict("crashes", f"planning: {_text(error)}")
+        with closing(pipe):
+            if text := _difference(state_of(ours), before, 0.0):
+                return Verdict("wrong", f"planning changes {text}")
+            for number, batch in enumerate((first, *self.case.batches)):
+                verdict = self._batch(pipe, ours, batch)
+                if verdict is not None:
+                    return Verdict(
+                        verdict.kind, f"step {number} ({batch.mode}): {verdict.detail}", tuple(self.refusals)
+                    )
+        return Verdict("right", "", tuple(self.refusals))
+
+    def _cannot_run(self, batch: Batch) -> str:
+        """What plain torch says on the mini-batch, where it does not run it."""
+        try:
+            left = _run(lambda inputs: _Whole(self.case, self.plain).step(inputs, batch, ()), self.case, batch)
+        except Exception as error:
+            return _text(error)
+        return _text(left.error) if left.error else ""
+
+    def _pipe(self, model: nn.Module, first: Batch) -> fxpipe.Pipeline:
+        case = self.case
+        inputs = make_inputs(case, first)
+        doubled = case.schedule in DOUBLED
+        options: dict[str, Any] = {"stages_per_device": 2} if doubled else {}
+        if case.by_hand:
+            options["balance"] = [f"part_{number}" for number in case.by_hand]
+        with torch.set_grad_enabled(first.mode in ("call", "step")):
+            return fxpipe.pipeline(
+                model,
+                ["cpu"] * case.stages,
+                case.chunks,
+                example_kwargs=inputs,
+                schedule=case.schedule,
+                checkpoint=case.checkpoint,
+                deferred_batch_norm=case.deferred,
+                hardware="h100",
+                progress=False,
+                **options,
+            )
+
+    def _batch(self, pipe: fxpipe.Pipeline, ours: nn.Module, batch: Batch) -> Verdict | None:
+        """What is wrong with a step, if so."""
+        before, random_state = state_of(ours), torch.get_rng_state()
+        torch.manual_seed(batch.seed)
+        have = _run(lambda inputs: self._pipe_step(pipe, inputs, batch), self.case, batch, pipe)
+        if self.spoil is not None:
+            self.spoil(ours)
+        torch.set_rng_state(random_state)
+        if have.error is not None:
+            return self._failed(have, ours, before, batch)
+        messages = []
+        for candidate in [*self.alive]:
+            torch.manual_seed(batch.seed)
+            kept = _kept_whole(pipe)
+            want = _run(lambda inputs, c=candidate, k=kept: c.step(inputs, batch, k), self.case, batch)
+            text = _text(want.error) if want.error else _compared(self.case.tolerance, have, ours, want, candidate)
+            if text:
+                messages.append((candidate.name, text, want.error))
+                self.alive.remove(candidate)
+        if not self.alive:
+            if all(error is not None for *_, error in messages):
+                return Verdict("invalid", messages[0][1])
+            return Verdict("wrong", "; ".join(f"{text} (as of {name})" for name, text, _ in messages))
+        if batch.updates and batch.mode in ("call", "step"):
+            for model in (ours, *(candidate.model for candidate in self.alive)):
+                _update(model)
+        return None
+
+    def _pipe_step(self, pipe: fxpipe.Pipeline, inputs: Inputs, batch: Batch) -> Any:
+        pipe.train(batch.mode != "eval")
+        if batch.mode == "step":
+            _, outputs = pipe.forward_backward(**inputs, loss_fn=loss_of, return_outputs=True)
+            return outputs
+        with torch.set_grad_enabled(batch.mode == "call"):
+            return pipe(**inputs)
+
+    def _failed(self, have: Left, ours: nn.Module, before: dict[str, Any], batch: Batch) -> Verdict | None:
+        error = have.error
+        assert error is not None
+        if not isinstance(error, FxpipeError) or isinstance(error, InternalError):
+            kinds = []
+            for candidate in self.alive:
+                torch.manual_seed(batch.seed)
+                twin = copy.copy(candidate)
+                twin.model = copy.deepcopy(candidate.model)
+                failed = _run(lambda inputs, c=twin: c.step(inputs, batch, ()), self.case, batch).error
+                kinds.append(type(failed))
+            return Verdict("invalid", _text(error)) if type(error) in kinds else Verdict("crashes", _text(error))
+        after = state_of(ours)
+        if text := _difference(after, before, 0.0):
+            return Verdict("wrong", f"a step that was refused ({_text(error)[:160]}) changed {text}")
+        want = make_inputs(self.case, batch)
+        if text := same_by_name(have.inputs, want, 0.0):
+            return Verdict("wrong", f"a step that was refused ({_text(error)[:160]}) changed input {text}")
+        self.refusals.append(_text(error))
+        return None
+
+
+def _compared(tolerance: float, have: Left, ours: nn.Module, want: Left, candidate: Any) -> str:
+    """The first difference between a step of `ours` and one of a plain model."""
+    if text := same_outputs(flat(_detached(have.outputs)), flat(_detached(want.outputs)), tolerance):
+        return f"output {text}"
+    if text := same_by_name(have.inputs, want.inputs, tolerance):
+        return f"input {text}"
+    gradients = ({k: v.grad if v.is_leaf else None for k, v in left.inputs.items()} for left in (have, want))
+    if text := same_by_name(*gradients, tolerance):
+        return f"gradient of input {text}"
+    if text := _difference(_copied(_numbers_of(ours)), _copied(_numbers_of(candidate.model)), tolerance):
+        return text
+    ends = [attributes_of(candidate.model)]
+    if isinstance(candidate, _Parts):
+        ends.append(_joined(candidate.attributes))
+    texts = [_difference({"attribute": attributes_of(ours)}, {"attribute": end}, tolerance) for end in ends]
+    return "" if "" in texts else texts[0]
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Attributes that hold the batch, of all micro-batches."""
+
+    def joined(values: list[Any]) -> Any:
+        is_batched = isinstance(values[-1], Tensor) and values[-1].ndim == 3
+        return torch.cat(values) if is_batched else values[-1]
+
+    return {name: joined([part[name] for part in parts if name in part]) for name in parts[-1]}
+
+
+def _kept_whole(pipe: fxpipe.Pipeline) -> tuple[str, ...]:
+    first = pipe._fxpipe.first
+    return tuple(first.traced.whole) if first is not None else ()
+
+
+def _run(step: Callable[[Inputs], Any], case: Case, batch: Batch, pipe: fxpipe.Pipeline | None = None) -> Left:
+    """A step, with backward where the batch wants one; `forward_backward` of a pipe has run it."""
+    inputs = make_inputs(case, batch)
+    left = Left(inputs=inputs)
+    try:
+        left.outputs = step(inputs)
+        if batch.mode == "call" or (batch.mode == "step" and pipe is None):
+            loss_of(left.outputs).backward()
+    except Exception as error:
+        left.error = error
+    return left
+
+
+def _update(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad.clamp(-1, 1), alpha=-0.05)
+                parameter.grad = None
+
+
+def _detached(output: Any) -> Any:
+    return {
+        "value": output["value"].detach(),
+        "outputs": [value.detach() for value in output["outputs"]],
+        "losses": [value.detach() for value in output["losses"]],
+    }
+
+
+def _text(error: BaseException | None) -> str:
+    notes = "".join(f" | {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"[:2000]
