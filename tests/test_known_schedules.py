@@ -176,6 +176,36 @@ def test_zero_bubble_2p_keeps_nearly_twice_as_many():
         assert kept(on("zero_bubble_2p", p, m)) == [min(2 * p - 1, m)] * p
 
 
+def test_of_several_stages_on_each_device_more_is_kept():
+    """As many micro-batches of the model as the table says: what is kept of a stage is a v-th of one."""
+    most = {
+        "gpipe": lambda p, v: 1000,
+        "1f1b": lambda p, v: (v + 1) * p / 2,
+        "zero_bubble": lambda p, v: v * p,
+        "zero_bubble_2p": lambda p, v: 2 * v * p - 1,
+    }
+    for name, (p, v, m) in product(most, product((2, 3, 4), (1, 2, 3), (1, 4, 9, 24))):
+        assert max(kept(on(name, p, m, v))) / v <= min(m, most[name](p, v))
+    in_full = [max(kept(on(name, 4, 24, 2))) / 2 for name in most]
+    assert in_full == [24, 6, 8, 15]
+
+
+def test_the_figures_of_several_stages_on_each_device():
+    def rounded(name, figure):
+        return [round(figure(on(name, 8, 48, v), v), 1) for v in (1, 2, 3, 4)]
+
+    def keeps(schedule, v):
+        return max(kept(schedule)) / v
+
+    def idles(schedule, v):
+        return simulated(schedule).step_seconds / v - 3 * 48
+
+    assert rounded("1f1b", keeps) == [8, 12, 15.7, 19.5]
+    assert rounded("1f1b", idles) == [21, 18.5, 20, 27.8]
+    assert rounded("zero_bubble", keeps) == [8, 16, 24, 32]
+    assert rounded("zero_bubble", idles) == [7, 5.5, 5, 5.5]
+
+
 def test_zbv_keeps_no_more_than_1f1b():
     """Of two stages, each half as large."""
     for p, m in SIZES:

@@ -19,6 +19,12 @@ micro-batch takes a device, F + B + W.
 All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
 still needs, too, though that is less than what B needs.
 
+Where a placement gives devices v stages each, round and round, those made for one stage on each keep more, since each
+stage does as it would on a device of its own: `1f1b` up to (v + 1) p / 2, as stage j of v p keeps v p - j of its own
+micro-batches, each a v-th of the model's; `zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. Their bubbles
+follow no formula there: for p = 8, v = 1 ... 4 and 48 micro-batches 7, 6.2, 6.7, 9.3 in `1f1b`, 2.3, 1.8, 1.7, 1.8 in
+`zero_bubble`. (Neighbours on one device count as one stage.)
+
 In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), as
 long as W takes no longer than F and than B. So the larger memory of the second pays where W is shorter than B
 (attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
