@@ -328,12 +328,6 @@ def test_hooks_on_all_modules():
         handle.remove()
 
 
-def _compiled_in_place() -> nn.Module:
-    model = nn.Linear(6, 6)
-    model.compile(backend="eager")
-    return model
-
-
 def _made_in_inference_mode() -> nn.Module:
     with torch.inference_mode():
         return nn.Linear(6, 6)
@@ -343,8 +337,6 @@ MODELS: dict[str, tuple[Any, str]] = {
     "lazy": (lambda: nn.LazyLinear(6), "'inner.weight' is not initialized; call the model once"),
     "made in inference mode": (_made_in_inference_mode, "'inner.weight' was made in inference mode"),
     "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
-    "compiled": (lambda: torch.compile(nn.Linear(6, 6), backend="eager"), "'inner' .*compiled module.*_orig_mod"),
-    "compiled in place": (_compiled_in_place, r"'inner' \(Linear\) was compiled in place"),
     "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*pipe.model"),
     "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
 }

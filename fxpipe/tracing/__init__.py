@@ -27,6 +27,7 @@ from fxpipe.tracing.checking.gathering import check_gathering
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.recording.fake import faked, is_faked
+from fxpipe.tracing.recording.hooks import made_from
 from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.sizing.shapes import add_shapes
@@ -124,7 +125,7 @@ def trace(
 
 
 def _needs_inputs(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = inspect.signature(made_from(model).forward).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 

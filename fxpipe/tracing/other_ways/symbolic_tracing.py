@@ -32,6 +32,7 @@ from fxpipe.tracing.other_ways.graph_modules import (
     traced_from,
 )
 from fxpipe.tracing.recording.following import PATCHING
+from fxpipe.tracing.recording.hooks import made_from
 from fxpipe.tracing.recording.preconditions import refuse_model
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.snapshot import gradients_aside, slots_of, undone
@@ -76,7 +77,7 @@ def symbolic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         TraceError: forward does what a proxy cannot do; the message names the user's line.
     """
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = inspect.signature(made_from(model).forward).bind(*args, **kwargs)
     except TypeError as error:
         raise TypeError(f"{type(model).__name__}.forward: {error}") from None
     bound.apply_defaults()
@@ -257,7 +258,7 @@ class _Run:
     def _bound(self, placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         """A value for each placeholder, by the names of forward's arguments."""
         try:
-            bound = inspect.signature(self.model.forward).bind(*args, **kwargs)
+            bound = inspect.signature(made_from(self.model).forward).bind(*args, **kwargs)
         except TypeError as error:
             raise TypeError(f"{type(self.model).__name__}.forward: {error}") from None
         bound.apply_defaults()

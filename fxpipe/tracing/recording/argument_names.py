@@ -7,13 +7,15 @@ import inspect
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.tracing.recording.hooks import made_from
+
 
 def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
     """The argument of forward that holds a leaf of (args, kwargs)."""
     first = path[1]
     if not isinstance(first, pytree.SequenceKey):
         return str(first.key)  # type: ignore[attr-defined]
-    place, parameters = first.idx, list(inspect.signature(model.forward).parameters.values())
+    place, parameters = first.idx, list(inspect.signature(made_from(model).forward).parameters.values())
     for number, parameter in enumerate(parameters[: place + 1]):
         if parameter.kind is parameter.VAR_POSITIONAL:
             return f"{parameter.name}[{place - number}]"

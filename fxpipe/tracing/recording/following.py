@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.autograd_functions import Apply, Function, has_context, taken_over
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.recording.hooks import is_computation, run_model, with_hooks
+from fxpipe.tracing.recording.hooks import forward_of, is_computation, run_model, with_hooks
 from fxpipe.tracing.recording.one_node import active, call_hook, call_transform
 from fxpipe.tracing.recording.recorder import Recorder, Running
 from fxpipe.tracing.recording.whole import call_whole
@@ -168,7 +168,7 @@ def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: 
         def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
             return hook(module, *given) if is_computation(hook) else call_hook(recorder, module, hook, given)
 
-        return with_hooks(module, module.forward, call_one, args, kwargs)
+        return with_hooks(module, forward_of(module), call_one, args, kwargs)
     except BaseException:
         recorder.module_of_error = recorder.module_of_error or path
         raise

@@ -30,6 +30,21 @@ def is_computation(hook: Any) -> bool:
     return str(home).startswith(_COMPUTATION)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Is it what `torch.compile` has made of another module?"""
+    return type(module).__module__ == "torch._dynamo.eval_frame"
+
+
+def made_from(module: nn.Module) -> nn.Module:
+    """A module; of a compiled one the module that it was made from."""
+    return module._modules["_orig_mod"] or module if is_compiled(module) else module
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What a module runs, its hooks aside, where nothing is compiled."""
+    return made_from(module) if is_compiled(module) else module.forward
+
+
 def hooks_of(model: nn.Module) -> list[Any]:
     """The user's hooks on the model itself."""
     stores = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
@@ -93,4 +108,4 @@ def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     def call(hook: Any, given: tuple[Any, ...]) -> Any:
         return hook(model, *given) if is_computation(hook) else None
 
-    return with_hooks(model, model.forward, call, args, kwargs)
+    return with_hooks(model, forward_of(model), call, args, kwargs)

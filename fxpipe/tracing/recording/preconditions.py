@@ -32,10 +32,6 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
         name = f"module {path!r} ({kind.__name__})" if path else f"the model ({kind.__name__})"
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
-        elif kind.__module__ == "torch._dynamo.eval_frame":
-            yield f"{name} is a compiled module; use the module it was made from (compiled._orig_mod)"
-        elif module._compiled_call_impl is not None:
-            yield f"{name} was compiled in place (module.compile()); use a module that was not"
         elif kind.__module__ == "fxpipe.pipes":
             yield f"{name} is a pipe itself; use the module it was made from (pipe.model)"
         elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):

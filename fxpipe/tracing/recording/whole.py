@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fxpipe.forks import in_child
+from fxpipe.tracing.recording.hooks import is_compiled, made_from
 from fxpipe.tracing.recording.names import PLAIN
 from fxpipe.tracing.recording.one_node import KeptError, Run, call_as_one_node
 from fxpipe.tracing.recording.recorder import Recorder, Running
@@ -87,6 +88,9 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
         replica = copy.deepcopy(module, memo)
     except Exception:  # something in it cannot be copied: the module itself runs
         replica = module
+    if replica is not module:
+        for inner in filter(is_compiled, replica.modules()):  # nothing is compiled in a stage
+            inner.__dict__["forward"] = made_from(inner)
     anew = {(slot.path, slot.key) for slot, tensor in slots_of(module).items() if _is_made_anew(slot, tensor)}
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
