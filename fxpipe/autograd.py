@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,3 +57,16 @@ def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:
             for below, _ in node.next_functions:
                 todo.append(below)
     return found
+
+
+@contextmanager
+def hooks_asleep(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A block in which hooks on these tensors do not run: they are of a step, and `autograd.grad` runs them."""
+    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves]
+    try:
+        for leaf, _ in hooks:
+            leaf._backward_hooks = None
+        yield
+    finally:
+        for leaf, own in hooks:
+            leaf._backward_hooks = own

@@ -170,7 +170,7 @@ def test_a_constant_that_changes_is_refused(way: Way) -> None:
 
 def test_export_that_loses_a_backward_is_refused() -> None:
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'.*autograd\.Function.*tracer='record'"):
-        export(Forward(lambda m, a: Double.apply(m.lin(a))), (x(),), {})
+        trace(Forward(lambda m, a: Double.apply(m.lin(a))), (x(),), tracer="export")
 
 
 def test_export_that_loses_a_hook_is_refused() -> None:
@@ -189,7 +189,7 @@ def test_export_that_loses_an_attribute_is_refused() -> None:
         return m.lin(a)
 
     with pytest.raises(TraceError, match=r"changes 'last'.*register_buffer"):
-        export(Forward(forward), (x(),), {})
+        trace(Forward(forward), (x(),), tracer="export")
 
 
 class Skips(nn.Module):

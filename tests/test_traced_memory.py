@@ -35,7 +35,10 @@ class Deep(nn.Module):
 
 
 class Most(TorchDispatchMode):
-    """Counts the activations that are there at one time."""
+    """Counts the activations that are there at one time.
+
+    Not those of two samples, on which gradients are compared: these are kept, as any backward wants them.
+    """
 
     def __init__(self):
         super().__init__()
@@ -43,7 +46,12 @@ class Most(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and not result.is_meta and result.numel() % WIDTH == 0 and result.dim() == 2:
+        if (
+            type(result) is torch.Tensor
+            and not result.is_meta
+            and result.dim() == 2
+            and 2 < result.shape[0] < WIDTH == result.shape[1]
+        ):
             self.made += 1
             gc.collect(0)
             self.alive = [one for one in self.alive if not one.expired()]
@@ -57,12 +65,11 @@ class Most(TorchDispatchMode):
 def test_activations_go_when_forward_needs_them_no_more(monkeypatch, chunks):
     monkeypatch.setattr(on_a_part, "LONG", 0.0)
     model = Deep()
-    copies = len([*model.parameters()])  # of views that are taken of weights
     with Most() as seen:
         traced = fxpipe.trace(model, (torch.randn(BATCH, WIDTH),), chunks=chunks)
     assert len(traced.nodes) == 4 * DEPTH
     assert seen.made > 8 * DEPTH
-    assert seen.most < copies
+    assert seen.most < DEPTH
 
 
 class Through(nn.Module):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from fxpipe.autograd import gradients_of, leaves_under
+from fxpipe.autograd import gradients_of, hooks_asleep, leaves_under
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
@@ -84,7 +83,7 @@ class LossStage:
         reductions = self.elements.under(loss.grad_fn, loss.output_nr)
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
-            with _hooks_asleep(own):
+            with hooks_asleep(own):
                 # What was made of them before this step belongs to all micro-batches: keep the graph.
                 found = gradients_of(wanted, [loss], [begin], keep_graph=True)
             self._sum(own, found[-len(own) :])
@@ -147,16 +146,3 @@ def output_tree(assembly: Assembly) -> Callable[[Sequence[Any]], Any]:
         return pytree.tree_unflatten(leaves, assembly.out_spec)
 
     return tree
-
-
-@contextmanager
-def _hooks_asleep(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Hooks on tensors run when gradients are committed, once; `autograd.grad` would run them for each micro-batch."""
-    hooks = [(leaf, leaf._backward_hooks) for leaf in leaves if leaf._backward_hooks]
-    try:
-        for leaf, _ in hooks:
-            leaf._backward_hooks = None
-        yield
-    finally:
-        for leaf, own in hooks:
-            leaf._backward_hooks = own

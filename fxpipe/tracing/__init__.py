@@ -24,6 +24,7 @@ from fxpipe.progress import showing
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.check import check_against_model, watched
 from fxpipe.tracing.checking.gathering import check_gathering
+from fxpipe.tracing.checking.two_calls import check_two_calls
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.recording.fake import faked, is_faked
@@ -111,6 +112,7 @@ def trace(
             traced.guards = lifted(traced)
             if check:
                 traced.effects = check_against_model(traced, leaves, chunks)
+                check_two_calls(traced, leaves, chunks)
                 if out_dims is None:
                     with undone(model):
                         check_gathering(traced, leaves)

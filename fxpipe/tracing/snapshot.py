@@ -84,6 +84,14 @@ def held_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Sets a buffer or an attribute, as forward would."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    store: dict[str, Any] = module._buffers if key in module._buffers else module.__dict__
+    store[key] = value
+
+
 def same_values(left: torch.Tensor, right: torch.Tensor) -> bool:
     """`torch.equal`, of sparse tensors too, and with NaN equal to itself. Fake tensors have no values to differ in."""
     if isinstance(left, FakeTensor) or isinstance(right, FakeTensor):
@@ -188,6 +196,7 @@ class Snapshot:
     tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
     filled: list[str] = field(default_factory=list)  # lists and dicts some of whose items are other tensors now
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
+    _held: dict[str, _Kept] = field(default_factory=dict)  # in lists, tuples and dicts
     _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
         default_factory=list
     )  # path, of a module, its copy
@@ -206,6 +215,11 @@ class Snapshot:
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
             snapshot._kept[slot] = _Kept(tensor, tensor._version, tensor.detach(), value, tensor.requires_grad)
+        for name, tensor in held_in_containers(model).items():
+            if has_values(tensor) and not (tensor.requires_grad or tensor.is_inference()):
+                snapshot._held[name] = _Kept(
+                    tensor, tensor._version, tensor.detach(), tensor.detach().clone(), requires_grad=False
+                )
         for path, module in model.named_modules():
             for store in (module.__dict__, module._parameters, module._buffers, module._modules):
                 snapshot._dicts.append((path, store, dict(store)))
@@ -255,23 +269,25 @@ class Snapshot:
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         for slot, kept in self._kept.items():
-            self._put_back(slot, kept)
+            self._put_back(slot.name, kept)
+        for name, kept in self._held.items():
+            self._put_back(name, kept)
         self._dtype_changed = torch.get_default_dtype() != self._dtype
         torch.set_default_dtype(self._dtype)
 
-    def _put_back(self, slot: Slot, kept: _Kept) -> None:
+    def _put_back(self, name: str, kept: _Kept) -> None:
         if kept.tensor.requires_grad != kept.requires_grad:
             if kept.tensor.is_leaf:
-                self.switched.append(slot.name)
+                self.switched.append(name)
                 kept.tensor.requires_grad_(kept.requires_grad)
             else:
-                self.tied.append(slot.name)
+                self.tied.append(name)
                 if not kept.tensor._is_view():  # which cannot be
                     kept.tensor.detach_()
         changed = kept.tensor._version != kept.version
         if kept.value is None:
             if changed:
-                self.written_parameters.append(slot.name)
+                self.written_parameters.append(name)
             return
         if kept.tensor.layout == torch.strided and not kept.alias.is_set_to(kept.tensor):
             kept.tensor.data = kept.alias

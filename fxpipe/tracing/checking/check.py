@@ -78,7 +78,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not is_same_graph(traced, size):
             continue
-        sample = _sample(traced, leaves, size, batch, seed)
+        sample = sample_that_holds(traced, leaves, size, batch, seed)
         if sample is None and size == example:
             raise TraceError(
                 "a value that forward reads is another one when it is asked again: "
@@ -119,7 +119,7 @@ def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, 
     Returns the graph's run with so many samples, if there was one and it is the model's.
     """
     failing = tuple(read for read in traced.batch_reads if not read.holds(size))
-    sample = _sample(traced, leaves, size, batch, seed) if failing else None
+    sample = sample_that_holds(traced, leaves, size, batch, seed) if failing else None
     if sample is None:
         return None
     try:
@@ -138,7 +138,7 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
     """Whether model and graph do the same with so many of these samples. A model that raises has none such."""
     batch = traced.batch_of(leaves)
     seed = torch.default_generator.initial_seed() % 2**31
-    sample = _sample(traced, leaves, size, batch, seed)
+    sample = sample_that_holds(traced, leaves, size, batch, seed)
     if sample is None:
         return True  # forward is asked about the mini-batch, and would be another with so few
     try:
@@ -158,7 +158,7 @@ def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
     return effects_of(traced, [_watch_seeded(traced, leaves, 0)[1]])
 
 
-def _sample(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
+def sample_that_holds(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
     """So many samples, from where values that forward reads are those of the graph; None where there are none."""
     for start in (0, batch - size) if size < batch else (0,):
         sample = take(traced, leaves, start, start + size)

@@ -184,14 +184,18 @@ def _observed(
     versions = [t._version for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
     with running(), forgetting_in(node.target, forgetting()):
-        value = run(node, values)
-        if node.meta.get("draw"):
-            value = draws.take(lambda: run(node, values))
+        value = run_drawing(node, values, draws)
     changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if t._version != v}
     changed |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}
     if node.target in NORMS:
         changed |= {storages.name(values[b]) for b in running_statistics(node)}
     return value, changed
+
+
+def run_drawing(node: fx.Node, values: Values, draws: Draws) -> Any:
+    """What a working node makes, where draws come from their stream."""
+    value = run(node, values)
+    return draws.take(lambda: run(node, values)) if node.meta.get("draw") else value
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:

@@ -5,8 +5,9 @@ parameters, `aten` operators, sizes as symbols. Instead of translating each, the
 where the model would run, and recorded: functions only, the model's tensors by identity, sizes followed, random nodes
 seen, thread states kept. What its nodes remember of the user's code goes with them.
 
-What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, and gradients are compared with the
-model's, since export and symbolic tracing look through an `autograd.Function` and forget its backward.
+What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, the model is watched while it runs
+(`checking.lost`), and gradients are compared as of every graph, since export and symbolic tracing look through an
+`autograd.Function` and forget its backward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.checking.lost import check_nothing_lost
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.functions import opname
-from fxpipe.tracing.recording.fake import NeedsValues
+from fxpipe.tracing.recording.fake import is_faked
 from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import input_leaves, record
 from fxpipe.tracing.recording.recorder import Recorder
@@ -66,7 +67,7 @@ def traced_from(
         tracer: the name of the way.
 
     Raises:
-        TraceError: the graph's gradients are not the model's, or it does what a graph cannot carry.
+        TraceError: the model does what the graph has lost, or what a graph cannot carry.
     """
     refuse_hooks(model)
     held = _unknown(model, held)
@@ -93,13 +94,12 @@ def traced_from(
                 with torch.no_grad():
                     tensor.copy_(before[name])
     traced.tracer = tracer
-    try:
-        check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
-    except NeedsValues as error:
+    if is_faked():
         raise TraceError(
             f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
             "or fake); leave it to recording (tracer='record'), or trace it with values"
-        ) from error
+        )
+    check_nothing_lost(traced, input_leaves(model, args, kwargs)[2])
     return traced
 
 
