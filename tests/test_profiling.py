@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import random
+import time
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
@@ -857,3 +859,48 @@ def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
     rounds._alike.were_taken = True  # so that it is tried again
     rounds.run()
     assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1
+
+
+# -- what waits ------------------------------------------------------------------------------------------------------
+
+
+def clock_of(calls: list[tuple[float, float]], **options: Any) -> Clock:
+    """Tells of one call after the other: seconds on the core, and seconds of waiting."""
+    on_core = itertools.chain.from_iterable((0.0, seconds) for seconds, _ in calls)
+    waited = itertools.chain.from_iterable((0.0, seconds) for _, seconds in calls)
+    return Clock(lambda: next(on_core), waited=lambda: next(waited), **options)
+
+
+def test_what_a_call_waits_counts_where_it_is_no_inaccuracy_of_the_clocks() -> None:
+    calls = [(0.003, 0.05), (0.003, 0.0), (0.003, 0.0005), (2e-6, 6e-5), (0.1, 0.05)]
+    clock = clock_of(calls)
+    assert [clock.seconds(int)[0] for _ in calls] == pytest.approx([0.053, 0.003, 0.003, 2e-6, 0.15])
+
+
+def test_where_waiting_for_a_core_cannot_be_told_apart_only_what_hardly_runs_waits() -> None:
+    calls = [(0.003, 0.02), (0.003, 0.05)]
+    clock = clock_of(calls, share=10.0)
+    assert [clock.seconds(int)[0] for _ in calls] == pytest.approx([0.003, 0.053])
+
+
+@fxpipe.leaf
+def asleep(h: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.02)
+    return h * 1
+
+
+def test_a_leaf_that_sleeps_costs_what_a_step_waits_for_it() -> None:
+    class Sleeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.two(asleep(self.one(x)))
+            return out
+
+    x = torch.randn(4, 4)
+    costs = by_name(profiled(Sleeps(), x))
+    waits = max(costs.values(), key=lambda cost: cost.forward.at(4))
+    assert "asleep" in waits.name
+    assert waits.forward.at(4) >= 0.02

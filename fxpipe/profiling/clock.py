@@ -3,7 +3,9 @@
 - On a GPU events in its stream are the clock: they tell when the device came by. So a node takes as long as its kernels
   do or as it takes to launch them, whichever is longer.
 - On the CPU with one thread it is the processor time of this thread, which stands still while another process has the
-  core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same.
+  core. On a quiet machine that is the time that passes; on a busy one it is what the node costs all the same. It stands
+  still as well while the node waits (for a disk, a lock, a server), as a step will: that time is added. Linux tells it
+  from the time in which another process has the core.
 - With several threads it is the time that passes.
 """
 
@@ -13,6 +15,7 @@ import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,6 +24,9 @@ import torch
 from fxpipe.autograd import NoDerivative
 
 _TICKS = 30  # for the median
+_LEAST_WAIT = 1e-4  # seconds; a clock of its own measures each part, and they differ by less than that
+_NOT_BUSY = 10.0  # times as long off the core as on it: no machine is so busy in every sample
+_SCHEDULED = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core and waiting for one, time slices
 
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -39,13 +45,19 @@ class Clock:
     settle: Callable[[], object] = _nothing  # returns when the device has done what it was given
     device: torch.device | None = None  # on which autograd is called to see what that costs; None: it costs nothing
     tick: float = 0.0  # seconds between two marks with nothing in between
+    waited: Callable[[], float] = float  # seconds for which this thread has waited so far, but not for a core
+    share: float = 0.25  # of what the call takes by `mark`, from which on what it waits is no inaccuracy
 
     @classmethod
     def on(cls, device: torch.device) -> Clock:
         if device.type == "cuda":
             clock = _of_events(device)
+        elif torch.get_num_threads() > 1:
+            clock = cls(time.perf_counter, device=device)
+        elif _SCHEDULED.exists():
+            clock = cls(time.thread_time, device=device, waited=_without_work)
         else:
-            clock = cls(time.thread_time if torch.get_num_threads() == 1 else time.perf_counter, device=device)
+            clock = cls(time.thread_time, device=device, waited=_off_core, share=_NOT_BUSY)
         found = [clock.seconds(_nothing)[0] for _ in range(_TICKS)]
         clock.tick = median(found)
         return clock
@@ -53,10 +65,13 @@ class Clock:
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
         """How long a call takes, and what it returns."""
         self.settle()
+        waited_before = self.waited()
         start = self.mark()
         result = function(*args, **kwargs)
         end = self.mark()
-        return max(0.0, self.between(end, start) - self.tick), result
+        waited = self.waited() - waited_before
+        seconds = max(0.0, self.between(end, start) - self.tick)
+        return seconds + (waited if waited > max(_LEAST_WAIT, self.share * seconds) else 0.0), result
 
     def backward_seconds(
         self,
@@ -106,6 +121,15 @@ def _go_back(
         if total is not None and gradient is not None:
             total.add_(gradient)
     return found
+
+
+def _off_core() -> float:
+    return time.perf_counter() - time.thread_time()
+
+
+def _without_work() -> float:
+    """Seconds for which this thread has neither run nor waited for a core."""
+    return _off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
 def _of_events(device: torch.device) -> Clock:
