@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.errors import ArgumentError
 from fxpipe.objects import Parts, base_of, containers_in, holds, is_bare, put_together, take_apart
 
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -269,27 +269,15 @@ def _is_mapping(spec: pytree.TreeSpec) -> bool:
 
 @contextlib.contextmanager
 def untouched(spec: pytree.TreeSpec) -> Iterator[None]:
-    """A block that may not change the objects that the inputs of this structure only look at.
-
-    Raises:
-        TraceError: it has. They are put back.
-    """
-    before = [(value, inside, copy.copy(inside)) for value in _seen_in(spec) for inside in containers_in(value)]
-    changed = []
+    """A block after which the objects that the inputs of this structure only look at are as they were before it."""
+    before = [(inside, copy.copy(inside)) for value in _seen_in(spec) for inside in containers_in(value)]
     try:
         yield
     finally:
-        for value, inside, items in before:
+        for inside, items in before:
             if list(map(id, _items(inside))) != list(map(id, _items(items))):
-                changed.append(value)
                 inside.clear()
                 (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
-    if changed:
-        raise TraceError(
-            f"forward changes the {type(changed[0]).__name__} it was given as an input, which a graph cannot; give it "
-            "tensors in tuples, lists, dicts or dataclasses, and let it return what it makes (for a cache: leave it "
-            "out, and forward makes one)"
-        )
 
 
 def _seen_in(spec: pytree.TreeSpec) -> Iterator[Any]:

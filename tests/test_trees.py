@@ -470,7 +470,9 @@ def test_an_object_that_forward_fills_is_refused_and_stays_as_it_was(fails, trac
         return y @ x if fails else y
 
     cache = Cache(CONFIG)
-    with pytest.raises(RuntimeError if fails else TraceError, match="shapes" if fails else "forward changes the Cache"):
+    with pytest.raises(
+        RuntimeError if fails else TraceError, match="shapes" if fails else r"forward changes args\[1\]"
+    ):
         fxpipe.trace(Model(forward), (x(), cache), tracer=tracer)
     assert cache.layers == []
     assert cache.by_name == {}

@@ -21,12 +21,12 @@ from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.products import WithoutProducts
-from fxpipe.tracing.recording.containers_changed import refuse_changed_containers
+from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import held_in_containers, slots_of, undone
 from fxpipe.tracing.traced import Traced, is_python
-from fxpipe.trees import DiffersError, leaves_like
+from fxpipe.trees import DiffersError, leaves_like, untouched
 
 PIECE = 1 << 18  # numbers that are compared at a time: what is made for many takes longer to get than to fill
 
@@ -212,11 +212,12 @@ def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int,
     copies = list(map(copy_of_input, sample))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
-    with undone(traced.model):
+    with undone(traced.model), untouched(traced.in_spec):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
             result = run_model(traced.model, args, kwargs)
-        refuse_changed_containers(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec)
+        if changed := changed_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
+            raise changed_container(changed)
         try:
             leaves = leaves_like(result, traced.out_spec)
         except DiffersError as error:

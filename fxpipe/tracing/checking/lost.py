@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.errors import TraceError
 from fxpipe.tracing.checking.witness import witnessed
 from fxpipe.tracing.evaluation import evaluated, leaf_copy, run, writable
+from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.draws import generator_states, same_states
 from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import forked_random, undone
@@ -71,9 +72,12 @@ def _is_tensor(value: Any) -> bool:
 
 def _run_model(traced: Traced, leaves: Sequence[Any]) -> _Run:
     inputs = list(map(leaf_copy, leaves))
-    args, kwargs = pytree.tree_unflatten(map(writable, inputs), traced.in_spec)
+    values = list(map(writable, inputs))
+    args, kwargs = pytree.tree_unflatten(values, traced.in_spec)
     with witnessed(traced.model, inputs):
         result = run_model(traced.model, args, kwargs)
+    if changed := changed_item(traced.model, (args, kwargs), traced.leaves, values, traced.in_spec):
+        raise changed_container(changed)
     spec = pytree.tree_structure(result)
     if spec != traced.out_spec:  # there may be objects in it
         spec = flatten_output(result, _is_tensor)[1]

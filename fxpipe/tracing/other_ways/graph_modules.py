@@ -28,6 +28,7 @@ from fxpipe.thread_state import ThreadState, applied
 from fxpipe.tracing.checking.lost import check_nothing_lost
 from fxpipe.tracing.evaluation import copy_of_input
 from fxpipe.tracing.functions import opname
+from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.fake import is_faked
 from fxpipe.tracing.recording.hooks import hooks_of
 from fxpipe.tracing.recording.record import input_leaves, record
@@ -104,11 +105,19 @@ def traced_from(
 
 
 def run_plainly(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises what the model itself raises on these inputs: that is no matter of a graph."""
-    _, spec, values = input_leaves(model, args, kwargs)
-    run_args, run_kwargs = pytree.tree_unflatten(map(copy_of_input, values), spec)
+    """Raises what the model itself raises on these inputs, and what it does that is no matter of how a graph is made.
+
+    Raises:
+        CannotRecord: forward changes a container among its inputs.
+    """
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    copies = list(map(copy_of_input, values))
+    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     with undone(model), gradients_aside(model), untouched(spec):
         model(*run_args, **run_kwargs)
+        changed = changed_item(model, (run_args, run_kwargs), leaves, copies, spec)
+    if changed is not None:
+        raise changed_container(changed)
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input, leaf_copy
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.argument_names import argument_name, leaf_name
-from fxpipe.tracing.recording.containers_changed import line_of_change, refuse_changed_containers
+from fxpipe.tracing.recording.containers_changed import changed_container, changed_item, line_of_change
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.hollow import Hollow
@@ -136,18 +136,17 @@ def _record(
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     layouts = list(map(_layout, copies))
     own_dice = OwnDice(model)
-
-    def find_line() -> str:
-        return UNKNOWN if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
-
     try:
         with undone(model) as snapshot, untouched(spec):
             with Hollow(model) if hollow else running(), followed(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
-            refuse_changed_containers(model, (run_args, run_kwargs), leaves, copies, spec, find_line)
+            changed = changed_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
+        if changed is not None:  # the objects are as they were: it can be seen where it happens
+            line = UNKNOWN if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
+            raise changed_container(changed, line)
         own_dice.refuse_rolled()
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
