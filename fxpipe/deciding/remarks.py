@@ -10,7 +10,7 @@ from torch import fx
 from fxpipe.plans import HeavyNode, Tied, Whole
 from fxpipe.tracing.containers import bytes_in
 from fxpipe.tracing.source import UNKNOWN
-from fxpipe.tracing.traced import lookup
+from fxpipe.tracing.traced import lookup, whole_name
 
 if TYPE_CHECKING:
     from fxpipe.deciding.outcomes import Cut
@@ -49,8 +49,8 @@ def whole(traced: Traced) -> tuple[Whole, ...]:
     found: dict[str, Whole] = {}
     for node in traced.nodes:
         if "whole" in node.meta:
-            path = node.meta["whole"]
-            found.setdefault(path, Whole(path, node.meta["why"], line_of(node)))
+            name = whole_name(node) if "continued" in node.meta else node.meta["whole"]
+            found.setdefault(name, Whole(name, node.meta["why"], line_of(node)))
     return tuple(found.values())
 
 

@@ -124,9 +124,9 @@ class Tied:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A module that was not looked into: it is one node of the graph."""
+    """A module that was not looked into, or forward behind some line: it is one node of the graph."""
 
-    name: str
+    name: str  # of the module; or a text that says where in forward it begins
     why: str
     line: str  # of the user's code that calls it; empty where it is not known
 

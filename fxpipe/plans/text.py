@@ -146,7 +146,7 @@ def _lists(plan: PlanData) -> list[str]:
     """Formulas; ties; what was not looked into; how the graph came to be, where that is not plain recording; guards."""
     memory = tuple(f"stage {stage.index}: {plan.memory(stage.index)}" for stage in plan.stages)
     whole = tuple(f"{module.name}{_place(module.line)}: {module.why}" for module in plan.whole)
-    told = tuple(f"module {module.name!r} is kept whole" for module in plan.whole)
+    told = tuple(f"{name} is kept whole" for module in plan.whole for name in (f"module {module.name!r}", module.name))
     lists = (
         ("memory in bytes, with micro-batches of b samples", memory),
         ("tied parameters", tuple(map(_tied, plan.tied))),

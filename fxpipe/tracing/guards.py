@@ -12,7 +12,7 @@ where that uses it too.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from fxpipe.tracing.devices import on_device
 from fxpipe.tracing.evaluation import Values, evaluate
 from fxpipe.tracing.expectations import expected_in_stages, same_answer, what_is_read
 from fxpipe.tracing.recording.draws import Draws
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord, calls_before
 from fxpipe.tracing.traced import WORKING, Traced, call, lookup
 
 
@@ -105,7 +105,18 @@ def refuse_unanswerable(traced: Traced) -> None:
         expected_in_stages(list(found))
     else:
         modules = frozenset[str]().union(*(e.modules for e in errors))
-        raise CannotRecord(str(errors[0]), modules, in_stages=any(e.in_stages for e in errors))
+        raise CannotRecord(
+            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest(traced, found)
+        )
+
+
+def _earliest(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
+    """By path of a module the calls that it makes before the first of these."""
+    earliest: dict[str, int] = {}
+    for read in reads:
+        path = read.meta["module"]
+        earliest[path] = min(earliest.get(path, read.meta["calls"]), read.meta["calls"])
+    return {path: calls_before(traced.graph, path, calls) for path, calls in earliest.items()}
 
 
 def lifted(traced: Traced) -> Guards:

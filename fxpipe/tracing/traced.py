@@ -136,10 +136,19 @@ class Traced:
         return {n.meta["whole"]: n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
 
     @property
+    def whole_names(self) -> dict[str, str]:
+        """The same for people: of a module that is continued as one node, behind which call."""
+        return {whole_name(n): n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
+
+    @property
     def largest_whole(self) -> float:
         """Share of the model's parameters that is in the largest of these."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
-        inside = [sum(n for name, n in numbers.items() if name.startswith(f"{path}.")) for path in self.whole]
+        inside = [
+            sum(numbers.get(str(n.target), 0) for n in node.all_input_nodes if n.op == "get_attr")
+            for node in self.graph.nodes
+            if "whole" in node.meta
+        ]
         return max(inside, default=0) / max(sum(numbers.values()), 1)
 
     @property
@@ -270,6 +279,15 @@ def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:
     path, _, key = name.rpartition(".")
     found: torch.Tensor = getattr(traced.model.get_submodule(path), key)
     return found
+
+
+def whole_name(node: fx.Node) -> str:
+    """What a module that is one node, or the part of it that is, is called for people."""
+    path, calls = node.meta["whole"], node.meta.get("continued")
+    if calls is None:
+        return f"module {path!r}"
+    place = f" behind its call of {calls[-1]!r}" if calls else ""
+    return f"forward of {f'module {path!r}' if path else 'the model'}{place}"
 
 
 def is_python(node: fx.Node) -> bool:

@@ -2,7 +2,8 @@
 
 1. *Recording*: the model runs once, values that it reads become guards.
 2. Recording with the general paths of libraries, where something stood in the way of the first.
-3. Recording with some modules kept whole: the innermost ones around what stands in the way.
+3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
+   itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`continuation`).
 4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins.
 5. Recording, with values that only the stages know compared there (`expectations`).
 
@@ -14,7 +15,7 @@ the search at once.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -25,11 +26,13 @@ from fxpipe.tracing.guards import refuse_unanswerable
 from fxpipe.tracing.other_ways.exporting import export
 from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic
 from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
+from fxpipe.tracing.recording.continuation import CannotSplit
 from fxpipe.tracing.recording.general import general_paths
 from fxpipe.tracing.recording.kept import all_kept
 from fxpipe.tracing.recording.marks import refusing_missed
 from fxpipe.tracing.recording.on_a_part import on_a_part
 from fxpipe.tracing.recording.record import record
+from fxpipe.tracing.recording.recorder import Continued
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import ASKED
 from fxpipe.tracing.traced import Traced
@@ -139,12 +142,13 @@ def _recorded(
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
         with general_paths() if general else contextlib.nullcontext():
-            traced = record(model, args, kwargs, whole=whole, seed=seed, hollow=hollow)
+            traced = record(model, args, kwargs, whole=whole, continued=continued, seed=seed, hollow=hollow)
         traced.asks_in_stages = in_stages
         refuse_unanswerable(traced)
         return traced
 
     whole = dict(asked)
+    continued: dict[str, Continued] = {}
     first: TraceError | None = None
     general = False
     while True:
@@ -167,13 +171,18 @@ def _recorded(
         if str(found) == str(first):
             general = False  # no help
         modules = found.modules - whole.keys() if isinstance(found, CannotRecord) else frozenset[str]()
+        behind = _to_continue(model, found, modules, continued)
+        if behind:
+            continued |= behind
+            continue
         if not modules:
             if str(found) == str(first):
                 raise first
             in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, found))
             raise CannotRecord(f"{first}; and further on: {found}", in_stages=in_stages_too)
+        continued = {path: where for path, where in continued.items() if path not in modules}
         whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(found))
-    reasons = [f"module {path!r} is kept whole: {reason}" for path, reason in traced.whole.items()]
+    reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.whole_names.items()]
     if general:
         reasons.insert(0, f"by the general paths of libraries: {first}")
     if traced.recorded_sizes:
@@ -182,6 +191,24 @@ def _recorded(
     reasons += [f"compared in the stages: {text}" for text in expectations(traced)]
     traced.why = tuple(reasons)
     return traced
+
+
+def _to_continue(
+    model: nn.Module, error: TraceError, modules: Collection[str], continued: Mapping[str, Continued]
+) -> dict[str, Continued]:
+    """What shall be recorded up to the line that stands in the way: the model, or a module that is most of it."""
+    if not isinstance(error, CannotRecord) or len(modules) > 1:
+        return {}
+    path = next(iter(modules), "")
+    if isinstance(error, CannotSplit):
+        return {path: continued[path]._replace(may_split=False)} if continued[path].calls else {}
+    if path not in error.calls or (path in continued and continued[path].calls <= error.calls[path]):
+        return {}
+    where = Continued(error.calls[path], str(error), may_split=not path)
+    if not path:
+        return {path: where}  # it would be right to keep the model whole, and would leave nothing to cut
+    own, all_of = (sum(p.numel() for p in m.parameters()) for m in (model.get_submodule(path), model))
+    return {path: where} if where.calls and own > LARGE * all_of else {}
 
 
 def _of_the_same_kind(model: nn.Module, paths: frozenset[str]) -> list[str]:

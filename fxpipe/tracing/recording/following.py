@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.autograd_functions import Apply, Function, has_context, taken_over
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.continuation import call_continued
 from fxpipe.tracing.recording.hooks import forward_of, is_computation, run_model, with_hooks
 from fxpipe.tracing.recording.one_node import active, call_hook, call_transform
 from fxpipe.tracing.recording.recorder import Recorder, Running
@@ -155,26 +156,42 @@ def _add_application(
 
 
 def _call(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _result_of(recorder, module, args, kwargs)
+    recorder.note_call(recorder.paths.get(id(module), recorder.module), result)
+    return result
+
+
+def _result_of(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     path = recorder.paths.get(id(module), recorder.module)
     if path in recorder.whole and recorder.paths.get(id(module)):
         return call_whole(recorder, module, path, args, kwargs)
     recorder.note_dice()
     recorder.stack.append(Running.now(path, module))
     try:
+        forward = forward_of(module)
+        if path in recorder.continued and recorder.paths.get(id(module)) == path:
+            forward = _continued(recorder, module, path)
         if module is recorder.model:
-            return run_model(module, args, kwargs)
+            return run_model(module, args, kwargs, forward)
         _refuse_backward_hooks(recorder, module)
 
         def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
             return hook(module, *given) if is_computation(hook) else call_hook(recorder, module, hook, given)
 
-        return with_hooks(module, forward_of(module), call_one, args, kwargs)
+        return with_hooks(module, forward, call_one, args, kwargs)
     except BaseException:
         recorder.module_of_error = recorder.module_of_error or path
         raise
     finally:
         recorder.note_dice()
         recorder.stack.pop()
+
+
+def _continued(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call_continued(recorder, module, path, args, kwargs)
+
+    return forward
 
 
 def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:

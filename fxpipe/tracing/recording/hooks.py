@@ -102,10 +102,12 @@ def with_hooks(
     return result
 
 
-def run_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a model as a pipe does inside: without the user's hooks on the model itself."""
+def run_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> Any:
+    """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself."""
 
     def call(hook: Any, given: tuple[Any, ...]) -> Any:
         return hook(model, *given) if is_computation(hook) else None
 
-    return with_hooks(model, forward_of(model), call, args, kwargs)
+    return with_hooks(model, forward or forward_of(model), call, args, kwargs)

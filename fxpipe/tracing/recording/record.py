@@ -24,7 +24,7 @@ from fxpipe.tracing.recording.following import followed
 from fxpipe.tracing.recording.hollow import Hollow
 from fxpipe.tracing.recording.own_dice import OwnDice
 from fxpipe.tracing.recording.preconditions import refuse_model
-from fxpipe.tracing.recording.recorder import Recorder
+from fxpipe.tracing.recording.recorder import Continued, Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, undone
@@ -72,6 +72,7 @@ def record(
     run: Callable[..., Any] | None = None,
     held: Mapping[str, torch.Tensor] | None = None,
     whole: Mapping[str, str] | None = None,
+    continued: Mapping[str, Continued] | None = None,
     seed: int = 0,
     hollow: bool = False,
 ) -> Traced:
@@ -82,6 +83,7 @@ def record(
         run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
         held: tensors that `run` keeps and the model does not, by name.
         whole: paths of modules to keep whole, and why.
+        continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
         hollow: nothing is computed that hangs on parameters (`recording.hollow`); for models on the CPU.
 
@@ -95,7 +97,7 @@ def record(
     with progress("recording", None) as step:
 
         def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
-            recorder = Recorder(model, held, whole, seed, hashable, step, forgets)
+            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets)
             try:
                 found = _record(recorder, args, kwargs, run, hollow)
                 if not recorder.must_save:

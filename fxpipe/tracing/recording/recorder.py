@@ -17,7 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +48,7 @@ from fxpipe.tracing.recording.names import (
     leaves_no_node,
 )
 from fxpipe.tracing.recording.origins import Origins
-from fxpipe.tracing.recording.refusals import CannotRecord, refused, written_parameter
+from fxpipe.tracing.recording.refusals import CannotRecord, calls_before, refused, written_parameter
 from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead, length
 from fxpipe.tracing.snapshot import dice, same_dice
 from fxpipe.tracing.source import user_line
@@ -65,6 +67,32 @@ class Running(NamedTuple):
         return cls(path, module, torch._C._functorch.peek_interpreter_stack() is not None)
 
 
+class Continued(NamedTuple):
+    """Where a module is one node: behind so many of the calls that it makes."""
+
+    calls: int
+    why: str
+    may_split: bool = False  # the rest may be several nodes, between calls of other modules
+
+
+class Reached(BaseException):
+    """The last call that is recorded has returned. Not for forward to catch."""
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The recorded calls of a module that is continued behind them."""
+
+    count: int
+    results: list[tuple[str, Any]] = field(default_factory=list)  # path of the module called, what it returned
+
+    def add(self, path: str, result: Any) -> None:
+        """Raises `Reached` after the last one."""
+        self.results.append((path, result))
+        if len(self.results) == self.count:
+            raise Reached
+
+
 class Recorder(TorchFunctionMode):
     """Records what runs while it is active. `fxpipe.tracing.recording.record` is the way to use it."""
 
@@ -73,6 +101,7 @@ class Recorder(TorchFunctionMode):
         model: nn.Module,
         held: Mapping[str, torch.Tensor] | None = None,
         whole: Mapping[str, str] | None = None,
+        continued: Mapping[str, Continued] | None = None,
         seed: int = 0,
         hashable: bool = False,
         step: Step = nothing,
@@ -83,6 +112,7 @@ class Recorder(TorchFunctionMode):
             model: what is recorded.
             held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
             whole: paths of modules to keep whole, and why.
+            continued: paths of modules whose forward is one node behind some call, behind which, and why.
             seed: of the numbers that forward draws and reads.
             hashable: sizes can be keys.
             step: to be called for each node.
@@ -93,7 +123,9 @@ class Recorder(TorchFunctionMode):
         self.graph = Graph()
         self.recording, self._step = True, step
         self.hashable, self.was_hashed = hashable, False
-        self.whole = whole or {}
+        self.whole, self.continued = whole or {}, continued or {}
+        self.prefixes: dict[str, Prefix] = {}  # of modules that run up to such a call
+        self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
         self.attributes_read: dict[tuple[int, str], Kept] = {}  # forward went by them: others, another graph
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
@@ -152,6 +184,14 @@ class Recorder(TorchFunctionMode):
     def source(self) -> str:
         """The user's line that runs."""
         return self.origin[1] if self.origin else user_line()
+
+    def note_call(self, path: str, result: Any) -> None:
+        """The module under `path` has returned to the one that has called it."""
+        if not self.stack or path == self.module:
+            return
+        self._calls[self.module] += 1
+        if self.module in self.prefixes:
+            self.prefixes[self.module].add(path, result)
 
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
@@ -253,7 +293,7 @@ class Recorder(TorchFunctionMode):
         label = label_of(path, opname(target), args, is_all_of_module)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
-        node.meta["marks"] = len(self.marks)
+        node.meta["marks"], node.meta["calls"] = len(self.marks), self._calls[path]
         node.meta["changes"], self._changed = self._changed, frozenset()
         self._step()
         return node
@@ -296,7 +336,14 @@ class Recorder(TorchFunctionMode):
 
     def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
         self.size_reads.append(
-            SizeRead(function, tuple(map(self.argument, operands)), result, self.source, self.module)
+            SizeRead(
+                function,
+                tuple(map(self.argument, operands)),
+                result,
+                self.source,
+                self.module,
+                self._calls[self.module],
+            )
         )
 
     # -- torch functions ---------------------------------------------------------------------------------------------
@@ -454,7 +501,8 @@ class Recorder(TorchFunctionMode):
         where = f" in module {self.module!r}" if self.module else ""
         path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
         modules = frozenset({path}) if whole and path else frozenset[str]()
-        return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, final=not whole)
+        calls = {self.module: calls_before(self.graph, self.module, self._calls[self.module])}
+        return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, not whole, calls=calls)
 
     def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
         """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""

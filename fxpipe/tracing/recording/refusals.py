@@ -6,10 +6,11 @@ node. What that would not make right (writing to a parameter, drawing from a gen
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
 from fxpipe.errors import TraceError
 from fxpipe.tracing.containers import tensors_in
@@ -20,14 +21,28 @@ class CannotRecord(TraceError):
     """Recording has failed.
 
     `modules` are the paths of those that would have to be kept whole. `final`: no other way would make it right.
-    `in_stages`: a value was read that only the stages know.
+    `in_stages`: a value was read that only the stages know. `calls`: by path of a module that could be recorded up to
+    there, the calls of others that it had made, and that need not be made again.
     """
 
     def __init__(
-        self, message: str, modules: frozenset[str] = frozenset(), final: bool = False, in_stages: bool = False
+        self,
+        message: str,
+        modules: frozenset[str] = frozenset(),
+        final: bool = False,
+        in_stages: bool = False,
+        calls: Mapping[str, int] | None = None,
     ):
         super().__init__(message)
         self.modules, self.final, self.in_stages = modules, final, in_stages
+        self.calls = dict(calls or {})
+
+
+def calls_before(graph: fx.Graph, path: str, calls: int) -> int:
+    """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice."""
+    own = [node.meta for node in graph.nodes if node.meta.get("module") == path]
+    limits: list[int] = [meta["calls"] for meta in own if meta.get("random") or meta.get("changes")]
+    return min([calls, *limits])
 
 
 def draws_in_python(modules: frozenset[str] = frozenset()) -> CannotRecord:

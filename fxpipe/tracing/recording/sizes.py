@@ -35,6 +35,7 @@ class SizeRead:
     result: Any
     where: str  # the user's source line
     module: str = ""  # the path of the one that did so
+    calls: int = 0  # of other modules that it had made
 
 
 def length(tensor: torch.Tensor, dim: int) -> int:

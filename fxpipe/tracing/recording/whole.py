@@ -13,7 +13,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -43,7 +43,7 @@ def call_whole(recorder: Recorder, module: nn.Module, path: str, args: tuple[Any
         for inner in module.modules():
             _note_attributes(recorder, inner)
         with recorder.pause():
-            run = _replica(recorder.model, module, tuple(slots))
+            run = replica_of(recorder.model, module, tuple(slots))
         result, node = call_as_one_node(
             recorder, run, type(module).__name__, list(slots.values()), args, kwargs, final=asked
         )
@@ -68,8 +68,23 @@ def _note_attributes(recorder: Recorder, module: nn.Module) -> None:
                     recorder.note_attribute(inner.__dict__, name)
 
 
-def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Run:
-    """Runs a replica of `module` on tensors given for its slots."""
+def _forward(replica: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return replica(*args, **kwargs)
+
+
+def replica_of(
+    model: nn.Module,
+    module: nn.Module,
+    slots: tuple[Slot, ...],
+    forward: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] = _forward,
+    without: Sequence[str] = (),
+) -> Run:
+    """Runs a replica of `module` on tensors given for its slots.
+
+    Args:
+        forward: what runs of the replica.
+        without: paths of modules in it whose tensors have no values, but for those given.
+    """
     tensors = [*slots_of(model).values(), *held_in_containers(model).values()]
     memo: dict[int, Any] = {id(t): t for t in tensors}
     shared: list[tuple[str, str]] = []  # path of a module, name of an attribute
@@ -86,7 +101,10 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
                 shared.append((path, key))
     try:
         replica = copy.deepcopy(module, memo)
+        _empty(replica, slots, without)
     except Exception:  # something in it cannot be copied: the module itself runs
+        if without:
+            raise
         replica = module
     if replica is not module:
         for inner in filter(is_compiled, replica.modules()):  # nothing is compiled in a stage
@@ -106,7 +124,7 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
             try:
                 for slot, store, tensor in zip(slots, stores, given, strict=True):
                     store[slot.key] = tensor
-                result = replica(*args, **kwargs)
+                result = forward(replica, args, kwargs)
                 for slot, store, tensor in zip(slots, stores, given, strict=True):
                     _hand_over(slot, store.get(slot.key), tensor)
             finally:
@@ -124,6 +142,13 @@ def _replica(model: nn.Module, module: nn.Module, slots: tuple[Slot, ...]) -> Ru
 def _lock_of(module: nn.Module) -> threading.Lock:
     with _making_locks:
         return _locks.setdefault(module, threading.Lock())
+
+
+def _empty(replica: nn.Module, slots: Collection[Slot], without: Sequence[str]) -> None:
+    """Takes the values of tensors that are not given: to use one is an error, and not a gradient that is lost."""
+    for slot, tensor in slots_of(replica).items():
+        if slot not in slots and any(slot.path == path or slot.path.startswith(f"{path}.") for path in without):
+            slot.store(replica)[slot.key] = torch.empty_like(tensor, device="meta")
 
 
 def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:

@@ -189,7 +189,7 @@ def _read_again(traced: Traced, read: SizeRead) -> None:
     with traced.graph.inserting_after(last):
         node = traced.graph.create_node("call_function", read.function, read.operands, name=name)
     node.meta.update(source=read.where, module=read.module, state=last.meta["state"], random=False, shapes=())
-    node.meta.update(read=read.result, text=read.function.__name__, of_size=True)
+    node.meta.update(read=read.result, text=read.function.__name__, of_size=True, calls=read.calls)
 
 
 def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
