@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,23 +61,18 @@ class CannotSplit(CannotRecord):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """A segment ends where forward calls a module, and under which state."""
+    """A segment ends where forward calls a module."""
 
     name: str
-    state: ThreadState
-
-    def is_like(self, other: _End | None) -> bool:
-        if other is None or self.name != other.name or self.state.grad != other.state.grad:
-            return False
-        pairs = zip(self.state.autocast, other.state.autocast, strict=True)  # the cache is not the model's matter
-        return all((a.enabled, a.dtype) == (b.enabled, b.dtype) or not (a.enabled or b.enabled) for a, b in pairs)
+    is_inside: bool  # a block of no_grad, autocast, or the like
+    state: ThreadState = field(compare=False)  # of the thread; the recorded call has it, whoever runs the segment
 
 
 class _Stop(BaseException):
     """Forward has come to the end of the segment. Not for forward to catch."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.end, self.given = _End(name, ThreadState.now()), (args, kwargs)
+        self.name, self.given, self.state = name, (args, kwargs), ThreadState.now()
 
 
 def call_continued(
@@ -220,14 +215,14 @@ class _Segment:
         results, args, kwargs = arguments
         versions = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
         answers = list(zip(self.names, results, strict=True))
-        result, end = None, None
+        result, end, outside = None, None, ThreadState.now()
         try:
             with self._answered(replica, answers):
                 result = forward_of(replica)(*args, **kwargs)
         except _Stop as stop:
-            result, end = stop.given, stop.end
-        if answers or (self._has_run and not (end is self.end or (end and end.is_like(self.end)))):
-            raise StateError(self._other_calls(end))
+            result, end = stop.given, _End(stop.name, stop.state != outside, stop.state)
+        if answers or (self._has_run and end != self.end):
+            raise StateError(self._other_calls(end and end.name))
         if end is not None and any(tensor._version != version for tensor, version in versions):
             raise KeptError("writes to a value that it was given", "write to a copy (clone)")
         self.end, self._has_run = end, True
@@ -253,7 +248,7 @@ class _Segment:
                     raise _Stop(name, args, kwargs)
                 is_first = len(answers) > len(self.names) - self.first
                 if is_first or name in self.stops or (name in self._left_out and self._has_run):
-                    raise StateError(self._other_calls(_End(name, ThreadState.now())))
+                    raise StateError(self._other_calls(name))
                 self._left_out.discard(name)
                 return run(name, args, kwargs)
 
@@ -269,9 +264,9 @@ class _Segment:
             for module in modules.values():
                 module.__dict__.pop("_compiled_call_impl", None)
 
-    def _other_calls(self, end: _End | None) -> str:
+    def _other_calls(self, name: str | None) -> str:
         expected = f"calls {self.end.name!r}" if self.end else "returns"
-        does = f"calls {end.name!r}" if end else "returns"
+        does = f"calls {name!r}" if name else "returns"
         return (
             f"forward {does} after {', '.join(map(repr, self.names)) or 'no other module'}, where it {expected} when "
             "it was traced: which modules it calls depends on values that only a stage knows; put these lines into a "
