@@ -222,10 +222,11 @@ class _Segment:
         except _Stop as stop:
             result, end = stop.given, _End(stop.name, stop.state != outside, stop.state)
         if answers or (self._has_run and end != self.end):
-            raise StateError(self._other_calls(end and end.name))
+            raise StateError(self._other_calls(end.name if end else None))
         if end is not None and any(tensor._version != version for tensor, version in versions):
             raise KeptError("writes to a value that it was given", "write to a copy (clone)")
-        self.end, self._has_run = end, True
+        if not self._has_run:
+            self.end, self._has_run = end, True
         return result
 
     @contextlib.contextmanager
