@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import threading
 
 import pytest
 import torch
 from torch import nn
 
+import fxpipe
 from fxpipe.errors import StateError
-from fxpipe.runtime.commit import committed
+from fxpipe.runtime.commit import add_gradient, committed
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CASES = {
@@ -101,3 +103,34 @@ def test_it_runs_once_and_cannot_be_differentiated(output_device):
         gradient.sum().backward()
     with pytest.raises(StateError, match="has already run"):
         output.sum().backward()
+
+
+def test_the_first_gradient_of_a_sum_is_not_written_to():
+    """Autograd may hand out one tensor for several parameters."""
+    shared, second, third = torch.ones(2), torch.full((2,), 2.0), torch.full((2,), 3.0)
+    total = None
+    for count, gradient in enumerate([shared, second, third]):
+        before = total
+        total = add_gradient(total, gradient, count)
+        assert (total is before) == (count == 2), "only the sum that is ours is added to in place"
+    assert torch.equal(shared, torch.ones(2))
+    assert torch.equal(total, torch.full((2,), 6.0))
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_parameters_whose_gradient_is_one_tensor(chunks):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.a, self.b = nn.Linear(3, 3), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
+
+        def forward(self, x):
+            return self.inner(x) + (self.a + self.b)
+
+    model, x = Sum(), torch.randn(12, 3)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu"], chunks, example_args=(x,)) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+    nn.functional.mse_loss(plain(x), x).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q[1].grad, msg=name)

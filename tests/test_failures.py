@@ -8,6 +8,8 @@ import gc
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import weakref
 
 import pytest
@@ -210,8 +212,35 @@ def test_every_kind_of_exception_arrives(kind, error):
         with pytest.raises(error) as caught:
             _step(pipe)
         assert caught.value is raised
+        _assert_note(raised, kind, 1, 2)
         Bomb.arm()
         _step(pipe)
+
+
+def test_the_first_of_several_failures_arrives():
+    """Stage 1 fails when stage 0 has failed, which its row does not know of before its next action."""
+    with _make(Model()) as pipe:
+        x, samples, _ = _data()
+        first, second, has_begun = Boom("first"), Boom("second"), threading.Event()
+        Bomb.arm()  # forgets what ran while the model was traced
+
+        def meet(kind, stage, micro_batch):
+            if (kind, stage, micro_batch) == (Kind.FORWARD, 0, 1):
+                assert has_begun.wait(20)
+                raise first
+            if (kind, stage, micro_batch) == (Kind.FORWARD, 1, 0):
+                has_begun.set()
+                step = pipe._fxpipe.engine.driver._step
+                while step.failure is None:
+                    time.sleep(0.005)
+                raise second
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Bomb, "meet", meet)
+            with pytest.raises(Boom) as caught:
+                pipe(x, samples)
+        assert caught.value is first
+        assert "stage 1 of 3" in second.__notes__[0]
 
 
 @pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])

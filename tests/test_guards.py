@@ -525,3 +525,14 @@ def test_what_is_printed_shows_module_path_source_line_and_guards():
     )
     assert not any("holds where" in line for line in lines)
     assert re.search(r"\n- holds where bool of all_1 was True at test_guards\.py:\d+\n", str(found))
+
+
+def test_a_guard_that_cannot_be_asked_does_not_hold():
+    """For such inputs the graph is another one, or the model itself says what is wrong with them."""
+    model = Reading(lambda _, h, x: h * 2 if x[5].sum() > 0 else h - 1)
+    x = torch.ones(8, 6)
+    traced = trace(model, (x,))
+    assert traced.guards.questions
+    assert traced.guards.hold(traced, [x], 0)
+    assert not traced.guards.hold(traced, [-x], 0)
+    assert not traced.guards.hold(traced, [x[:4]], 0)  # has no x[5]

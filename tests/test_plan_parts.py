@@ -11,7 +11,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.plans import HeavyNode, Portal, Tied
+from fxpipe.plans import HeavyNode, Portal, StageBytes, Tied
 from fxpipe.plans.resizing import resized
 from fxpipe.polynomials import Polynomial
 
@@ -106,3 +106,13 @@ def test_the_heaviest_node_bounds_the_balance() -> None:
     other = resized(plan, 256).heaviest
     assert isinstance(other, HeavyNode)
     assert heaviest.fixed_seconds <= other.seconds < heaviest.seconds
+
+
+def test_a_stage_that_recomputes_keeps_all_that_it_was_given() -> None:
+    """Its backward needs a part of that; R needs the rest again."""
+    sizes = StageBytes(received=Polynomial((1, 2)), again=Polynomial((10,)), portals=Polynomial((1,)))
+    assert sizes.kept(recomputes=False) == Polynomial((1, 2))
+    assert sizes.kept(recomputes=True) == Polynomial((11, 2))
+    sizes = StageBytes(portals=Polynomial((1,)), portals_again=Polynomial((0, 4)))
+    assert sizes.through_portals(recomputes=False) == Polynomial((1,))
+    assert sizes.through_portals(recomputes=True) == Polynomial((1, 4))

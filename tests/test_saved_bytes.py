@@ -326,3 +326,21 @@ def test_memory_of_a_stage_on_a_gpu(make: Callable[[], nn.Module], inputs: Any, 
                 if 0 <= s.maker < start and any(start <= p < end for p in (*s.users, *s.savers))
             )
             assert said - received == pytest.approx(most, rel=0.05, abs=2**16)
+
+
+def test_a_node_that_saves_a_storage_twice_saves_it_once():
+    class Square(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return y * y  # saves y for either factor
+
+    x = torch.randn(8, 4)
+    traced = trace(Square(), (x,))
+    saved = counted(traced, [x], 4).saved
+    assert [s.savers for s in saved if s.maker == 0] == [(1,)]
+    for one in saved:
+        assert list(one.savers) == sorted(set(one.savers))

@@ -26,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import fxpipe
 from fxpipe.errors import StateError
 from fxpipe.runtime import Interleaved
+from fxpipe.thread_state import ThreadState, applied
 
 WORD = contextvars.ContextVar("WORD", default="unset")
 seen: list[tuple[str, object]] = []  # by `Looks`: (thread, what it found)
@@ -427,3 +428,17 @@ def test_the_default_device_in_a_worker_is_the_stages(look):
         found = look(lambda: torch.zeros(1).device.type)
         pipe(x)
         assert found() == ["cpu", "cpu"]
+
+
+def test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread():
+    """It belongs to the process: a worker that leaves its block would empty it under another one."""
+    with torch.autocast("cpu", torch.bfloat16):
+        state = ThreadState.now()
+        assert torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    with applied(state):
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()

@@ -1,0 +1,42 @@
+"""What nodes were seen to write to."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.tracing import trace
+
+
+class Hidden(nn.Module):
+    """Has running statistics in buffers, whose versions stay."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+
+    def forward(self, x):
+        y = torch.native_batch_norm(self.linear(x), None, None, self.mean, self.var, True, 0.1, 1e-5)[0]
+        return y + self.mean
+
+
+def test_a_write_that_no_version_shows():
+    model = Hidden()
+    x = torch.randn(8, 4)
+    traced = trace(model, (x,))
+    effects = traced.effects
+    (mean,) = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == "mean"]
+    assert any(effects.alias[mean] in written for written in effects.writes)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for _ in range(2):
+            outputs = pipe(x)
+            want = torch.cat([plain(part) for part in x.chunk(2)])
+            torch.testing.assert_close(outputs, want)
+            torch.testing.assert_close(model.mean, plain.mean)
+            torch.testing.assert_close(model.var, plain.var)

@@ -1,0 +1,105 @@
+"""What an action waits for: makers of what it receives, users who send gradients back, and the loss."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import closing
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime import Interleaved, Workers
+from fxpipe.runtime.fences import Fences
+from fxpipe.scheduling.actions import Action, Kind
+
+
+class TwoHeads(nn.Module):
+    """What the first stage makes only the loss uses, whose gradient comes from no other stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        near = torch.tanh(self.near(x))
+        return near, self.far(y)
+
+
+def _loss(outputs, target):
+    near, far = outputs
+    return F.mse_loss(near, target) + F.mse_loss(far, target)
+
+
+def _gradients(driver, schedule="gpipe"):
+    torch.manual_seed(1)
+    model = TwoHeads()
+    x, y, t = (torch.randn(8, 4) for _ in range(3))
+    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, schedule=schedule, balance=["tanh"], example_args=(x, y))
+    pipe._fxpipe.engine.driver = driver
+    with closing(driver):
+        pipe.forward_backward(x, y, target=t, loss_fn=_loss)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        pipe.zero_grad()
+    _loss(model(x, y), t).backward()
+    return found, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(schedule):
+    for seed in range(6):
+        found, want = _gradients(Interleaved(seed), schedule)
+        for name, gradient in want.items():
+            assert found[name] is not None, f"{name} with Interleaved({seed})"
+            torch.testing.assert_close(found[name], gradient)
+
+
+def test_the_fence_before_the_gradient_of_the_loss():
+    torch.manual_seed(1)
+    x = y = torch.randn(8, 4)
+    with fxpipe.pipeline(TwoHeads(), ["cpu", "cpu"], 4, balance=["tanh"], example_args=(x, y)) as pipe:
+        wiring = pipe._fxpipe.graphs[0][1].wiring
+    assert wiring.before[Kind.BACKWARD, 0] == ()
+    assert wiring.before_with_loss[Kind.BACKWARD, 0] == ((Kind.FORWARD, 1),)
+    assert wiring.before_with_loss[Kind.BACKWARD, 1] == ()  # its own F is before it in its row
+
+
+def test_workers_wait_for_it_however_slow_the_loss_is():
+    found, want = _gradients(Workers([torch.device("cpu")] * 2, jitter=3))
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def _fences():
+    return Fences({(Kind.FORWARD, 1): ((Kind.FORWARD, 0),), (Kind.BACKWARD, 0): ((Kind.BACKWARD, 1),)})
+
+
+def test_a_fence_is_that_of_one_micro_batch():
+    fences = _fences()
+    assert fences.are_open(Action(Kind.FORWARD, 0, 0))  # waits for nobody
+    assert not fences.are_open(Action(Kind.FORWARD, 1, 0))
+    fences.pass_on(Action(Kind.FORWARD, 0, 0))
+    assert fences.are_open(Action(Kind.FORWARD, 1, 0))
+    assert not fences.are_open(Action(Kind.FORWARD, 1, 1))
+    assert not fences.are_open(Action(Kind.BACKWARD, 0, 0))
+    fences.open_all()
+    assert fences.are_open(Action(Kind.BACKWARD, 0, 0))
+
+
+@pytest.mark.parametrize("opens", [lambda f: f.pass_on(Action(Kind.FORWARD, 0, 2)), lambda f: f.open_all()])
+def test_who_waits_goes_on_when_it_opens(opens):
+    fences, passed = _fences(), threading.Event()
+
+    def wait():
+        fences.wait(Action(Kind.FORWARD, 1, 2))
+        passed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not passed.wait(0.05)
+    opens(fences)
+    assert passed.wait(10)
+    thread.join(10)
+    fences.wait(Action(Kind.FORWARD, 1, 2))  # for good
