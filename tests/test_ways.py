@@ -265,3 +265,52 @@ def test_a_wrong_graph_is_found_by_the_comparison_alone() -> None:
     assert trace(model, (given,), tracer=one_more, check=False).tracer == "one_more"
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given,), tracer=one_more, check=False)) as pipe:
         torch.testing.assert_close(pipe(given), want)
+
+
+# -- what limits the balance -----------------------------------------------------------------------------------------
+
+
+class Backbone(nn.Module):
+    """Masks what it is given at random, by numpy, as speech models do while they train."""
+
+    def __init__(self, draw: Any):
+        super().__init__()
+        self.draw, self.layers = draw, nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x * self.draw(x))
+        return out
+
+
+class Speech(nn.Module):
+    def __init__(self, draw: Any):
+        super().__init__()
+        self.backbone, self.head = Backbone(draw), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.backbone(x))
+        return out
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x) * float(np.random.rand() < 2)
+
+
+def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match=r"'backbone' is one node with 80% of the parameters.*numpy's random") as seen:
+        plan = fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu")
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    text = str(seen[0].message)
+    assert text in plan.why
+    assert "'backbone' is one node with 80% of the parameters" in " ".join(str(plan).split())
+
+
+def test_no_warning_where_there_is_nothing_to_balance_or_the_user_has_asked() -> None:
+    fxpipe.plan(Speech(drawn), 1, example_args=(x(),), chunks=2, hardware="cpu")
+    fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu", leaf_modules=["backbone"])
+
+
+def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
+    plan = fxpipe.plan(Speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
+    assert not plan.whole

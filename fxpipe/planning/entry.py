@@ -123,9 +123,14 @@ def prepare(
     """
     from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
+    from fxpipe.tracing.source import warn_user
+    from fxpipe.tracing.ways import limits_of_balance
 
     if given is None:
         studied = study(model, args, kwargs, settings, seed)
+        if len(settings.workers) > 1:
+            for limit in limits_of_balance(studied.traced):
+                warn_user(limit)
         if settings.left:
             from fxpipe.tuning.choosing import planned_best
 

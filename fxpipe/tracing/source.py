@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+import warnings
 from types import FrameType
 
 import torch
@@ -28,6 +30,15 @@ def user_line() -> str:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line of the stack that is neither torch's nor fxpipe's, nor of a decorator in between."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and not (is_users(file := frame.f_code.co_filename) and file != contextlib.__file__):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def line_in_trace(text: str) -> str:

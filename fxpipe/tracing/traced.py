@@ -143,13 +143,19 @@ class Traced:
     @property
     def largest_whole(self) -> float:
         """Share of the model's parameters that is in the largest of these."""
+        return max(self.shares_of_whole.values(), default=0.0)
+
+    @property
+    def shares_of_whole(self) -> dict[str, float]:
+        """Of the model's parameters, by path of a module that is one node."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
-        inside = [
-            sum(numbers.get(str(n.target), 0) for n in node.all_input_nodes if n.op == "get_attr")
-            for node in self.graph.nodes
-            if "whole" in node.meta
-        ]
-        return max(inside, default=0) / max(sum(numbers.values()), 1)
+        total = max(sum(numbers.values()), 1)
+        shares: dict[str, float] = {}
+        for node in self.graph.nodes:
+            if path := node.meta.get("whole"):
+                inside = sum(numbers.get(str(n.target), 0) for n in node.all_input_nodes if n.op == "get_attr")
+                shares[path] = max(shares.get(path, 0.0), inside / total)
+        return shares
 
     @property
     def marked(self) -> tuple[int, ...]:

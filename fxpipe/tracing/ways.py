@@ -90,7 +90,20 @@ def find_graph(
             if exported.largest_whole < recorded.largest_whole:
                 exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
                 return exported
+        recorded.why = (*recorded.why, *limits_of_balance(recorded))
     return recorded
+
+
+def limits_of_balance(traced: Traced) -> tuple[str, ...]:
+    """What is worth a warning where a module that nobody asked to keep whole holds most of the model in one node."""
+    return tuple(
+        f"module {path!r} is one node with {share:.0%} of the parameters: no cut divides it, so that one device does "
+        f"most of the work. It is the innermost module around what has to be kept whole: {traced.whole[path]}. A small "
+        "module or an @fxpipe.leaf function around that alone would be kept whole in its place; or leave it out (in "
+        "models of transformers with SpecAugment: config.apply_spec_augment = False, and mask the inputs)"
+        for path, share in traced.shares_of_whole.items()
+        if share > LARGE and traced.whole[path] != ASKED
+    )
 
 
 def _unmarked(way: Callable[..., Traced], *args: Any) -> Traced:
