@@ -16,6 +16,7 @@ from torch import nn
 
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
+from fxpipe.planning.studying import holds_for
 from fxpipe.plans import Plan
 from fxpipe.plans.resizing import resized
 from fxpipe.progress import showing
@@ -24,6 +25,7 @@ from fxpipe.runtime.assembly import Tensors
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
+from fxpipe.tracing.checking.micro_batches import sizes_of_parts
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.recording.fake import without_values
@@ -77,14 +79,13 @@ class Inside:
         """
         if self.closed:
             raise StateError("the pipe is closed; make a new one with fxpipe.pipeline(model, ...)")
-        leaves, spec = flatten((args, kwargs))
+        leaves, _ = flatten((args, kwargs))
         if not all(map(has_values, leaves)):
             raise ArgumentError(
                 "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
             )
-        now, seed = flags(self.model), _next_random()
-        known = (graph for graph in self.graphs if graph[0].traced.matches(leaves, spec, now, seed))
-        prepared, assembly = next(known, None) or self._prepare(args, kwargs, seed)
+        seed = _next_random()
+        prepared, assembly = self._known(args, kwargs, seed) or self._prepare(args, kwargs, seed)
         batch = prepared.traced.batch_of(leaves)
         if batch == 0:
             raise ArgumentError(
@@ -92,9 +93,30 @@ class Inside:
             )
         if "chunks" in self.asked.left:
             self._choose_chunks(prepared.traced, batch, args, kwargs)
+            if not prepared.traced.holds_for(batch, self._sizes(batch)):
+                prepared, assembly = self._known(args, kwargs, seed) or self._prepare(args, kwargs, seed)
         refuse_unwritable(prepared.traced, leaves, in_one)
         prepared.traced.check_parts(batch, microbatches.sizes(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
+
+    def _sizes(self, batch: int) -> frozenset[int]:
+        """Samples in the micro-batches of a mini-batch."""
+        return sizes_of_parts(batch, self.settings.micro_batches(batch))
+
+    def _known(self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Prepared, Assembly] | None:
+        """The graph of these inputs, in micro-batches as they will run, if there is one."""
+        leaves, spec = flatten((args, kwargs))
+        now = flags(self.model)
+        for graph in self.graphs:
+            if graph[0].traced.matches(leaves, spec, now, seed, self._sizes):
+                return graph
+        for graph in self.graphs:  # it may be that of the mini-batch, and nobody has asked for such micro-batches yet
+            traced = graph[0].traced
+            if traced.matches(leaves, spec, now, seed):
+                sizes = self._sizes(traced.batch_of(leaves))
+                if holds_for(traced, args, kwargs, sizes, self.settings):
+                    return graph
+        return None
 
     def schedule_for(self, batch: int) -> Schedule:
         """Of a step of `forward_backward`; it must have a plan."""

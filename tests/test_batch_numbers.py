@@ -15,6 +15,7 @@ from torch import nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.checking.micro_batches import holds_for_parts, sizes_of_parts
 from fxpipe.tracing.recording.fitting import Formula, gives, polynomial, simplest, value_of
 from fxpipe.tracing.recording.one_node import leaf
 
@@ -132,8 +133,9 @@ def test_ints_in_the_graph_are_computed_from_a_size():
 def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     traced = trace(Forward(RIGHT["rows"]), (torch.randn(4, T, 6),), chunks=2)
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
-    held = [n for n in range(1, 9) if traced.matches([torch.randn(n, T, 6)], traced.in_spec, traced.flags)]
-    assert held == [4, 5, 6]
+    x = torch.randn(8, T, 6)
+    assert [n for n in range(1, 9) if traced.matches([x[:n]], traced.in_spec, traced.flags)] == [2, 3, 4, 5, 6]
+    assert [n for n in range(3, 9) if holds_for_parts(traced, [x[:n]], sizes_of_parts(n, 2))] == [3, 4, 5, 6]
 
 
 def test_a_model_that_is_right_as_recorded_is_recorded_once():
@@ -330,8 +332,8 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda m, x: m.lin(x) + torch.as_tensor(np_arange(len(x)))[:, None, None], TraceError, "other functions with",
     ),
     "a branch that micro-batches would take otherwise": (
-        lambda m, x: m.lin(x) if x.shape[0] > 2 else m.lin(x) * 2, ArgumentError,
-        "does not hold for 2 samples",
+        lambda m, x: m.lin(x) * max(x.shape[0], 3), TraceError,
+        r"goes by the batch size .*: b >= 3 .* not for micro-batches of 2, .*use chunks=1, batches for which",
     ),
     "parts by number": (
         lambda m, x: torch.cat([m.lin(y) for y in x.split(len(x) // 2 + 1)]), TraceError, "other functions with",

@@ -7,7 +7,7 @@ for chunks in (2, 4, 8):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -110,25 +110,46 @@ def is_the_model(
         return not settings.check or agrees(traced, args, kwargs, sorted(sizes))
 
 
+def holds_for(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
+) -> bool:
+    """Whether the graph is that of these inputs in micro-batches of these sizes, in the mode that the model is in."""
+    from fxpipe.tracing.checking.again import holds_again
+    from fxpipe.tracing.placement import moved, on_one_device
+
+    with on_one_device(traced.model) as device:
+        args, kwargs = moved((args, kwargs), device)
+        return holds_again(traced, args, kwargs, sizes, settings.out_dims is not None)
+
+
 def traced_batch(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
 ) -> tuple[Traced, int]:
-    """The graph, and the number of samples."""
+    """The graph, and the number of samples. Where `chunks` is left to planning, the usual number need not do."""
     from fxpipe.tracing import trace
+    from fxpipe.tracing.checking.micro_batches import OtherMicroBatchesError
     from fxpipe.trees import flatten
 
-    traced = trace(
-        model,
-        args,
-        kwargs,
-        in_dims=settings.in_dims,
-        out_dims=settings.out_dims,
-        chunks=settings.chunks,
-        tracer=settings.tracer,
-        leaf_modules=settings.leaf_modules,
-        check=settings.check,
-        seed=seed,
-    )
+    def traced_for(chunks: int) -> Traced:
+        return trace(
+            model,
+            args,
+            kwargs,
+            in_dims=settings.in_dims,
+            out_dims=settings.out_dims,
+            chunks=chunks,
+            tracer=settings.tracer,
+            leaf_modules=settings.leaf_modules,
+            check=settings.check,
+            seed=seed,
+        )
+
+    try:
+        traced = traced_for(settings.chunks)
+    except OtherMicroBatchesError:
+        if "chunks" not in settings.left:
+            raise
+        traced = traced_for(1)
     return traced, traced.batch_of(flatten((args, kwargs))[0])
 
 
@@ -178,5 +199,7 @@ def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
     from fxpipe.tracing.checking.check import is_same_graph
 
     samples = settings.largest_micro_batch(batch)
-    is_free = "chunks" in settings.left and samples == 1 < batch
-    return 2 if is_free and is_same_graph(traced, 2) else samples
+    if "chunks" not in settings.left or (samples > 1 and is_same_graph(traced, samples)):
+        return samples
+    others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and is_same_graph(traced, size))
+    return next(others, samples)

@@ -200,7 +200,8 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     if size > given:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
     # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
-    for read in () if without_values(traced.model) else traced.batch_reads:
+    runs = traced.holds_at(size) or any(size in sizes for _, sizes in traced.accepted) or without_values(traced.model)
+    for read in () if runs else traced.batch_reads:
         if not read.holds(size):
             raise ArgumentError(
                 f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "

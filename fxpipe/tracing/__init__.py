@@ -11,6 +11,7 @@ what is changed in place. The model, its buffers and all random states stay as t
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,13 @@ from fxpipe.progress import showing
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.check import check_against_model, watched
 from fxpipe.tracing.checking.gathering import check_gathering
+from fxpipe.tracing.checking.micro_batches import (
+    OtherMicroBatchesError,
+    compares_parts,
+    graph_of_parts,
+    holds_for_parts,
+    sizes_of_parts,
+)
 from fxpipe.tracing.checking.two_calls import check_two_calls
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
@@ -105,7 +113,7 @@ def trace(
         if is_faked():  # no values to compare; and torch.export would make a graph of another kind
             check, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
 
-        def finish(traced: Traced) -> Traced:
+        def finish(traced: Traced, leaves: Sequence[Any] = leaves, chunks: int = chunks) -> Traced:
             refuse_unanswerable(traced)
             add_shapes(traced, leaves, in_dims, out_dims)
             refuse_unanswerable(traced)
@@ -120,10 +128,22 @@ def trace(
                 traced.effects = watched(traced, leaves)
             refuse_differing(traced)
             refuse_unwritable(traced, leaves)
+            sizes = sizes_of_parts(traced.batch_of(leaves), chunks)
+            traced.compares_parts = out_dims is None and compares_parts(traced)
+            if not holds_for_parts(traced, leaves, sizes, out_dims is not None):
+                raise OtherMicroBatchesError(traced, leaves, sizes)
             return traced
 
-        whole = asked_whole(model, leaf_modules)
-        return find_graph(model, args, kwargs, check_tracer(tracer), whole, seed, finish, in_dims, chunks, check)
+        def of_a_part(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
+            leaves = input_leaves(model, args, kwargs)[2]
+            alone = functools.partial(finish, leaves=leaves, chunks=1)
+            return find_graph(model, args, kwargs, tracer, whole, seed, alone, in_dims, 1, check)
+
+        tracer, whole = check_tracer(tracer), asked_whole(model, leaf_modules)
+        try:
+            return find_graph(model, args, kwargs, tracer, whole, seed, finish, in_dims, chunks, check)
+        except OtherMicroBatchesError as error:
+            return graph_of_parts(error, leaves, of_a_part)
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -15,9 +15,10 @@ number).
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.guards import Guards
     from fxpipe.tracing.recording.kept import Kept
 
+Assumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]  # a condition; symbol -> place of the input of that size
 WORKING = ("call_function", "call_method")
 _AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`
 
@@ -62,7 +64,12 @@ class BatchRead:
     where: str
 
     def holds(self, batch: int) -> bool:
-        return bool(self.condition.subs({s: batch for s in self.condition.free_symbols}))
+        return _holds(self.condition, batch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _holds(condition: sympy.Basic, batch: int) -> bool:
+    return bool(condition.subs({s: batch for s in condition.free_symbols}))
 
 
 class Graph(fx.Graph):
@@ -95,17 +102,21 @@ class Traced:
     out_dims: tuple[
         int | str | None, ...
     ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
-    batch_reads: tuple[BatchRead, ...] = ()
-    mini_batch_reads: tuple[BatchRead, ...] = ()  # of those, what need not hold for micro-batches
+    assumed: tuple[Assumption, ...] = ()  # of sizes of inputs, by what has made the graph without recording the model
+    batch_reads: tuple[BatchRead, ...] = ()  # of mini-batch and micro-batches
+    mini_batch_reads: tuple[BatchRead, ...] = ()  # what need not hold for micro-batches
+    # Sizes of micro-batches for which reads need not hold: graph and model were compared there. And mini-batches with
+    # such sizes for which the outputs were; of others it is remembered that this was tried.
+    excused: set[int] = field(default_factory=set)
+    accepted: set[tuple[int, frozenset[int]]] = field(default_factory=set)
+    tried: set[tuple[int, frozenset[int]]] = field(default_factory=set)
+    compares_parts: bool = False  # it holds for those accepted only: the batch size is a number in what it computes
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     asks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
-    # Where plain numbers in it hang on the batch size, it holds for these sizes only; and for these batches, all of
-    # whose micro-batches are of such sizes.
-    recorded_sizes: tuple[int, ...] = ()
-    recorded_batches: tuple[int, ...] = ()
+    recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it hang on the batch size: it holds for these only
     recorded_on: int | None = None  # samples, where these were not all of the example's
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
@@ -185,10 +196,32 @@ class Traced:
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
+    def holds_at(self, size: int) -> bool:
+        """Is it so for micro-batches of this size what forward concluded from the batch size, or does it no harm?"""
+        return size in self.excused or all(read.holds(size) for read in self.batch_reads)
+
+    def holds_for(self, batch: int, sizes: Collection[int] = ()) -> bool:
+        """Is it the graph of so many samples, in micro-batches of these sizes?"""
+        if (batch, frozenset(sizes)) in self.accepted:
+            return True
+        if self.compares_parts and any(size != batch for size in sizes):
+            return False
+        reads = (*self.batch_reads, *self.mini_batch_reads)
+        return all(read.holds(batch) for read in reads) and all(map(self.holds_at, {*sizes}))
+
+    def matches(
+        self,
+        leaves: Sequence[Any],
+        in_spec: pytree.TreeSpec,
+        flags: tuple[Any, ...],
+        seed: int = 0,
+        sizes_of: Callable[[int], Collection[int]] | None = None,
+    ) -> bool:
         """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are.
 
-        `seed` is that of the numbers that forward draws and reads.
+        Args:
+            seed: that of the numbers that forward draws and reads.
+            sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
         """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
@@ -212,9 +245,10 @@ class Traced:
                 return False
             if dim is not None:
                 sizes.add(value.shape[dim])
-        if len(sizes) != 1 or not all(read.holds(*sizes) for read in (*self.batch_reads, *self.mini_batch_reads)):
+        if len(sizes) != 1:
             return False
-        if self.recorded_batches and not sizes <= {*self.recorded_batches}:
+        (batch,) = sizes
+        if not self.holds_for(batch, () if sizes_of is None else sizes_of(batch)):
             return False
         return self.guards is None or self.guards.hold(self, leaves, seed)
 

@@ -72,7 +72,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     seed = torch.default_generator.initial_seed() % 2**31
     if traced.recorded_on is not None and not is_same_graph(traced, batch):
         raise TraceError("forward does something else with all samples than with a part of them")
-    watched = {size: _excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
+    watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
     compared = {size for size, found in watched.items() if found is not None}
     wanted: list[tuple[int, list[Any], Run | None]] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
@@ -111,15 +111,14 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     return effects_of(traced, [seen for _, seen in ours])
 
 
-def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> tuple[Run, Seen] | None:
-    """Reads of the batch size that do not hold for micro-batches need not, where the model does the same there.
+def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> tuple[Run, Seen] | None:
+    """Reads of the batch size need not hold for micro-batches with which the model does the same.
 
     As in `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)`, with one sample.
 
     Returns the graph's run with so many samples, if there was one and it is the model's.
     """
-    failing = tuple(read for read in traced.batch_reads if not read.holds(size))
-    sample = sample_that_holds(traced, leaves, size, batch, seed) if failing else None
+    sample = None if traced.holds_at(size) else sample_that_holds(traced, leaves, size, batch, seed)
     if sample is None:
         return None
     try:
@@ -129,8 +128,7 @@ def _excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, 
         _compare(traced, want, have, size, batch)
     except Exception:
         return None  # it is another graph for such micro-batches
-    traced.batch_reads = tuple(read for read in traced.batch_reads if read not in failing)
-    traced.mini_batch_reads = (*traced.mini_batch_reads, *failing)
+    traced.excused.add(size)
     return have, seen
 
 
@@ -171,7 +169,7 @@ def sample_that_holds(traced: Traced, leaves: Sequence[Any], size: int, batch: i
 
 
 def is_same_graph(traced: Traced, size: int) -> bool:
-    return all(read.holds(size) for read in traced.batch_reads)
+    return traced.holds_at(size)
 
 
 def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True) -> tuple[Run, Seen]:

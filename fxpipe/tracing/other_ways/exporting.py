@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
@@ -30,7 +31,7 @@ from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.sizing.shapes import asked_dims
 from fxpipe.tracing.snapshot import Slot, gradients_aside, undone
 from fxpipe.tracing.source import line_of_error
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import Assumption, Traced
 from fxpipe.trees import flatten, flatten_output, untouched
 
 _LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
@@ -56,7 +57,34 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_d
             run_plainly(model, args, kwargs)
             raise
     constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
-    return traced_from(model, args, kwargs, _Program(model, program, out_spec), constants, "export")
+    traced = traced_from(model, args, kwargs, _Program(model, program, out_spec), constants, "export")
+    traced.assumed = _assumed(program, [(place, dims[place]) for place, leaf in enumerate(leaves) if leaf.is_tensor])
+    return traced
+
+
+def _assumed(program: ExportedProgram, places: Sequence[tuple[int, int | None]]) -> tuple[Assumption, ...]:
+    """What export has concluded from sizes that could have varied. Nobody else sees it: forward's Python is gone.
+
+    Args:
+        places: of the tensors among the input leaves, each with the dimension that may hold the batch.
+    """
+    specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
+    given = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+    tensors = [value for value in given if isinstance(value, torch.Tensor)]
+    found: list[Any] = []
+    place_of: dict[Any, int] = {}
+    for (place, dim), tensor in zip(places, tensors, strict=True):
+        size: Any = None if dim is None else tensor.shape[dim]
+        symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
+        if symbols:
+            place_of |= {symbol: place for symbol in symbols if symbol not in place_of}
+            found += [guard.expr for guard in size.node.shape_env.guards]
+        elif size is not None:
+            fixed = sympy.Symbol(f"size_of_{place}", integer=True, positive=True)
+            place_of[fixed] = place
+            found.append(sympy.Eq(fixed, int(size)))
+    known = [condition for condition in dict.fromkeys(found) if condition.free_symbols <= place_of.keys()]
+    return tuple((condition, {symbol: place_of[symbol] for symbol in condition.free_symbols}) for condition in known)
 
 
 def _large_enough(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:

@@ -118,7 +118,6 @@ class _Compared:
     sizes: tuple[int, ...]
     numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
     needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
-    chunks: int
     differs: bool  # is there a number that hangs on the batch size?
 
 
@@ -159,9 +158,7 @@ def _compared(
     if different is not None and not differs:
         return different
     halves = {(batch + 1) // 2, batch // 2}
-    return _Compared(
-        tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), chunks, differs
-    )
+    return _Compared(tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), differs)
 
 
 def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
@@ -375,7 +372,6 @@ def _replaced(base: Traced, compared: _Compared, place: int, dim: int | None) ->
 
         node.args, node.kwargs = _mapped(node, put)
     base.recorded_sizes = sizes
-    base.recorded_batches = tuple(size for size in sizes if _sizes_of(size, compared.chunks) <= {*sizes})
     return base
 
 

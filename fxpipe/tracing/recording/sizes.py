@@ -58,6 +58,8 @@ class Size(int):
         if self.recorder.recording and not self.recorder.hashable:
             self.recorder.was_hashed = True
             raise TypeError("unhashable type: a recorded size")
+        if self.recorder.recording:  # what is not found under a key is never compared with it
+            self.recorder.read_size(operator.eq, (self, _plain(self)), True)
         return int.__hash__(self)
 
     def __neg__(self) -> int:

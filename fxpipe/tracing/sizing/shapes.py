@@ -12,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -110,6 +110,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     of_values = [r for r in traced.size_reads if _free_symbols(r) - {traced.batch}]
     of_batch = [r for r in traced.size_reads if not _free_symbols(r) - {traced.batch}]
     traced.batch_reads = tuple(read for r in of_batch if (read := _batch_read(traced, r)) is not None)
+    traced.batch_reads += tuple(_assumed(traced, traced.batch_of(values)))
     for size_read in of_values:
         _read_again(traced, size_read)
     traced.size_reads = ()
@@ -216,6 +217,24 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
         "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
         "(x.mean())"
     )
+
+
+def _assumed(traced: Traced, batch: int) -> Iterator[BatchRead]:
+    """What was assumed of sizes, where they turn out to be that of the batch."""
+
+    def size(place: int) -> Any:
+        leaf, dim = traced.leaves[place], traced.in_dims[place]
+        return traced.batch if dim is not None else leaf.shape[asked[place] or 0]
+
+    asked = asked_dims(traced.leaves, None)
+    for condition, places in traced.assumed:
+        if all(traced.in_dims[place] is None for place in places.values()):
+            continue
+        found = condition.subs({symbol: size(place) for symbol, place in places.items()})
+        if found != sympy.true:
+            read = BatchRead(found, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it")
+            # Of a single sample export has seen two.
+            yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
 
 
 def _recorded_sizes(traced: Traced) -> BatchRead:

@@ -1,0 +1,191 @@
+"""Does a graph hold for the micro-batches that run, as well as for the mini-batch?
+
+Forward goes by the number of samples (`max(*x.shape)`, `if len(x) > 4`), and goes by that of the mini-batch. So what it
+concluded from sizes must be so for each size that runs, or do no harm. That is tried in this order:
+
+1. All conditions hold for the sizes of the micro-batches: nothing is run.
+2. The model does the same as its graph with so many samples: this size is *excused*.
+3. What the graph of the mini-batch makes of the micro-batches is, put together, what it makes of the mini-batch.
+4. So is what the graph of a micro-batch makes of them, which is another one: it runs in its place.
+
+The last two hold for this mini-batch in these micro-batches, and are known by values: without random numbers, and for
+outputs that can be put together. The third is asked as well where all conditions hold, but the batch size is, or may
+be, a number in what the graph computes: it is then that of a micro-batch. Where nobody can tell, the graph holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.checking.calm import can_be_calm, run_calmly
+from fxpipe.tracing.checking.check import agree, excuse_reads, take
+from fxpipe.tracing.recording.fake import is_faked
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.snapshot import undone
+from fxpipe.tracing.traced import Traced
+
+FEW_SIZES = (1, 2, 3)
+RecordPart = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+
+
+class OtherMicroBatchesError(CannotRecord):
+    """The graph of a mini-batch is not that of its micro-batches."""
+
+    def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Collection[int]):
+        super().__init__(_why(traced, traced.batch_of(leaves), sizes), final=True)
+        self.traced, self.sizes = traced, frozenset(sizes)
+
+
+def sizes_of_parts(batch: int, chunks: int) -> frozenset[int]:
+    """Samples in the micro-batches of a mini-batch."""
+    parts = max(min(chunks, batch), 1)  # of no samples there is one, of none
+    return frozenset({batch // parts, -(-batch // parts)})
+
+
+def holds_for_parts(traced: Traced, leaves: Sequence[Any], sizes: Collection[int], is_told: bool = False) -> bool:
+    """Whether the graph holds for these inputs in micro-batches of these sizes; what it finds is remembered.
+
+    Args:
+        is_told: the user says how outputs go together (`out_dims`), whatever they are for the mini-batch.
+    """
+    batch = traced.batch_of(leaves)
+    key = batch, frozenset(sizes)
+    if traced.holds_for(batch, sizes) or is_faked():  # there are no values; it is asked again when there are
+        return True
+    if key in traced.tried or not traced.holds_for(batch):
+        return False
+    traced.tried.add(key)
+    _excuse_all(traced, leaves, sizes)
+    holds = all(map(traced.holds_at, sizes))
+    same = None if holds and is_told else _make_the_same(traced, traced, leaves, sizes)
+    if same or (holds and same is None):
+        traced.accepted.add(key)
+    return traced.holds_for(batch, sizes)
+
+
+def compares_parts(traced: Traced) -> bool:
+    """Must what micro-batches make be compared with what the mini-batch makes, for each mini-batch anew?
+
+    Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`gathering`) is not one
+    of this graph where forward goes by the batch size.
+    """
+    return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
+
+
+def _excuse_all(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
+    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
+    for size in sizes:
+        if not traced.holds_at(size):
+            excuse_reads(traced, leaves, size, batch, seed)
+
+
+def graph_of_parts(error: OtherMicroBatchesError, leaves: Sequence[Any], record: RecordPart) -> Traced:
+    """The graph of a micro-batch, where it can run in place of the mini-batch's.
+
+    Args:
+        leaves: the mini-batch.
+        record: traces a micro-batch.
+
+    Raises:
+        OtherMicroBatchesError: it cannot.
+    """
+    whole, batch = error.traced, error.traced.batch_of(leaves)
+    try:
+        args, kwargs = pytree.tree_unflatten(take(whole, leaves, 0, max(error.sizes)), whole.in_spec)
+        parts = record(args, kwargs)
+        _excuse_all(parts, leaves, error.sizes)
+        guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
+        is_right = guards_hold and all(map(parts.holds_at, error.sizes))
+        is_right = is_right and bool(_make_the_same(whole, parts, leaves, error.sizes))
+    except Exception as failure:
+        raise error from failure
+    if not is_right:
+        raise error
+    parts.accepted.add((batch, error.sizes))
+    return parts
+
+
+def _make_the_same(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
+    """Is what `parts` makes of the micro-batches, put together, what `whole` makes of the mini-batch?
+
+    None: nobody can tell.
+    """
+    batch = whole.batch_of(leaves)
+    have = (parts.in_dims, parts.out_dims, parts.out_spec)
+    if (whole.in_dims, whole.out_dims, whole.out_spec) != have:
+        return False
+    if "stack" in whole.out_dims or not (can_be_calm(whole) and can_be_calm(parts)):
+        return None
+    asked = [{k: node for k, node in enumerate(t.outputs) if isinstance(node, fx.Node)} for t in (whole, parts)]
+    if asked[0].keys() != asked[1].keys():
+        return False
+    cuts = _cut(batch, sizes)
+    try:
+        with undone(whole.model):
+            want = run_calmly(whole, asked[0], take(whole, leaves, 0, batch))
+            made = [run_calmly(parts, asked[1], take(parts, leaves, start, stop)) for start, stop in cuts]
+    except Exception:
+        return None
+    weights = [(stop - start) / batch for start, stop in cuts]
+    constants = zip(whole.outputs, parts.outputs, strict=True)
+    return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
+        _are(value, [part[place] for part in made], whole.out_dims[place], weights) for place, value in want.items()
+    )
+
+
+def _cut(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
+    """Where the micro-batches of these sizes begin and end: the larger ones come first."""
+    least, most = min(sizes), max(sizes)
+    count = -(-batch // most)
+    larger = batch - least * count if most > least else count
+    bounds = [0]
+    for number in range(count):
+        bounds.append(bounds[-1] + (most if number < larger else least))
+    return [*pairwise(bounds)]
+
+
+def _are(whole: Any, parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> bool:
+    if dim is None:
+        return all(_same(whole, part) for part in parts)
+    if dim == "mean":
+        return _same(whole, sum(part * weight for part, weight in zip(parts, weights, strict=True)))
+    return _same(whole, sum(parts[1:], parts[0]) if dim == "sum" else torch.cat([*parts], dim))  # type: ignore[arg-type]
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Other sizes take other kernels: to half of the digits."""
+    is_real = isinstance(left, torch.Tensor) and (left.is_floating_point() or left.is_complex())
+    return agree(left, right, torch.finfo(left.dtype).eps ** 0.5 if is_real else None)
+
+
+def _why(traced: Traced, batch: int, sizes: Collection[int]) -> str:
+    failing = [(s, r) for s in sizes for r in traced.batch_reads if not r.holds(s)]
+    if not failing:
+        return (
+            f"what forward computes with the batch size (as in {_where(traced)}) is another number in micro-batches "
+            f"of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put together, not what the model "
+            f"makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward computes"
+        )
+    size, read = failing[0]
+    others = [
+        chunks
+        for chunks in range(1, batch + 1)
+        if all(r.holds(s) for s in sizes_of_parts(batch, chunks) for r in traced.batch_reads)
+    ]
+    remedy = f"use chunks={' or '.join(map(str, others[-3:]))}, " if others else "use "
+    return (
+        f"forward goes by the batch size at {read.where}: {read.condition} (b samples) is so for the mini-batch of "
+        f"{batch}, not for micro-batches of {size}, and these do not make what the model makes of the mini-batch; "
+        f"{remedy}batches for which it is the same, or take the size out of what forward computes"
+    )
+
+
+def _where(traced: Traced) -> str:
+    places = [read.where for reads in (traced.size_reads, traced.batch_reads) for read in reads]
+    return next(iter(places), "len(x), range(len(x))")
