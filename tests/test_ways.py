@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import fxpipe
 from fxpipe import trace
-from fxpipe.errors import TraceError
+from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing import Traced, ways
 from fxpipe.tracing.recording.refusals import CannotRecord
 
@@ -83,6 +83,78 @@ def test_what_the_user_keeps_whole_is_not_exported(exports: list[nn.Module]) -> 
     traced = trace(Around(0), (x(),), leaf_modules=["inner"])
     assert not exports
     assert (traced.tracer, traced.largest_whole) == ("record", 1.0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_the_user_keeps_whole_is_kept_or_refused(
+    recorded: bool, exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recorded:  # some other module is kept whole as well, and holds most of the parameters
+        model = nn.ModuleDict({"around": Around(0), "kept": nn.Tanh()})
+        model.forward = lambda x: model["kept"](model["around"](x))  # type: ignore[method-assign]
+        traced = trace(model, (x(),), leaf_modules=["kept"])
+        assert {*traced.whole} == {"kept", "around.inner"}
+    else:
+        _cannot_record(monkeypatch, CannotRecord("a reason"))
+        with pytest.raises(TraceError, match="a reason"):
+            trace(Around(1), (x(),), leaf_modules=["inner"])
+    assert not exports
+
+
+@pytest.mark.parametrize("name", ["export", "fx", "tracer", "function"])
+def test_another_way_than_recording_keeps_no_module_whole(name: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"leaf_modules=\['inner'\] and tracer=.*only recording keeps modules whole"
+    ):
+        trace(Around(1), (x(),), tracer=TRACERS[name][0], leaf_modules=["inner"])
+
+
+class Unused(nn.Module):
+    """Makes what nobody uses, of an input that nothing else uses, before the module that is kept whole."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.a, self.h, self.ids, self.calls, self.reads = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Embedding(4, 6),
+            0,
+            reads,
+        )
+        self.h.register_forward_pre_hook(self._read)
+
+    def _read(self, module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if self.reads and given[0].sum().item() > 1e9:
+            raise ValueError
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        unused = y + self.ids(ids)
+        return self.h(y) * (2 if unused is not None else 1)
+
+
+@pytest.mark.parametrize(("reads", "asked"), [(False, ["h"]), (True, []), (True, ["h"])])
+def test_an_input_that_only_an_unused_value_mixes_with_others(
+    reads: bool, asked: list[str], exports: list[nn.Module]
+) -> None:
+    model, ids = Unused(reads), torch.arange(8) % 4
+    plain, given = copy.deepcopy(model), x(8)
+    with closing(
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given, ids), leaf_modules=asked, profile_budget=0.0)
+    ) as pipe:
+        assert not exports
+        traced = pipe._fxpipe.first.traced
+        assert (traced.tracer, traced.in_dims) == ("record", (0, 0))
+        assert {*asked} <= {*traced.whole}
+        for samples in (8, 5, 12):
+            given, ids = x(samples), torch.arange(samples) % 4
+            have, want = pipe(given, ids), plain(given, ids)
+            torch.testing.assert_close(have, want)
+            for output in (have, want):
+                output.square().mean().backward()
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+            for m in (model, plain):
+                m.zero_grad()
 
 
 def test_one_way_that_is_asked_for_is_the_only_one(exports: list[nn.Module]) -> None:

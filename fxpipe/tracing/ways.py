@@ -4,7 +4,8 @@
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`continuation`).
-4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins.
+4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins. Not
+   where the user wants modules whole (`leaf_modules`): export keeps none.
 5. Recording, with values that only the stages know compared there (`expectations`).
 
 Each graph is finished by the same passes (shapes, guards, the comparison with the model): one that is not the model's
@@ -61,6 +62,11 @@ def find_graph(
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
+    if whole and tracer not in ("auto", "record"):
+        raise ArgumentError(
+            f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
+            "nothing of their Python; use tracer='record', or leave leaf_modules out"
+        )
     if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
         return _holding(finish(_unmarked(by_tracer, model, tracer, args, kwargs)))
     if not isinstance(tracer, str):
@@ -79,12 +85,12 @@ def find_graph(
         if isinstance(error, CannotRecord) and error.final:
             raise
         ways: dict[str, Callable[[], Traced]] = {}
-        if tracer == "auto":
+        if tracer == "auto" and not whole:  # it would keep none of the modules that the user asked for
             ways["torch.export"] = lambda: _holding(finish(_unmarked(export, model, args, kwargs, in_dims)))
         if isinstance(error, CannotRecord) and error.in_stages:
             ways["comparing such values in the stages"] = lambda: record_it(in_stages=True)
         return _by_another(model, ways, error)
-    if tracer == "auto" and recorded.whole.keys() - whole.keys() and recorded.largest_whole > LARGE:
+    if tracer == "auto" and not whole and recorded.whole and recorded.largest_whole > LARGE:
         with contextlib.suppress(Exception):
             exported = _holding(finish(_unmarked(export, model, args, kwargs, in_dims)))
             if exported.largest_whole < recorded.largest_whole:

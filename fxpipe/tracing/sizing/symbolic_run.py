@@ -279,13 +279,19 @@ class _Attempt:
         return any(size.free_symbols - of_inputs for size in sizes)
 
     def _groups(self, node: fx.Node) -> list[list[int]]:
-        """Inputs that a node hangs on and whose samples may vary, those of one symbol together."""
-        found: dict[Any, list[int]] = {}
-        for place in sorted(self.known.inputs_of(node)):
-            size = self.env.replace(self.symbols[place]) if place in self.symbols else None
-            if size is not None and size.free_symbols:
-                found.setdefault(size, []).append(place)
-        return list(found.values())
+        """Inputs that a node hangs on and whose samples may vary, those of one symbol together.
+
+        With them those that others have turned out to have as many samples as: real runs meet these on their way, also
+        where nobody uses what they make of them.
+        """
+        sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
+        found: dict[Any, list[int]] = {
+            sizes[place]: [] for place in sorted(self.known.inputs_of(node)) if place in sizes
+        }
+        for place, size in sorted(sizes.items()):
+            if size in found and size.free_symbols:
+                found[size].append(place)
+        return [group for group in found.values() if group]
 
 
 def _is_foreign(node: fx.Node) -> bool:
