@@ -39,6 +39,7 @@ from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import made_from
 from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.recording.untracked import read_untracked
 from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
@@ -116,6 +117,7 @@ def trace(
         def finish(traced: Traced, leaves: Sequence[Any] = leaves, chunks: int = chunks) -> Traced:
             refuse_unanswerable(traced)
             add_shapes(traced, leaves, in_dims, out_dims)
+            read_untracked(traced)
             refuse_unanswerable(traced)
             traced.guards = lifted(traced)
             if check:

@@ -31,7 +31,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
 from fxpipe.tracing.flags import modules_of
-from fxpipe.tracing.recording.sizes import SizeRead
+from fxpipe.tracing.recording.sizes import Place, SizeRead
 
 if TYPE_CHECKING:
     from fxpipe.tracing.checking.effects import Effects
@@ -113,6 +113,8 @@ class Traced:
     compares_parts: bool = False  # it holds for those accepted only: the batch size is a number in what it computes
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
+    texts: tuple[Place, ...] = ()  # where forward made texts of tensors
+    again: Callable[[Collection[Any]], Traced] | None = None  # records once more, while the graph is being made
     asks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?

@@ -160,8 +160,21 @@ def _recorded(
     in_stages: bool,
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
-        with general_paths() if general else contextlib.nullcontext():
-            traced = record(model, args, kwargs, whole=whole, continued=continued, seed=seed, hollow=hollow)
+        def record_disguised(disguised: Collection[Any]) -> Traced:
+            with general_paths() if general else contextlib.nullcontext():
+                return record(
+                    model,
+                    args,
+                    kwargs,
+                    whole=whole,
+                    continued=continued,
+                    seed=seed,
+                    hollow=hollow,
+                    disguised=disguised,
+                )
+
+        traced = record_disguised(())
+        traced.again = record_disguised
         traced.asks_in_stages = in_stages
         refuse_unanswerable(traced)
         return traced

@@ -271,7 +271,7 @@ def _cut(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
     ends: list[torch.Tensor] = []
     for value in leaves:
         if isinstance(value, Size):
-            values.append(int.__int__(value))
+            values.append(value.value)
         elif not isinstance(value, torch.Tensor):
             values.append(value)
         elif value.grad_fn is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ def record(
     continued: Mapping[str, Continued] | None = None,
     seed: int = 0,
     hollow: bool = False,
+    disguised: Collection[Any] = (),
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 
@@ -85,6 +86,7 @@ def record(
         whole: paths of modules to keep whole, and why.
         continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
+        disguised: sizes and texts that look other than they are (`recording.untracked`).
         hollow: nothing is computed that hangs on parameters (`recording.hollow`); for models on the CPU.
 
     Raises:
@@ -97,7 +99,7 @@ def record(
     with progress("recording", None) as step:
 
         def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
-            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets)
+            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised)
             try:
                 found = _record(recorder, args, kwargs, run, hollow)
                 if not recorder.must_save:
@@ -187,8 +189,9 @@ def _record(
         seed=recorder.seed,
         lots=tuple(recorder.lots),
         marks=tuple(recorder.marks),
+        texts=tuple(recorder.texts),
     )
-    _erase_left_over(traced)
+    erase_left_over(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
     return traced, recorder.foreign
 
 
@@ -250,8 +253,9 @@ def _is_recorded(recorder: Recorder, value: Any) -> bool:
     return isinstance(value, torch.Tensor) and recorder.knows(value)
 
 
-def _erase_left_over(traced: Traced) -> None:
+def erase_left_over(traced: Traced, keeping: Collection[Any] = ()) -> None:
+    """Erases nodes that are there for nobody."""
     needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
     for node in reversed(list(traced.graph.nodes)):
-        if node.target in _LEFT_OVER and not node.users and node not in needed:
+        if node.target in _LEFT_OVER and node.target not in keeping and not node.users and node not in needed:
             traced.graph.erase_node(node)

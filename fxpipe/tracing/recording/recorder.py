@@ -18,7 +18,7 @@ import contextlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,14 +45,17 @@ from fxpipe.tracing.recording.names import (
     PLAIN,
     READS,
     TENSOR_ATTRIBUTES,
+    TEXTS,
     leaves_no_node,
 )
 from fxpipe.tracing.recording.origins import Origins
 from fxpipe.tracing.recording.refusals import CannotRecord, calls_before, refused, written_parameter
-from fxpipe.tracing.recording.sizes import Shape, Size, SizeRead, length
+from fxpipe.tracing.recording.sizes import Place, Shape, Size, SizeRead, as_numbers, length
 from fxpipe.tracing.snapshot import dice, same_dice
 from fxpipe.tracing.source import user_line
 from fxpipe.tracing.traced import Graph
+
+OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
 
 
 class Running(NamedTuple):
@@ -106,6 +109,7 @@ class Recorder(TorchFunctionMode):
         hashable: bool = False,
         step: Step = nothing,
         forgets: bool = True,
+        disguised: Collection[Any] = (),
     ):
         """
         Args:
@@ -117,6 +121,8 @@ class Recorder(TorchFunctionMode):
             hashable: sizes can be keys.
             step: to be called for each node.
             forgets: functions of torch save nothing for backward.
+            disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
+                to code that no recording can follow (`untracked`).
         """
         super().__init__()
         self.model = model
@@ -127,6 +133,8 @@ class Recorder(TorchFunctionMode):
         self.prefixes: dict[str, Prefix] = {}  # of modules that run up to such a call
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
+        self.disguised = frozenset(disguised)
+        self.texts: list[Place] = []  # where a tensor was made a text
         self.attributes_read: dict[tuple[int, str], Kept] = {}  # forward went by them: others, another graph
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
@@ -263,7 +271,7 @@ class Recorder(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             return self.node_of(value)
         if isinstance(value, Size):
-            return value.node if value.recorder is self else int.__int__(value)
+            return value.node if value.recorder is self else value.value
         if isinstance(value, (Shape, torch.Size)):
             return tuple(map(self.argument, value))
         if isinstance(value, tuple):
@@ -318,12 +326,16 @@ class Recorder(TorchFunctionMode):
         if not self.knows(tensor):
             return numbers  # a tensor of the model: its sizes do not change
         node = self.node_of(tensor)
-        return Shape(Size(number, self._size_node(node, method, i), self) for i, number in enumerate(numbers))
+        return Shape(
+            Size(number, self._size_node(node, method, i, number), self, number + ((node.name, i) in self.disguised))
+            for i, number in enumerate(numbers)
+        )
 
-    def _size_node(self, node: fx.Node, method: str, dim: int) -> fx.Node:
+    def _size_node(self, node: fx.Node, method: str, dim: int, number: int) -> fx.Node:
         key = (node, method, dim)
         if key not in self._size_nodes:
             self._size_nodes[key] = self.add("call_method", method, (node, dim))
+            self._size_nodes[key].meta["asked"] = number
         return self._size_nodes[key]
 
     def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
@@ -355,6 +367,8 @@ class Recorder(TorchFunctionMode):
         name = opname(func)
         if self.paused:
             return self._unrecorded(func, args, kwargs)
+        if name in TEXTS:
+            return self._text(func, args, kwargs)
         if leaves_no_node(name):
             return self._plainly(func, args, kwargs)
         if name in ("__get__", "__set__"):
@@ -433,6 +447,8 @@ class Recorder(TorchFunctionMode):
         try:
             if name in READS:
                 refuse_hollow(tensors_in((args, kwargs)))
+            if self.disguised:
+                return func(*as_numbers(args), **as_numbers(kwargs))
             return func(*args, **kwargs)
         except Exception as error:
             if is_faked() and name == "__format__":
@@ -469,6 +485,12 @@ class Recorder(TorchFunctionMode):
             node = self._call(func, name, args, kwargs)
             node.meta["read"] = value
         node.meta["text"] = name.strip("_")
+
+    def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
+        text = self._plainly(func, args, kwargs)
+        self.texts.append(Place(self.module, self.source, self._calls[self.module]))
+        return text.translate(OTHER_DIGITS) if len(self.texts) - 1 in self.disguised else text
 
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__

@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -38,19 +38,38 @@ class SizeRead:
     calls: int = 0  # of other modules that it had made
 
 
+class Place(NamedTuple):
+    """Where forward did something."""
+
+    module: str  # its path
+    source: str  # the user's line
+    calls: int  # of other modules that it had made by then
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Place:
+        return cls(node.meta["module"], node.meta["source"], node.meta["calls"])
+
+
 def length(tensor: torch.Tensor, dim: int) -> int:
     """What `len` and iteration take of a tensor: a number that goes on in Python, where nothing can follow it."""
     return tensor.size(dim)
 
 
 class Size(int):
+    """`shown` is what code that asks no method sees, `value` what the size is: they differ in `untracked` only."""
+
     node: fx.Node
     recorder: Recorder
+    value: int
 
-    def __new__(cls, value: int, node: fx.Node, recorder: Recorder) -> Size:
-        size = super().__new__(cls, value)
-        size.node, size.recorder = node, recorder
+    def __new__(cls, value: int, node: fx.Node, recorder: Recorder, shown: int | None = None) -> Size:
+        size = super().__new__(cls, value if shown is None else shown)
+        size.value, size.node, size.recorder = value, node, recorder
         return size
+
+    @property
+    def shown(self) -> int:
+        return int.__int__(self)
 
     def __hash__(self) -> int:
         # As for torch.SymInt: a cache keyed by sizes goes by their values, and many libraries then do without. What a
@@ -80,14 +99,33 @@ class Size(int):
     __trunc__ = __ceil__ = __floor__ = __pos__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> int:
-        return int.__int__(self)
+        return self.shown
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int.__int__(self),)
+        return int, (self.shown,)
 
 
 def _plain(value: Any) -> Any:
-    return int.__int__(value) if isinstance(value, Size) else value
+    return value.value if isinstance(value, Size) else value
+
+
+def _shown(value: Any) -> Any:
+    return value.shown if isinstance(value, Size) else value
+
+
+def as_numbers(value: Any) -> Any:
+    """The arguments of a call with what sizes are in their place."""
+    if isinstance(value, Size):
+        return value.value
+    if isinstance(value, Shape):
+        return torch.Size(map(as_numbers, value))
+    if type(value) in (tuple, list):
+        return type(value)(map(as_numbers, value))
+    if type(value) is dict:
+        return {key: as_numbers(item) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*map(as_numbers, (value.start, value.stop, value.step)))
+    return value
 
 
 def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Size, Any], Any]:
@@ -98,7 +136,8 @@ def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Siz
         value = function(_plain(left), _plain(right))
         if not self.recorder.recording:
             return value
-        return Size(value, self.recorder.add_size(function, left, right), self.recorder)
+        shown = function(_shown(left), _shown(right)) if self.recorder.disguised else value
+        return Size(value, self.recorder.add_size(function, left, right), self.recorder, shown)
 
     return method
 

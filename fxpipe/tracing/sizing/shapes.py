@@ -112,7 +112,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     traced.batch_reads = tuple(read for r in of_batch if (read := _batch_read(traced, r)) is not None)
     traced.batch_reads += tuple(_assumed(traced, traced.batch_of(values)))
     for size_read in of_values:
-        _read_again(traced, size_read)
+        read_again(traced, size_read)
     traced.size_reads = ()
     if traced.recorded_sizes:
         traced.batch_reads += (_recorded_sizes(traced),)
@@ -182,7 +182,7 @@ def _free_symbols(read: SizeRead) -> set[sympy.Basic]:
     return set[sympy.Basic]().union(*(o.free_symbols for o in _operands(read)))
 
 
-def _read_again(traced: Traced, read: SizeRead) -> None:
+def read_again(traced: Traced, read: SizeRead) -> None:
     """Adds a node that reads a size that depends on the values of tensors: it is a value like any other (`guards`)."""
     nodes = {o for o in read.operands if isinstance(o, fx.Node)}
     last = next(node for node in reversed(traced.graph.nodes) if node in nodes)

@@ -25,7 +25,7 @@ from fxpipe.errors import TraceError
 from fxpipe.progress import progress
 from fxpipe.thread_state import applied
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord, calls_before
 from fxpipe.tracing.sizing.alike import Alike, ChangedInPlaceError, described_tensor, same_function
 from fxpipe.tracing.sizing.observing import Observation, observe
 from fxpipe.tracing.snapshot import forked_random
@@ -85,7 +85,8 @@ def run_on_symbols(
                 if not unknown.is_of_values:
                     raise
                 path = unknown.node.meta["module"]
-                raise CannotRecord(str(error), frozenset({path}) if path else frozenset()) from error
+                calls = {path: calls_before(traced.graph, path, unknown.node.meta["calls"])}
+                raise CannotRecord(str(error), frozenset({path}) if path else frozenset(), calls=calls) from error
 
 
 def _look(
