@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import importlib.util
 import threading
 import time
@@ -409,6 +410,32 @@ def test_the_default_device_of_an_import_is_nobodys_device():
     with torch.device("meta"):
         spec.loader.exec_module(module)
     assert module._token.device.type == "cpu"
+
+
+class MakesLeaves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        zeros = torch.zeros(x.shape[0], 4).requires_grad_()
+        h = self.a(x) * 2
+        again = h.detach().requires_grad_()
+        return self.b(h) + again * 3 + zeros
+
+
+@pytest.mark.parametrize("cut", range(1, 11))
+def test_a_leaf_that_forward_makes_is_sent_on_in_every_mode(cut):
+    """In inference mode torch had no node for it, for those cuts that send it."""
+    plain, x = MakesLeaves(), torch.randn(6, 4)
+    with oracle.closing(
+        fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,), balance=[cut, 11 - cut])
+    ) as pipe:
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(pipe(x), plain(x))
+        oracle.assert_step(pipe, plain, x)
+        oracle.assert_step(pipe, plain, x, one_pass=True)
 
 
 # -- GPUs ------------------------------------------------------------------------------------------------------------

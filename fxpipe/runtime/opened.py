@@ -116,7 +116,9 @@ class OpenStage:
             if link.later is not None:  # a later user's gradient enters there, too
                 pending.begin(link.value.name, edge)
         for name, x in zip(stage.sends, sent, strict=True):
-            if requires_grad(x):
+            if self.grad and requires_grad(
+                x
+            ):  # a leaf that forward makes requires grad without it, too, and has no edge
                 pending.begin(name, edge_of(x))
         return Ran(sent, buffers, statistics, pending)
 
