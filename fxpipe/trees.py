@@ -96,6 +96,23 @@ def refuse_hidden(what: str, leaf: Any) -> None:
         )
 
 
+def is_plain_layout(tensor: torch.Tensor) -> bool:
+    """Is it a tensor that can be cut along a dimension: neither nested nor sparse?"""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def refuse_layout(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf is a tensor that cannot be cut into micro-batches."""
+    if not isinstance(leaf, torch.Tensor) or is_plain_layout(leaf):
+        return
+    if leaf.is_nested:
+        raise ArgumentError(
+            f"{what} is a nested tensor, which cannot be cut into micro-batches; pad it (to_padded_tensor), and give "
+            "lengths or a mask"
+        )
+    raise ArgumentError(f"{what} has the layout {leaf.layout}; only strided tensors can be cut: to_dense()")
+
+
 def _kind_of_input(value: Any) -> type[Any] | None:
     if _is_dataclass(value):
         return _Object

@@ -37,7 +37,7 @@ from fxpipe.runtime.step import Step
 from fxpipe.runtime.transport import brought
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import Kind, Rows, Schedule
-from fxpipe.trees import flatten, mapped, refuse_hidden
+from fxpipe.trees import flatten, mapped, refuse_hidden, refuse_layout
 from fxpipe.turns import end_planning
 
 LAST_STEP = 1.0  # seconds that the interpreter waits for a step that has lost its workers
@@ -283,6 +283,7 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
     leaves, spec = flatten(target)
     for leaf in leaves:
         refuse_hidden("target", leaf)
+        refuse_layout("target", leaf)
     dims = target_dims(leaves, batch)
     moved = brought(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from fxpipe.autograd import edge_of, gradients_of
+from fxpipe.errors import StateError
 from fxpipe.rewriting.deferring import Found
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.tape import Tape
@@ -83,6 +84,11 @@ class OpenStage:
         self._bare: dict[str, torch.Tensor] = {}  # parameters as tapes have them
         for name in stage.attributes:
             tensor = tensors.get(name)
+            if tensor.is_meta:
+                raise StateError(
+                    f"{name!r} is on the meta device, where it has no values: something has moved it there since "
+                    "planning; give the model its values back (to_empty, load_state_dict), or make another pipe"
+                )
             moved = bring(tensor.detach())
             if name in stage.changes or name in stage.assigns:
                 self.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw

@@ -32,6 +32,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
 from fxpipe.tracing.flags import modules_of
 from fxpipe.tracing.recording.sizes import Place, SizeRead
+from fxpipe.trees import is_plain_layout
 
 if TYPE_CHECKING:
     from fxpipe.tracing.checking.effects import Effects
@@ -241,6 +242,8 @@ class Traced:
                 if not same_constant(leaf.constant, value):
                     return False
                 continue
+            if not is_plain_layout(value):  # the search for another graph will say so
+                return False
             if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
                 return False
             if any(s != t for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if d != dim):

@@ -30,7 +30,7 @@ from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, undone
 from fxpipe.tracing.source import UNKNOWN
 from fxpipe.tracing.traced import Leaf, Traced
-from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, untouched
+from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, refuse_layout, untouched
 
 _LEFT_OVER = (  # nodes that may be there for nobody
     torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
@@ -54,10 +54,7 @@ def input_leaves(
     for path, value in paths:
         head, text = argument_name(model, path), leaf_name(model, path)
         if isinstance(value, torch.Tensor):
-            if value.layout != torch.strided:
-                raise ArgumentError(
-                    f"input {text} has the layout {value.layout}; only strided tensors can be cut: to_dense()"
-                )
+            refuse_layout(f"input {text}", value)
             leaves.append(Leaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
         else:
             refuse_hidden(f"input {text}", value)

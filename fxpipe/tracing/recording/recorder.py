@@ -309,6 +309,11 @@ class Recorder(TorchFunctionMode):
     def keep(self, value: Any, node: fx.Node) -> None:
         """Remembers which node made the tensors in `value`."""
         if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise self.refuse(
+                    "makes a nested tensor, whose sizes are those of its samples",
+                    "use padded tensors and a mask, or make it in a module inside the model, which is kept whole",
+                )
             self.made.add(value, node)
         elif isinstance(value, (Mapping, tuple, list)):
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):

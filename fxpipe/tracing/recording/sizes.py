@@ -130,11 +130,11 @@ def as_numbers(value: Any) -> Any:
 
 def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Size, Any], Any]:
     def method(self: Size, other: Any) -> Any:
-        if not isinstance(other, int):
+        if not isinstance(other, (int, torch.SymInt)):  # which only a nested tensor has: that is refused
             return NotImplemented
         left, right = (other, self) if swap else (self, other)
         value = function(_plain(left), _plain(right))
-        if not self.recorder.recording:
+        if not self.recorder.recording or isinstance(other, torch.SymInt):
             return value
         shown = function(_shown(left), _shown(right)) if self.recorder.disguised else value
         return Size(value, self.recorder.add_size(function, left, right), self.recorder, shown)
@@ -144,11 +144,11 @@ def _computing(function: Callable[[Any, Any], Any], swap: bool) -> Callable[[Siz
 
 def _reading(function: Callable[..., Any], swap: bool = False) -> Callable[..., Any]:
     def method(self: Size, *others: Any) -> Any:
-        if not all(isinstance(other, int) for other in others):
+        if not all(isinstance(other, (int, torch.SymInt)) for other in others):
             return NotImplemented
         operands = (*others, self) if swap else (self, *others)
         value = function(*map(_plain, operands))
-        if self.recorder.recording:
+        if self.recorder.recording and not isinstance(value, torch.SymInt):
             self.recorder.read_size(function, operands, value)
         return value
 
