@@ -215,3 +215,46 @@ def test_a_mark_where_no_cut_can_stand_is_refused() -> None:
 
     plan = fxpipe.plan(Split(), 2, example_args=(torch.randn(4, 4),))
     assert plan.stages[1].nodes[0] == "add"
+
+
+class Idle(nn.Module):
+    """Modules that compute nothing, at the start, between others, and not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.a, self.b, self.c = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.between, self.unused = nn.Sequential(nn.Identity()), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.between(self.b(self.a(self.start(x)))))
+
+
+@pytest.mark.parametrize("name", ["between", "between.0"])
+def test_a_stage_ends_behind_a_module_that_computes_nothing(name: str) -> None:
+    plan = fxpipe.plan(Idle(), 2, example_args=(torch.randn(4, 4),), chunks=2, balance=[name], profile_budget=0.0)
+    assert [stage.nodes for stage in plan.stages] == [("a", "b"), ("c",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("start", "'start' ends before the first node, where no stage can end: leave it out"),
+        ("unused", "the module 'unused' has no nodes: forward does not call it, or it computes nothing"),
+    ],
+)
+def test_where_no_stage_can_end_behind_it_the_error_says_so(name: str, message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        fxpipe.plan(Idle(), 2, example_args=(torch.randn(4, 4),), chunks=2, balance=[name], profile_budget=0.0)
+
+
+def test_a_map_of_modules_may_be_that_of_zbv_and_name_modules_that_compute_nothing() -> None:
+    on = {"start": 1, "a": 0, "b": 1, "between": 0, "c": 0, "unused": 1}
+    model = nn.Sequential(Idle(), Idle())
+    pins = {f"0.{name}": device for name, device in on.items() if name != "c"}
+    pins |= {"0.c": 1, "1": 1, "1.c": 0}
+    plan = fxpipe.plan(
+        model, 4, example_args=(torch.randn(4, 4),), chunks=4, balance=pins, schedule="zbv", profile_budget=0.0
+    )
+    assert plan.placement == (0, 1, 1, 0)
+    assert [name for stage in plan.stages for name in stage.nodes] == [f"_{k}_{c}" for k in (0, 1) for c in "abc"]
+    assert (plan.stages[0].nodes, plan.stages[3].nodes) == (("_0_a",), ("_1_c",))

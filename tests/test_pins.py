@@ -96,6 +96,23 @@ def test_a_map_of_all_modules_uses_the_devices_that_it_names() -> None:
     assert found[0].low == found[0].high == (0, 0, 0, 0, 0, 1)
 
 
+def test_a_map_of_all_modules_may_be_the_placement_that_is_given() -> None:
+    """Neighbours on one device share the run of nodes that is pinned to it; where the cut is, is for the solver."""
+    found, *others = pinned({"": 1, "embed": 0, "head": 0}, (0, 1, 1, 0), NODES)
+    assert not others
+    assert found.placement == (0, 1, 1, 0)
+    assert found.low == (0, 1, 1, 1, 1, 3)
+    assert found.high == (0, 2, 2, 2, 2, 3)
+
+
+def test_a_module_that_computes_nothing_needs_no_place() -> None:
+    nodes = Nodes(NODES.costs, NODES.names, NODES.modules, {}, {"drop": 3, "unused": None}, {"head.lin": "head"})
+    assert pinned({"drop": 1, "unused": 0}, (0, 1), nodes) == pinned({}, (0, 1), nodes)
+    assert pinned({"head": 1, "head.lin": 1}, (0, 1), nodes) == pinned({"head": 1}, (0, 1), nodes)
+    with pytest.raises(PartitionError, match=r"the module 'head\.lin' runs in 'head', which is one node: name that"):
+        pinned({"head.lin": 1}, (0, 1), nodes)
+
+
 # -- marks -----------------------------------------------------------------------------------------------------------
 
 

@@ -57,12 +57,25 @@ def is_by_hand(traced: Traced, settings: Settings) -> bool:
 
 
 def _nodes(traced: Traced, chain: Chain) -> Nodes:
+    modules = tuple(node.meta["module"] for node in traced.nodes)
+    busy = {path[:end] for path in {*modules} for end in _ends(path)}
+    paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
+    inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}
+    ends = traced.ends
     return Nodes(
         costs_of(chain),
         tuple(node.name for node in traced.nodes),
-        tuple(node.meta["module"] for node in traced.nodes),
+        modules,
         chain.forbidden,
+        {path: ends.get(path) for path in paths if path not in inside},
+        inside,
     )
+
+
+def _ends(path: str) -> Iterator[int]:
+    """Where the paths of a module and of those around it end."""
+    yield len(path)
+    yield from (end for end, letter in enumerate(path) if letter == ".")
 
 
 def costs_of(chain: Chain) -> tuple[float, ...]:

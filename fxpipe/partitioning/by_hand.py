@@ -69,8 +69,9 @@ def cuts_by_names(given: Sequence[int] | Sequence[str], stages: int, nodes: Node
             f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
         )
     found = [(name, find(name, nodes)) for name in names]
-    _refuse(unknown(name, nodes) for name, places in found if not places)
-    ends = [(name, places[-1] + 1) for name, places in found]
+    _refuse(unknown(name, nodes) for name, places in found if not places and nodes.empty.get(name) is None)
+    ends = [(name, places[-1] + 1 if places else nodes.empty[name] or 0) for name, places in found]
+    _refuse(f"{name!r} ends before the first node, where no stage can end: leave it out" for name, p in ends if p == 0)
     _refuse(_nothing_behind(name) for name, place in ends if place == len(nodes.costs))
     _refuse(_out_of_order(*one, *two, nodes) for one, two in pairwise(ends) if two[1] <= one[1])
     _refuse(f"{name!r}: {nodes.why_no_cut(place)}" for name, place in ends if place in nodes.forbidden)
@@ -86,6 +87,10 @@ def find(name: str, nodes: Nodes) -> list[int]:
 
 def unknown(name: str, nodes: Nodes) -> str:
     """What is wrong with a name that `find` does not find, and which are close to it."""
+    if name in nodes.inside:
+        return f"the module {name!r} runs in {nodes.inside[name]!r}, which is one node: name that"
+    if name in nodes.empty:
+        return f"the module {name!r} has no nodes: forward does not call it, or it computes nothing; name another one"
     paths = {path[: len(path) - cut] for path in set(nodes.modules) for cut in _ends(path)}
     known = list(dict.fromkeys([*sorted(paths - {""}), *nodes.names]))
     if not known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning.block import check_cost
@@ -19,6 +19,8 @@ class Nodes:
     names: tuple[str, ...]  # one for each node, or none
     modules: tuple[str, ...]  # the dotted path of each node's module, or none
     forbidden: Mapping[int, str]  # place -> why no cut may stand before it
+    empty: Mapping[str, int | None] = field(default_factory=dict)  # module without nodes -> place before which it ends
+    inside: Mapping[str, str] = field(default_factory=dict)  # module -> the one around it that is a node
 
     def __post_init__(self) -> None:
         n = len(self.costs)

@@ -40,7 +40,7 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
     """The ways to satisfy `pins` (name of a node, or path of a module -> device), those with the fewest stages first.
 
     There are several where a pinned node can go into a stage that is there or into one more. A module's pin holds for
-    the modules in it, unless they have one of their own.
+    the modules in it, unless they have one of their own. One that computes nothing needs no place.
 
     Raises:
         PartitionError: a name that no node or module has; or no way, since each stage needs a node.
@@ -48,7 +48,8 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
     device_of: dict[int, int] = {}
     for name in sorted(pins, key=len):  # longer paths are further inside, and come later
         places = find(name, nodes) if name else list(range(len(nodes.costs)))
-        if not places:
+        is_elsewhere = name in nodes.inside and pins.get(nodes.inside[name]) != pins[name]
+        if not places and (is_elsewhere or not (name in nodes.inside or name in nodes.empty)):
             raise PartitionError(unknown(name, nodes))
         device_of |= dict.fromkeys(places, pins[name])
     ways = [_Way(_first_placement(device_of, placement, len(nodes.costs)), ())]
@@ -66,8 +67,9 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
 
 def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: int) -> tuple[int, ...]:
     """The stages to begin with: as given, but on the device of the first node; none for a device without nodes."""
-    if len(device_of) == n:  # a map of all modules: the runs of nodes on one device
-        return tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
+    if len(device_of) == n:  # a map of all modules: the runs of nodes on one device, in as many stages as are given
+        runs = tuple(device for device, _ in groupby(device_of[place] for place in range(n)))
+        return tuple(placement) if tuple(device for device, _ in groupby(placement)) == runs else runs
     first = device_of.get(0, placement[0])
     rest = [*placement]
     if first in rest:
@@ -80,23 +82,29 @@ class _Way:
     """Stages for the first pinned places."""
 
     placement: tuple[int, ...]
-    stage_of: tuple[tuple[int, int], ...]  # (place, stage), ascending
+    spans: tuple[tuple[int, int, int], ...]  # (place, first stage, last stage), ascending; the stages are on one device
 
     def with_pin(self, place: int, device: int) -> list[_Way]:
-        stage = self.stage_of[-1][1] if self.stage_of else 0
-        if self.stage_of and self.placement[stage] == device and self.stage_of[-1][0] == place - 1:
-            return [_Way(self.placement, (*self.stage_of, (place, stage)))]  # it goes on as it was
-        there = [j for j in range(stage, len(self.placement)) if self.placement[j] == device]
-        ways = [_Way(self.placement, (*self.stage_of, (place, j))) for j in there]
+        before, first, last = self.spans[-1] if self.spans else (-2, 0, 0)
+        if before == place - 1 and self.placement[first] == device:
+            return [_Way(self.placement, (*self.spans, (place, first, last)))]  # it goes on as it was
+        ways = []
+        for _, run in groupby(range(len(self.placement)), self.placement.__getitem__):
+            stages = [stage for stage in run if self.placement[stage] == device and stage >= first]
+            if stages:  # neighbours on one device: which of them has it is for the solver
+                ways.append(_Way(self.placement, (*self.spans, (place, stages[0], stages[-1]))))
         if self.placement[-1] != device:
-            ways.append(_Way((*self.placement, device), (*self.stage_of, (place, len(self.placement)))))
+            stage = len(self.placement)
+            ways.append(_Way((*self.placement, device), (*self.spans, (place, stage, stage))))
         return ways
 
 
 def _bounds(way: _Way, n: int) -> Pinned:
-    stage_of, last = dict(way.stage_of), len(way.placement) - 1
-    low = accumulate((stage_of.get(place, 0) for place in range(n)), max)
-    high = accumulate((stage_of.get(place, last) for place in reversed(range(n))), min)
+    end = len(way.placement) - 1
+    firsts = {place: first for place, first, _ in way.spans}
+    lasts = {place: last for place, _, last in way.spans}
+    low = accumulate((firsts.get(place, 0) for place in range(n)), max)
+    high = accumulate((lasts.get(place, end) for place in reversed(range(n))), min)
     return Pinned(way.placement, tuple(low), tuple(high)[::-1])
 
 

@@ -126,9 +126,11 @@ def check_placement(name: str, placement: Placement) -> None:
     too_many = recipe.most is not None and each > recipe.most
     if each < recipe.per_device or too_many or placement != recipe.placement(devices, each):
         there = recipe.placement(devices, recipe.per_device)
+        is_number = each < recipe.per_device or too_many
+        remedy = f"give as many (stages_per_device={recipe.per_device})" if is_number else "put them there"
         raise ArgumentError(
             f"schedule {name!r} needs {stages_each} on each device, placed as in {there}, but is given {n} stages "
-            f"on {devices} devices, placed as in {placement}: give as many (stages_per_device={recipe.per_device}), "
+            f"on {devices} devices, placed as in {placement}: {remedy}, "
             "or use '1f1b' or 'zero_bubble', which take any"
         )
 

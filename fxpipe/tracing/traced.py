@@ -123,6 +123,7 @@ class Traced:
     recorded_on: int | None = None  # samples, where these were not all of the example's
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
+    ended: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
     _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
@@ -176,6 +177,12 @@ class Traced:
         """Places among `nodes` before which a mark (`fxpipe.cut`) stands; len(nodes): behind all of them."""
         before = [n.meta.get("marks", 0) for n in self.nodes]
         return tuple(bisect_left(before, number) for number in range(1, len(self.marks) + 1))
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """By path of a module that ran: the place among `nodes` before which it last ended. Known where recorded."""
+        before = [n.meta.get("ended", 0) for n in self.nodes]
+        return {path: bisect_left(before, number) for number, path in enumerate(self.ended, 1)}
 
     @property
     def outputs(self) -> list[Any]:

@@ -187,6 +187,7 @@ def _record(
         lots=tuple(recorder.lots),
         marks=tuple(recorder.marks),
         texts=tuple(recorder.texts),
+        ended=tuple(recorder.ended),
     )
     erase_left_over(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
     return traced, recorder.foreign

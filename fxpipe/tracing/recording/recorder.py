@@ -150,6 +150,7 @@ class Recorder(TorchFunctionMode):
         self.paused = 0
         self.outside: list[torch.Tensor] = []  # tensors of the model, or recorded, used while nothing is recorded
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
+        self.ended: list[str] = []  # paths of modules, as they end
         self.seed, self.draws = seed, Draws(seed)
         self.lots: list[bool] = []  # of each draw: was it taken from the stream?
         self.made = Made()
@@ -195,6 +196,7 @@ class Recorder(TorchFunctionMode):
 
     def note_call(self, path: str, result: Any) -> None:
         """The module under `path` has returned to the one that has called it."""
+        self.ended.append(path)
         if not self.stack or path == self.module:
             return
         self._calls[self.module] += 1
@@ -302,6 +304,7 @@ class Recorder(TorchFunctionMode):
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
         node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
         node.meta["marks"], node.meta["calls"] = len(self.marks), self._calls[path]
+        node.meta["ended"] = len(self.ended)
         node.meta["changes"], self._changed = self._changed, frozenset()
         self._step()
         return node
