@@ -28,6 +28,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.checking.micro_batches import sizes_of_parts
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.flags import flags
+from fxpipe.tracing.known_pieces import KnownPieces
 from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.traced import Traced
@@ -176,12 +177,15 @@ class Inside:
             wire(prepared.program),
             self.settings.devices,
             traced.in_dims,
-            traced.out_dims,
+            traced.handed_out_dims,
             traced.out_spec,
             traced.state,
             traced.constants,
             self.settings.compile,
-            is_told=self.settings.out_dims is not None,
+            told=traced.told,
+            combinations=traced.combinations,
+            known_pieces=KnownPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
+            untold=traced.untold,
         )
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]

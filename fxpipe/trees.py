@@ -253,8 +253,20 @@ def _is_named(spec: pytree.TreeSpec) -> bool:
     return not isinstance(spec.type, type)  # torch calls all named tuples by the function that makes them
 
 
+class _Found:
+    """Of what `prefix` does not name."""
+
+    def __repr__(self) -> str:
+        return "found"
+
+
+FOUND = _Found()
+
+
 def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
     """For each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+
+    A dict speaks of fields by name, also of a dataclass, a named tuple or any mapping: of the others it says `FOUND`.
 
     Raises:
         DiffersError: it has another structure.
@@ -265,20 +277,33 @@ def broadcast(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
         return [prefix] * spec.num_leaves
     if spec.is_leaf():
         raise DiffersError(f"a {type(prefix).__name__} stands where a single value was")
-    names = list(spec.context) if _is_mapping(spec) else []
-    if type(prefix) is dict and names:  # a dict says it of any mapping, which the user may not be able to make
-        if set(prefix) != set(names):
-            raise DiffersError(f"a dict with {list(prefix)} stands where a {spec.type.__name__} with {names} was")
-        children = [prefix[name] for name in names]
+    names = _fields_of(spec)
+    if type(prefix) is dict and names is not None:
+        if unknown := [name for name in prefix if name not in names and not _may_have(spec, name)]:
+            raise DiffersError(f"it has no {', '.join(map(repr, unknown))}, but {', '.join(map(repr, names))}")
+        children = [prefix.get(name, FOUND) for name in names]
     else:
         children = _children_like(prefix, spec)
     return [entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast(child, part)]
 
 
-def _is_mapping(spec: pytree.TreeSpec) -> bool:
-    """A mapping of a kind of its own, as models of transformers return."""
-    is_kind = isinstance(spec.type, type) and issubclass(spec.type, Mapping) and spec.type not in _DICTS
-    return is_kind and isinstance(spec.context, (list, tuple)) and len(spec.context) == spec.num_children
+def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
+    """The names of the children of a mapping, a dataclass or a named tuple; None where they have none."""
+    if spec.type is _Object:
+        parts = spec.context
+        return [*parts.keys, *parts.names] if not issubclass(parts.base, (list, tuple)) else None
+    if _is_named(spec):
+        return list(spec.context._fields)
+    if spec.type in _DICTS:
+        return list(spec.context[1] if spec.type is defaultdict else spec.context)
+    is_mapping = issubclass(spec.type, Mapping) and isinstance(spec.context, (list, tuple))
+    return list(spec.context) if is_mapping and len(spec.context) == spec.num_children else None
+
+
+def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
+    """Has the output a field of this name in other calls, as one of transformers has a loss where there are labels?"""
+    kind = spec.type
+    return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
 
 
 # -- objects that forward is given as they are -----------------------------------------------------------------------

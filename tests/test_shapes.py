@@ -239,6 +239,7 @@ OUTPUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "constants": (lambda lin, x: (lin(x), torch.arange(4), lin.weight, 3, None, "text", x.shape[1:]), (0, *[None] * 6)),
     "tuple of states": (lambda lin, x: nn.LSTM(6, 5, 2)(x) if False else (lin(x)[None], lin(x)), (1, 0)),
     "rows of all samples": (lambda lin, x: lin(x).view(-1, 3), (0,)),
+    "means and sums": (lambda lin, x: (lin(x).mean(0), lin(x).sum(), (x > 0).sum(0)), ("mean", "sum", "sum")),
     "batch size": (lambda lin, x: (lin(x), x.shape[0], x.numel()), (0, "sum", "sum")),
     "shape": (lambda lin, x: (lin(x), x.shape), (0, "sum", None)),
 }
@@ -269,7 +270,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         r"output 0 \(matmul, float32\[b, b\], made at .*several dimensions.*'stack'",
     ),
     "whole number": (lambda lin, x: lin(x).argmax(), r"output 0 \(argmax, int64\[\].*no dimension for it.*out_dims"),
-    "vector": (lambda lin, x: lin(x).mean(0), r"float32\[6\].*no dimension for it.*out_dims"),
+    "vector": (lambda lin, x: lin(x).amax(0), r"float32\[6\].*no dimension for it.*out_dims"),
     "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), r"output 1 \(floordiv, a number.*out_dims"),
     "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), r"output 1 \(add, a number.*out_dims"),
     "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that hangs on values.*out_dims"),
@@ -325,8 +326,16 @@ def test_samples_that_act_on_each_other_are_refused_unless_out_dims_say_how():
     assert traced(mixing, torch.randn(4, 6), out_dims=0).out_dims == (0,)
 
 
-def test_a_models_own_loss_that_is_no_mean_over_samples_is_refused():
+@pytest.mark.parametrize("length", [5, 7, 13, 16])
+def test_a_models_own_loss_that_is_no_function_of_sums_over_samples_is_refused(length):
+    def spread(lin, x):
+        return lin(x).softmax(0).square().mean()
+
     with pytest.raises(ArgumentError, match="a loss that is no mean over samples"):
-        traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6))
+        traced(spread, torch.randn(4, length, 6))
+
+
+def test_a_models_own_sum_is_one():
+    assert traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6)).out_dims == ("sum",)
     assert traced(lambda lin, x: lin(x).pow(2).mean(), torch.randn(4, 6)).out_dims == ("mean",)
     assert traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6), out_dims="sum").out_dims == ("sum",)

@@ -181,7 +181,8 @@ def test_broadcasting():
     assert trees.broadcast("mean", spec) == ["mean"] * 6
     assert trees.broadcast([0, {"y": None, "x": "mean"}, 1], spec) == [0, "mean", None, 1, 1, 1]
     assert trees.broadcast([0, 1, Plain(2, 3)], spec)[:5] == [0, 1, 1, 2, 3]
-    for wrong in ([0, 1], (0, 1, 2), [0, {"x": 1}, 2], [[0], 1, 2], [0, 1, {"a": 1}], [0, 1, Plain(2, [3])]):
+    assert trees.broadcast([0, {"x": 1}, {"b": 2}], spec)[:3] == [0, 1, trees.FOUND]
+    for wrong in ([0, 1], (0, 1, 2), [0, {"z": 1}, 2], [[0], 1, 2], [0, 1, {"c": 1}], [0, 1, Plain(2, [3])]):
         with pytest.raises(trees.DiffersError):
             trees.broadcast(wrong, spec)
 

@@ -183,7 +183,7 @@ class _Run:
 
     def _begin(self, leaves: Sequence[Any]) -> None:
         traced, effects = self.traced, self.effects
-        ends = (*traced.outputs, *traced.assigned.values(), *effects.written_inputs)
+        ends = (*traced.handed_out, *traced.assigned.values(), *effects.written_inputs)
         self._outputs = {o for o in ends if isinstance(o, fx.Node)}
         written = set().union(*effects.writes)
         for tensor in (*slots_of(traced.model).values(), *held_in_containers(traced.model).values()):

@@ -155,7 +155,7 @@ def _pinned(traced: Traced, effects: Effects, written: set[int], of: dict[fx.Nod
     states = {effects.alias[n] for n in attributes} & written
     assigned = traced.assigned
     reassigned = {n for n in attributes if str(n.target) in assigned}
-    outputs = {o for o in traced.outputs if isinstance(o, fx.Node)}
+    outputs = {o for o in traced.handed_out if isinstance(o, fx.Node)}
     classes = classes_touched(effects)
     for node in effects.nodes:
         parts = [user for user in node.users if _is_part(user)]

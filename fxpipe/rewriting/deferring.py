@@ -118,7 +118,7 @@ def _problem(
         reads = any(effects.alias.get(s) in classes for s in node.all_input_nodes)
         if node not in norms and reads and effects.place[node] > effects.place[norm]:
             return f"tracks running statistics that {node.name} ({node.meta['source']}) then reads"
-    if any(isinstance(o, fx.Node) and effects.alias.get(o) in classes for o in traced.outputs):
+    if any(isinstance(o, fx.Node) and effects.alias.get(o) in classes for o in traced.handed_out):
         return "tracks running statistics that forward returns"
     return None
 

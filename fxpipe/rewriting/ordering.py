@@ -90,7 +90,7 @@ def _with_copies(effects: Effects, nodes: Sequence[fx.Node], copies: Mapping[fx.
 
 
 def _items(traced: Traced, units: Units) -> Items:
-    effects, outputs = traced.effects, {o for o in traced.outputs if isinstance(o, fx.Node)}
+    effects, outputs = traced.effects, {o for o in traced.handed_out if isinstance(o, fx.Node)}
     assert effects is not None
     values = []
     for node in effects.nodes:

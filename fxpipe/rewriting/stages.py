@@ -55,7 +55,7 @@ def split(
     cut = _Cut.of(traced, starts, copies)
     drafts = [_draft(cut, stage) for stage in range(cut.count)]
     written = cut.effects.written_inputs
-    outputs = dict.fromkeys([*(o for o in traced.outputs if isinstance(o, fx.Node)), *written])
+    outputs = dict.fromkeys([*(o for o in traced.handed_out if isinstance(o, fx.Node)), *written])
     # By receiver, the end of the pipe last: what it gets, and from which stage.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
@@ -98,7 +98,7 @@ def split(
             Received(o.name, table[-1][o])
             if isinstance(o, fx.Node)
             else Constant(devices[-1] if isinstance(o, torch.device) else o)  # where the outputs are
-            for o in traced.outputs
+            for o in traced.handed_out
         ),
         tuple(skips),
         bool(ordinals),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from fxpipe.combination import Combination
 from fxpipe.rewriting.program import Constant, Program, Received, Stage
 from fxpipe.rewriting.splitting import split_weights
 from fxpipe.rewriting.tapping import tap_weights
@@ -25,19 +27,30 @@ class Assembly:
     wiring: Wiring
     devices: tuple[torch.device, ...]  # by stage
     in_dims: tuple[int | None, ...]  # by input leaf: which dimension holds the batch
-    out_dims: tuple[int | str | None, ...]  # by output leaf
+    out_dims: tuple[int | str | None, ...]  # of what micro-batches hand out: output leaves, then pieces of others
     out_spec: Any  # tree of the output
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
-    is_told: bool = False  # have out_dims been given, and not found
+    told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
+    combinations: tuple[Combination, ...] = ()  # of the outputs that are made of pieces
+    known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
+    untold: tuple[str, ...] = ()  # why outputs are taken for means over samples, though nobody has said so
     _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
 
     @property
     def results(self) -> list[tuple[Received | Constant, int | str | None]]:
-        """What micro-batches make, and how it goes together: outputs, then the inputs that forward writes to."""
+        """What micro-batches make, and how it goes together: outputs and pieces, then the inputs that forward writes
+        to."""
         outputs = zip(self.program.outputs, self.out_dims, strict=True)
         return [*outputs, *((value, self.in_dims[place]) for place, value in self.program.written.items())]
+
+    def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
+        """The model's output, of what is handed out, gathered. `combined`: by place, where it is not made of that."""
+        leaves = list(handed_out[: self.out_spec.num_leaves])
+        for one in self.combinations:
+            leaves[one.output] = one.of(handed_out) if combined is None else combined[one.output]
+        return pytree.tree_unflatten(leaves, self.out_spec)
 
     def ready(self, j: int, is_split: bool) -> tuple[Stage, Code]:
         """Stage j, and what runs of it. `is_split`: its weights get their gradients in W."""

@@ -53,8 +53,8 @@ class Elements:
         """`is_on`: else it looks at nothing; nor at outputs of which the user has said how they go together."""
         reduced = {
             (output.source, output.name)
-            for output, how in zip(assembly.program.outputs, assembly.out_dims, strict=True)
-            if how in ("mean", "sum") and isinstance(output, Received) and not assembly.is_told
+            for place, (output, how) in enumerate(zip(assembly.program.outputs, assembly.out_dims, strict=True))
+            if how in ("mean", "sum") and isinstance(output, Received) and place not in assembly.told
             if assembly.wiring.users[output.source, output.name] == (len(assembly.devices),)
         }
         return cls(is_on, frozenset(reduced))

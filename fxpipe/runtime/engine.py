@@ -29,7 +29,7 @@ from fxpipe.runtime.commit import Gradients, committed
 from fxpipe.runtime.drivers import Driver, close_all
 from fxpipe.runtime.known_losses import KnownLosses
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses
+from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses, untold
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.rollback import roll_back_with_caller, rolled_back
@@ -135,6 +135,8 @@ class Engine:
     ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(assembly.devices), min(chunks, batch)
+        if assembly.untold and m > 1 and not assembly.state.grad:
+            raise LossError(untold(assembly))
         name = "gpipe" if assembly.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
         kind = self._losses.of_call(assembly)
@@ -172,7 +174,7 @@ class Engine:
                 outputs[place] = output
         count = len(assembly.program.outputs)
         write_back(leaves, assembly.program.written, outputs[count:])
-        return pytree.tree_unflatten(outputs[:count], assembly.out_spec)
+        return assembly.output(outputs[:count])
 
     def _commit(
         self,
@@ -227,6 +229,7 @@ class Engine:
             # As it is before the step: loss_fn may write to it.
             whole = mapped(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
             losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole)
+            losses.known = assembly.known_pieces(leaves, batch) if assembly.known_pieces is not None else {}
             step = self._step(
                 assembly,
                 leaves,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from fxpipe.autograd import gradients_of, hooks_asleep, leaves_under
+from fxpipe.combination import Combination
+from fxpipe.errors import LossError
 from fxpipe.rewriting.program import Constant
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.runtime.commit import add_gradient
@@ -40,10 +40,10 @@ class LossStage:
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
     in_forward: InForward = field(init=False)
-    tree: Callable[[Sequence[Any]], Any] = field(init=False)  # the model's output from what is received
+    tree: OutputTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.in_forward, self.tree = InForward(self.assembly.state), output_tree(self.assembly)
+        self.in_forward, self.tree = InForward(self.assembly.state), OutputTree.of(self.assembly)
 
     def run(self, i: int) -> None:
         links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
@@ -62,7 +62,7 @@ class LossStage:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
             self.values_written[i] = [values[value].detach() for value in self.assembly.program.written.values()]
         with generators_held(self.assembly.devices[-1]):
-            loss, begin = self.in_forward(self.losses, self.tree(outputs), i)
+            loss, begin = self.in_forward(self._loss, outputs, i)
         found: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             found = self._go_back(loss, begin, [outputs[place] for place in trained], i)
@@ -73,6 +73,13 @@ class LossStage:
             for place, gradient in zip(trained, found, strict=True):
                 gradients[place] = torch.zeros_like(outputs[place]) if gradient is None else gradient
             self.gradients[i] = gradients
+
+    def _loss(self, outputs: Sequence[Any], i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, tree = self.losses, self.tree
+        if not tree.is_weighed:
+            return losses(tree(outputs), i)
+        weight = losses.shares[i]
+        return losses(tree.share(outputs, losses.known, weight, losses.reduction), i, lambda: tree(outputs))
 
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
@@ -134,15 +141,71 @@ class LossStage:
         return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
 
-def output_tree(assembly: Assembly) -> Callable[[Sequence[Any]], Any]:
+@dataclass(frozen=True, slots=True)
+class OutputTree:
     """Makes the model's output of what the outputs' links receive."""
-    place = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
-    places = [o if isinstance(o, Constant) else place[o] for o in assembly.program.outputs]
-    if assembly.out_spec.is_leaf() and places == [0]:
-        return operator.itemgetter(0)
 
-    def tree(values: Sequence[Any]) -> Any:
-        leaves = [p.value if isinstance(p, Constant) else values[p] for p in places]
-        return pytree.tree_unflatten(leaves, assembly.out_spec)
+    assembly: Assembly
+    places: tuple[int | Constant, ...]  # for each that is handed out, the link; or what it is
+    is_weighed: bool  # does any say less, or other things, of a micro-batch than of the mini-batch's share in it
 
-    return tree
+    @classmethod
+    def of(cls, assembly: Assembly) -> OutputTree:
+        link = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
+        places = tuple(o if isinstance(o, Constant) else link[o] for o in assembly.program.outputs)
+        return cls(assembly, places, bool(assembly.combinations) or "sum" in assembly.out_dims)
+
+    def __call__(self, values: Sequence[Any]) -> Any:
+        """Of the mini-batch; or of a micro-batch by itself, as if there were no others."""
+        if self.places == (0,) and self.assembly.out_spec.is_leaf():
+            return values[0]
+        return self.assembly.output(self._handed_out(values))
+
+    def share(self, values: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
+        """Of a micro-batch of this weight, such that losses made of it add up to that of the mini-batch.
+
+        Where `reduction` is "mean" their mean does: a sum over samples counts once for each part of the batch.
+        """
+        handed_out = self._handed_out(values)
+        combined = {one.output: _share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations}
+        if reduction == "mean" and weight != 1:
+            leaves = self.assembly.out_spec.num_leaves
+            for place, how in enumerate(self.assembly.out_dims[:leaves]):
+                value = handed_out[place]
+                if how == "sum" and isinstance(value, torch.Tensor) and value.is_floating_point():
+                    handed_out[place] = value / weight
+        return self.assembly.output(handed_out, combined)
+
+    def _handed_out(self, values: Sequence[Any]) -> list[Any]:
+        return [place.value if isinstance(place, Constant) else values[place] for place in self.places]
+
+
+def _share(one: Combination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
+    if not one.is_affine:
+        value = one.of(handed_out)
+        return _refusing(value, one.where) if isinstance(value, torch.Tensor) and value.requires_grad else value
+    value = one.share(handed_out, known, weight)
+    return value * weight if reduction == "sum" and weight != 1 else value
+
+
+class _Refusing(torch.autograd.Function):
+    """A value that no gradient may reach."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, where: str) -> torch.Tensor:
+        ctx.where = where
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        raise LossError(
+            f"{ctx.where} is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch "
+            "adds to it depends on all the others (a product of means, as in the loss of a router; a count of hidden "
+            "values), and forward_backward goes back before these have come; use the drop-in, which has them all: "
+            "loss_fn(pipe(x), target).backward()"
+        )
+
+
+def _refusing(value: torch.Tensor, where: str) -> torch.Tensor:
+    made: torch.Tensor = _Refusing.apply(value, where)
+    return made

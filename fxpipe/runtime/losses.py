@@ -13,7 +13,7 @@ Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
+from fxpipe.runtime.assembly import Assembly
 from fxpipe.trees import mapped
 
 REDUCTIONS = ("mean", "sum")
@@ -30,9 +31,11 @@ REMEDIES = (
     "drop-in: loss_fn(pipe(x), target).backward()"
 )
 REMEDIES_OF_MODELS = (
-    "Where the model takes the loss itself, forward_backward can weigh it, with a loss_fn that returns (out.loss * n, "
-    "n), n elements that count in the micro-batch; or take the loss of the model's other outputs instead. If the mean "
-    "over samples of what micro-batches give is meant, say so: out_dims='mean' for this output."
+    "Where the model takes the loss itself, in a way that its graph does not tell (a module kept whole, a function of "
+    "your own), let it take it by functions of torch, or return the sum and the count as outputs of their own; or take "
+    "the loss of the model's other outputs. In forward_backward a loss_fn that returns (out.loss * n, n) weighs it, n "
+    "elements that count in the micro-batch. If its micro-batches really add up otherwise, say how: "
+    "out_dims={'loss': 'sum'} for a sum, or 'mean' where the mean over samples of what they give is meant."
 )
 LARGEST_UNIT = 2.0**60
 
@@ -52,18 +55,25 @@ class Losses:
     weighted: bool | None = None  # does the function return (total, weight)
     unit: Any = None  # where it does: a power of two near 1 / the sum of weights
     has_gradient: bool = False  # does any of them require grad
+    known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
 
     def __post_init__(self) -> None:
         self.values = [None] * len(self.shares)
         self.weights = [None] * len(self.shares)
 
-    def __call__(self, output: Any, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, output: Any, i: int, own: Callable[[], Any] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of micro-batch i, scaled for backward, and its gradient, with which backward begins.
+
+        `output` is such that the losses of micro-batches add up; `own`, where it is another one, gives that of the
+        micro-batch by itself, which a function that returns pairs weighs by itself.
 
         What scales it by a number is that gradient: the same bits as of a product, without one. The loss may hang on
         nothing: a micro-batch of padding, say.
         """
-        loss, weight = checked_loss(self.function(output, *self.targets[i]), f"micro-batch {i}")
+        value = self.function(own() if own is not None and self.weighted else output, *self.targets[i])
+        if own is not None and self.weighted is None and isinstance(value, tuple):
+            value = self.function(own(), *self.targets[i])
+        loss, weight = checked_loss(value, f"micro-batch {i}")
         if self.weighted is not None and self.weighted != (weight is not None):
             raise LossError(
                 "loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind"
@@ -132,6 +142,14 @@ class Losses:
             return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
         scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
+
+
+def untold(assembly: Assembly) -> str:
+    """What to say where outputs of micro-batches would be put together without knowing how."""
+    return (
+        f"{assembly.untold[0]}: whether it is a mean over samples, over elements of which some do not count (padding, "
+        "a mask), or a sum, cannot be told, and no gradients say it either where none are taken. " + REMEDIES_OF_MODELS
+    )
 
 
 def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:

@@ -123,9 +123,8 @@ def trace(
             if check:
                 traced.effects = check_against_model(traced, leaves, chunks)
                 check_two_calls(traced, leaves, chunks)
-                if out_dims is None:
-                    with undone(model):
-                        check_gathering(traced, leaves)
+                with undone(model):
+                    check_gathering(traced, leaves)
             else:
                 traced.effects = watched(traced, leaves)
             refuse_differing(traced)

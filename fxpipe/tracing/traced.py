@@ -6,7 +6,8 @@ The graph has, in order of running,
   leaves),
 - `get_attr`: a parameter, a buffer or a constant of the model, by its dotted name,
 - `call_function`, `call_method`: the work. There are no modules in the graph,
-- `output`: `(outputs, assigned)`: the leaves of the model's output, and the buffers that forward re-assigns, by name.
+- `output`: `(outputs, assigned, pieces)`: the leaves of the model's output, the buffers that forward re-assigns, by
+  name, and what such outputs are made of as only the mini-batch has (`fxpipe.combination`).
 
 Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state` (of
 the thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake tensor or
@@ -27,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from fxpipe.combination import Combination
 from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
@@ -102,7 +104,11 @@ class Traced:
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
         int | str | None, ...
-    ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", None: not batched
+    ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched
+    combinations: tuple[Combination, ...] = ()  # of the outputs that are "combined"
+    piece_dims: tuple[str | None, ...] = ()  # of `pieces`: "sum", "mean", or None: the same for all
+    told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
+    untold: tuple[str, ...] = ()  # why outputs are taken for means over samples where the graph does not tell
     assumed: tuple[Assumption, ...] = ()  # of sizes of inputs, by what has made the graph without recording the model
     batch_reads: tuple[BatchRead, ...] = ()  # of mini-batch and micro-batches
     mini_batch_reads: tuple[BatchRead, ...] = ()  # what need not hold for micro-batches
@@ -196,10 +202,28 @@ class Traced:
 
     @property
     def results(self) -> list[tuple[Any, int | str | None]]:
-        """What micro-batches make, and how it goes together: the outputs, then the inputs that forward writes to."""
+        """What micro-batches make, and how it goes together: outputs, pieces, then inputs that forward writes to."""
         assert self.effects is not None
         written = [(node, self.in_dims[self.place_of(node)]) for node in self.effects.written_inputs]
-        return [*zip(self.outputs, self.out_dims, strict=True), *written]
+        outputs = zip(self.outputs, self.out_dims, strict=True)
+        return [*outputs, *zip(self.pieces, self.piece_dims, strict=True), *written]
+
+    @property
+    def pieces(self) -> list[fx.Node]:
+        """What combinations are made of."""
+        found = self.graph.output_node().args[0]
+        return list(found[2]) if len(found) > 2 else []  # type: ignore[index,arg-type]
+
+    @property
+    def handed_out(self) -> list[Any]:
+        """What micro-batches hand out: the leaves of the output, None for those that are combined, and the pieces."""
+        leaves = zip(self.outputs, self.out_dims or [None] * len(self.outputs), strict=True)
+        return [*(None if how == "combined" else leaf for leaf, how in leaves), *self.pieces]
+
+    @property
+    def handed_out_dims(self) -> tuple[int | str | None, ...]:
+        """How it goes together."""
+        return (*(None if how == "combined" else how for how in self.out_dims), *self.piece_dims)
 
     def fingerprint(self) -> str:
         """The same for two traces of one model: names, functions and arguments of all nodes."""

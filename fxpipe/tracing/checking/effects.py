@@ -101,7 +101,9 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
         return value
 
     nodes = [*traced.graph.nodes]
-    last = last_uses(nodes, [n for n in (*traced.outputs, *traced.assigned.values()) if isinstance(n, fx.Node)])
+    last = last_uses(
+        nodes, [n for n in (*traced.outputs, *traced.pieces, *traced.assigned.values()) if isinstance(n, fx.Node)]
+    )
     with progress("checking", len(nodes) - 1) as step:
         for node in evaluate(nodes, values, given, attribute, work):
             tensors = list(tensors_in(values[node]))
@@ -123,7 +125,7 @@ def effects_of(traced: Traced, seen: Sequence[Seen]) -> Effects:
     nodes = traced.nodes
     place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
     last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
-    last |= {o: len(nodes) for o in [*traced.outputs, *traced.assigned.values()] if isinstance(o, fx.Node)}
+    last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
     classes = _Classes()
     first: dict[fx.Node, _Key] = {}  # one of the storages of each node
     for number, one in enumerate(seen):

@@ -49,7 +49,11 @@ def check_gathering(traced: Traced, leaves: Sequence[Any]) -> None:
     if not asked or not can_be_calm(traced):
         return
     # A mean may hang on samples that are unlike the first ones (shorter texts): all have a say.
-    if batch >= FEW and "mean" not in traced.out_dims and _few_are_right(traced, asked, leaves):
+    if (
+        batch >= FEW
+        and all(isinstance(traced.results[place][1], int) for place in asked)
+        and _few_are_right(traced, asked, leaves)
+    ):
         return
     if batch > 1:
         _compare_all(traced, asked, leaves, batch)
@@ -102,7 +106,7 @@ def _compare_all(traced: Traced, asked: Asked, leaves: Sequence[Any], batch: int
     whole, *parts = runs
     for place in _differing(traced, whole, parts, cut / batch):
         raise _refusal(traced, place)
-    if all(traced.results[place][1] == "mean" for place in asked):
+    if not any(isinstance(traced.results[place][1], int) for place in asked):
         return
     turned = run((cut, batch), (0, cut))
     if turned is not None:
@@ -136,15 +140,27 @@ def _all_of(*runs: Found | None) -> list[Found]:
 def _differing(traced: Traced, whole: Found, parts: Sequence[Found], share: float) -> list[int]:
     """The outputs that are not their parts put together, of which the first has this share of the samples."""
     differing = []
+    combinations = {one.output: one for one in traced.combinations}
+    first, second = parts
+    together: Any
     for place, value in whole.items():
-        dim, (first, second) = traced.results[place][1], (part[place] for part in parts)
-        if isinstance(dim, int):
-            together = torch.cat([first, second], dim)
-        else:  # found, not given: it can only be "mean"
-            together = first * share + second * (1 - share)
+        if len(traced.outputs) <= place < len(traced.outputs) + len(traced.pieces):
+            continue  # it only says something with others
+        if place in combinations:
+            one = combinations[place]
+            pieces = zip(one.pieces, one.hows, strict=True)
+            together = one([_together(first[piece], second[piece], how, share) for piece, how in pieces])
+        else:
+            together = _together(first[place], second[place], traced.results[place][1], share)
         if not _same(traced, value, together):
             differing.append(place)
     return differing
+
+
+def _together(first: Any, second: Any, how: int | str | None, share: float) -> Any:
+    if isinstance(how, int):
+        return torch.cat([first, second], how)
+    return {"mean": first * share + second * (1 - share), "sum": first + second, None: first}[how]
 
 
 def _same(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -166,17 +182,23 @@ def _refusal(traced: Traced, place: int) -> ArgumentError:
         f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
         f"or is an input not batched (in_dims={_taken(traced)} was taken)? Say with in_dims what is batched, "
         "or with out_dims how the outputs go together ('stack', 'mean', 'sum', a dimension), if that is meant. "
-        "A mean over tokens that the model takes itself: out_dims='mean', and in forward_backward a loss_fn "
-        "that returns (out.loss * n, n), n tokens that count"
+        "A loss that the model takes itself in a way that its graph does not tell (a module kept whole): let it "
+        "take the loss by functions of torch, or return what it sums and what it divides by"
     )
 
 
 def _asked(traced: Traced) -> Asked:
     """By place of an output that is put together: what to compare for it, itself or what says the same."""
     found = {}
+    wanted = {piece for one in traced.combinations if one.output not in traced.told for piece in one.pieces}
     for place, (node, dim) in enumerate(traced.results):
-        shapes = node.meta["shapes"] if isinstance(node, fx.Node) else ()
-        if dim is not None and shapes and (shapes[0].dtype.is_floating_point or shapes[0].dtype.is_complex):
+        shapes: Sequence[Any] = node.meta["shapes"] if isinstance(node, fx.Node) else ()
+        is_told = place in traced.told if place < len(traced.outputs) else bool(traced.told)
+        if place in wanted:
+            found[place] = node
+        elif dim is None or len(shapes) != 1 or is_told or node in traced.pieces:
+            continue
+        elif shapes[0].dtype.is_floating_point or shapes[0].dtype.is_complex:
             assert isinstance(node, fx.Node)
             found[place] = node.all_input_nodes[0] if _is_by_sample(traced, node, dim) else node
     return found

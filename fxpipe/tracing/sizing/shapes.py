@@ -21,13 +21,15 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fxpipe.combination import Combination
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.sizes import SizeRead, length
+from fxpipe.tracing.sizing.batch_reductions import Unknown, Walk
 from fxpipe.tracing.sizing.squeezing import tell_squeezes
 from fxpipe.tracing.sizing.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.traced import WORKING, BatchRead, Leaf, Traced, one_batch_size
-from fxpipe.trees import DiffersError, broadcast
+from fxpipe.trees import FOUND, DiffersError, broadcast
 
 REDUCTIONS = ("mean", "sum", "stack")
 RELATIONS = {
@@ -117,8 +119,9 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     if traced.recorded_sizes:
         traced.batch_reads += (_recorded_sizes(traced),)
     traced.mini_batch_reads = tell_squeezes(traced, traced.batch_of(values))
-    traced.out_dims = _out_dims(traced, made, batch, env, out_dims)
-    traced.uneven = _uneven(traced) if out_dims is None else ()
+    walk = Walk(traced, batched_nodes(traced))
+    traced.out_dims = _out_dims(traced, made, batch, env, out_dims, walk)
+    traced.uneven = _uneven(traced)
     _fold_fixed_sizes(traced)
 
 
@@ -270,7 +273,7 @@ def batched_nodes(traced: Traced) -> set[fx.Node]:
 
 
 def _out_dims(
-    traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any
+    traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any, walk: Walk
 ) -> tuple[int | str | None, ...]:
     given: Any = None
     is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
@@ -281,20 +284,28 @@ def _out_dims(
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-    dependent = batched_nodes(traced)
+        traced.told = frozenset(place for place, dim in enumerate(given) if dim is not FOUND)
+    dependent = walk.dependent
     found: list[int | str | None] = []
+    combinations: list[Combination] = []
     for place, output in enumerate(traced.outputs):
         if not isinstance(output, fx.Node):
             found.append(None)
             continue
         value = made.get(output)
         sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
-        if given is not None and not (is_for_rest and (output not in dependent or _holding(sizes, batch) is not None)):
+        is_given = given is not None and given[place] is not FOUND
+        if is_given and not (is_for_rest and (output not in dependent or _holding(sizes, batch) is not None)):
             found.append(_checked_out_dim(traced, output, given[place]))
         elif output not in dependent:
             found.append(None)
         else:
-            found.append(_out_dim(traced, output, place, sizes, batch))
+            how = _out_dim(traced, output, place, sizes, batch, walk)
+            if isinstance(how, Combination):
+                combinations.append(how)
+            found.append("combined" if isinstance(how, Combination) else how)
+    traced.combinations = tuple(combinations)
+    walk.finish()
     return tuple(found)
 
 
@@ -317,22 +328,29 @@ def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | N
 def _uneven(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     """Outputs of which so many samples more are not as many rows more each time."""
     found = []
-    for output, dim in zip(traced.outputs, traced.out_dims, strict=True):
-        if isinstance(output, fx.Node) and isinstance(dim, int):
+    for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+        if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
             rows = output.meta["shapes"][0].shape[dim]
             if sympy.cancel(rows / traced.batch).free_symbols:
                 found.append((output.name, rows))
     return tuple(found)
 
 
-def _out_dim(traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any]) -> int | str:
+def _out_dim(
+    traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any], walk: Walk
+) -> int | str | Combination:
     if (found := _holding(sizes, batch)) is not None:
         return found
     shapes = output.meta["shapes"]
     number = output.meta.get("number")
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
         return "sum"  # as many times the samples: each micro-batch has its share
+    try:
+        return walk.combination(output, place)
+    except Unknown as unknown:
+        told = str(unknown)
     if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
+        traced.untold += (f"output {place} ({output.name}) is made of {told}",)
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
     if any(s is not None and not s.free_symbols <= batch for s in sizes):

@@ -1,0 +1,293 @@
+"""Losses that a model takes itself: how those of micro-batches go together is found from the graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, LossError
+
+CLASSES, LENGTH, IGNORED = 7, 6, -100
+
+
+class OwnLoss(nn.Module):
+    """A language model that takes its loss itself."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Embedding(CLASSES, 8), nn.Linear(8, 8), nn.Linear(8, CLASSES)
+        self.loss = loss
+        self.register_buffer("weights", torch.linspace(0.5, 2, CLASSES))
+
+    def forward(self, ids, labels):
+        logits = self.head(torch.tanh(self.mix(self.embed(ids))))
+        return {"logits": logits, "loss": self.loss(self, logits, labels)}
+
+
+def entropy(y, t, **options):
+    return F.cross_entropy(y.transpose(1, 2), t, **options)
+
+
+def masked_mean(_, y, t):
+    mask = t != IGNORED
+    return (entropy(y, t, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+def normalised_weights(_, y, t):
+    """A factor that all samples share stands inside of the sum."""
+    mask = t != IGNORED
+    return (entropy(y, t, reduction="none") * mask / mask.sum()).sum()
+
+
+def chosen(_, y, t):
+    return entropy(y, t, reduction="none")[t != IGNORED].mean()
+
+
+def chosen_logits(_, y, t):
+    return F.cross_entropy(y[t != IGNORED], t[t != IGNORED])
+
+
+def added_in_place(_, y, t):
+    loss = entropy(y, t)
+    loss += 0.1 * y.square().mean()
+    return loss
+
+
+def mean_of_each_sample(_, y, t):
+    """A mean over samples, whatever counts in each."""
+    return (entropy(y, t, reduction="none").sum(1) / ((t != IGNORED).sum(1) + 1)).mean()
+
+
+AFFINE = {
+    "a mean over tokens that count": lambda _, y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+    "with weights of classes": lambda m, y, t: entropy(y, t, weight=m.weights),
+    "smoothed": lambda _, y, t: entropy(y, t, label_smoothing=0.1),
+    "smoothed, with weights": lambda m, y, t: entropy(y, t, label_smoothing=0.1, weight=m.weights),
+    "of likelihoods": lambda _, y, t: F.nll_loss(y.log_softmax(-1).flatten(0, 1), t.flatten()),
+    "a sum over a mask's": masked_mean,
+    "weights that add up to 1": normalised_weights,
+    "chosen losses": chosen,
+    "chosen logits": chosen_logits,
+    "two terms": lambda _, y, t: entropy(y, t) + 0.1 * y.square().mean(),
+    "two counts": lambda _, y, t: entropy(y, t) + 0.5 * entropy(y[:, :4], t[:, :4]),
+    "added in place": added_in_place,
+    "a penalty": lambda m, y, t: entropy(y, t) + 0.01 * sum(p.square().sum() for p in m.parameters()),
+    "a sum over a number": lambda _, y, t: entropy(y, t, reduction="sum") / 37,
+    "a sum over the batch": lambda _, y, t: entropy(y, t, reduction="sum") / y.shape[0],
+    "roots of the batch": lambda _, y, t: (y.square() / y.shape[0] ** 0.5).sum() / y.shape[0] ** 0.5,
+    "each sample's mean": mean_of_each_sample,
+}
+
+
+def router(_, y, t):
+    """The loss that balances experts: a product of two means over all tokens."""
+    chances = y.softmax(-1)
+    fractions = F.one_hot(chances.argmax(-1), CLASSES).double().mean((0, 1))
+    return entropy(y, t) + 0.1 * CLASSES * (fractions * chances.mean((0, 1))).sum()
+
+
+def chosen_by_value(_, y, t):
+    losses = entropy(y, t, reduction="none")
+    return losses[losses > 1].mean()
+
+
+OTHER = {
+    "a router's": router,
+    "perplexity": lambda _, y, t: entropy(y, t).exp(),
+    "a count of hidden values": chosen_by_value,
+    "a square of a mean": lambda _, y, t: y.mean().square() + entropy(y, t),
+}
+
+
+def labels(batch: int, seed: int) -> torch.Tensor:
+    """Each row has another number that counts."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(0, CLASSES, (batch, LENGTH), generator=generator)
+    for row in found:
+        row[int(torch.randint(1, LENGTH + 1, (), generator=generator)) :] = IGNORED
+    return found
+
+
+def batches():
+    """Other ones than that it was planned on: of another size, and with a micro-batch in which nothing counts."""
+    for seed, batch in enumerate((6, 7, 6), 1):
+        target = labels(batch, seed)
+        if seed == 3:
+            target[:2] = IGNORED
+        yield torch.randint(0, CLASSES, (batch, LENGTH)), target
+
+
+def pair(loss, **options):
+    torch.manual_seed(0)
+    model = OwnLoss(loss).double()
+    plain = copy.deepcopy(model)
+    example = torch.randint(0, CLASSES, (6, LENGTH)), labels(6, 0)
+    return plain, fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=example, **options)
+
+
+def assert_trained(pipe, plain, have, want):
+    torch.testing.assert_close(have.detach(), want.detach(), rtol=1e-10, atol=1e-12)
+    for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def assert_step(pipe, plain, ids, target, interleaved: bool):
+    for model in (pipe, plain):
+        model.zero_grad()
+    want = plain(ids, target)["loss"]
+    want.backward()
+    if interleaved:
+        have = pipe.forward_backward(ids, target, loss_fn=lambda out: out["loss"])
+    else:
+        have = pipe(ids, target)["loss"]
+        have.backward()
+    assert_trained(pipe, plain, have, want)
+
+
+@pytest.mark.parametrize("name", [*AFFINE, *OTHER])
+def test_a_models_loss_is_that_of_the_mini_batch(name):
+    """In evaluation, in the drop-in, and where micro-batches go back before others have come: there, if it can be."""
+    plain, pipe = pair((AFFINE | OTHER)[name])
+    with pipe:
+        for ids, target in batches():
+            with torch.no_grad():
+                have, want = pipe(ids, target), plain(ids, target)
+                torch.testing.assert_close(have["loss"], want["loss"], rtol=1e-10, atol=1e-12)
+            assert_step(pipe, plain, ids, target, interleaved=False)
+            if name in AFFINE:
+                assert_step(pipe, plain, ids, target, interleaved=True)
+                continue
+            with pytest.raises(LossError, match=r"output 1 .*depends on all the others.*use the drop-in"):
+                pipe.forward_backward(ids, target, loss_fn=lambda out: out["loss"])
+
+
+def test_a_loss_function_may_go_on_with_it():
+    plain, pipe = pair(AFFINE["two counts"])
+    with pipe:
+        for ids, target in batches():
+            for model in (pipe, plain):
+                model.zero_grad()
+            out = plain(ids, target)
+            want = out["loss"] / 4 + out["logits"].square().mean()
+            want.backward()
+            have = pipe.forward_backward(ids, target, loss_fn=lambda o: o["loss"] / 4 + o["logits"].square().mean())
+            assert_trained(pipe, plain, have, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["two terms", "a sum over a number", "a penalty"])
+def test_either_reduction_is_right_for_what_the_pipe_puts_together(name, reduction):
+    plain, pipe = pair(AFFINE[name])
+    with pipe:
+        ids, target = next(batches())
+        want = plain(ids, target)["loss"]
+        want.backward()
+        have, out = pipe.forward_backward(
+            ids, target, loss_fn=lambda o: o["loss"], reduction=reduction, return_outputs=True
+        )
+        assert_trained(pipe, plain, have, want)
+        torch.testing.assert_close(out["loss"], want.detach())
+
+
+def test_pairs_weigh_the_loss_of_each_micro_batch():
+    def weighed(out, t):
+        n = (t != IGNORED).sum()
+        return torch.where(n == 0, 0, out["loss"]) * n, n
+
+    plain, pipe = pair(AFFINE["a mean over tokens that count"])
+    with pipe:
+        for ids, target in batches():
+            for model in (pipe, plain):
+                model.zero_grad()
+            want = plain(ids, target)["loss"]
+            want.backward()
+            have = pipe.forward_backward(ids, target, target=target, loss_fn=weighed)
+            torch.testing.assert_close(have, want.detach())
+
+
+class Metrics(nn.Module):
+    """Two losses, a rate and a count beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+
+    def forward(self, x, t):
+        y = self.lin(x)
+        right = y.argmax(-1) == t
+        return F.cross_entropy(y, t), y.square().mean(), right.double().mean(), right.sum(), y.mean(0)
+
+
+def test_metrics_beside_the_loss():
+    plain = Metrics().double()
+    x, t = torch.randn(7, 4).double(), torch.tensor([0, 1, -100, 2, -100, -100, 1])
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"], 3, example_args=(x[:6], t[:6])) as pipe, torch.no_grad():
+        for have, want in zip(pipe(x, t), plain(x, t), strict=True):
+            torch.testing.assert_close(have, want)
+
+
+def test_a_loss_in_few_digits_is_summed_in_more():
+    """The sum over tokens would overflow where the mean does not."""
+    plain, pipe = pair(lambda _, y, t: 3e4 * entropy(y.half() * 2, t).half())
+    with pipe, torch.no_grad():
+        ids, target = next(batches())
+        assert plain(ids, target)["loss"].isfinite()
+        torch.testing.assert_close(pipe(ids, target)["loss"], plain(ids, target)["loss"])
+
+
+def test_other_schedules_and_recomputing():
+    plain, pipe = pair(AFFINE["two counts"], schedule="zero_bubble", checkpoint="always")
+    with pipe:
+        for ids, target in batches():
+            assert_step(pipe, plain, ids, target, interleaved=True)
+
+
+# -- out_dims by field -----------------------------------------------------------------------------------------------
+
+
+def test_one_field_may_be_told_and_the_others_are_found():
+    example = torch.randint(0, CLASSES, (6, LENGTH)), labels(6, 0)
+    traced = fxpipe.trace(OwnLoss(AFFINE["two terms"]), example, out_dims={"loss": "sum"})
+    assert traced.out_dims == (0, "sum")
+    with pytest.raises(ArgumentError, match="it has no 'lost', but 'logits', 'loss'"):
+        fxpipe.trace(OwnLoss(AFFINE["two terms"]), example, out_dims={"lost": "sum"})
+
+
+def test_one_field_of_an_output_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=11, max_position_embeddings=8, num_labels=3, **sizes)
+    model = transformers.BertForSequenceClassification(config).eval()
+    inputs = {"input_ids": torch.randint(0, 11, (4, 5)), "labels": torch.tensor([0, 1, 2, 1])}
+    told = fxpipe.trace(model, (), inputs, out_dims={"loss": "mean"})
+    assert told.out_dims == ("mean", 0)
+    assert fxpipe.trace(model, (), {"input_ids": inputs["input_ids"]}, out_dims={"loss": "mean"}).out_dims == (0,)
+
+
+# -- where the graph does not tell -----------------------------------------------------------------------------------
+
+
+@fxpipe.leaf
+def hidden(y, t):
+    return F.cross_entropy(y.flatten(0, 1), t.flatten())
+
+
+def test_a_loss_that_the_graph_does_not_tell_is_refused_in_evaluation_as_well():
+    torch.manual_seed(0)
+    model = OwnLoss(lambda _, y, t: hidden(y, t))
+    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
+    with fxpipe.pipeline(copy.deepcopy(model), ["cpu"], 3, example_args=even) as pipe:
+        pipe(*even)["loss"].backward()
+        with pytest.raises(LossError, match="times as much"):
+            pipe(even[0], labels(6, 1))["loss"].backward()
+        with torch.no_grad(), pytest.raises(LossError, match=r"cannot be told.*out_dims=\{'loss': 'sum'\}"):
+            pipe(*even)
+    pipe = fxpipe.pipeline(model, ["cpu"], 3, example_args=even, out_dims={"loss": "mean"})
+    with pipe, torch.no_grad():
+        parts = [model(*part)["loss"] for part in zip(even[0].chunk(3), labels(6, 1).chunk(3), strict=True)]
+        torch.testing.assert_close(pipe(even[0], labels(6, 1))["loss"], sum(parts) / 3)
