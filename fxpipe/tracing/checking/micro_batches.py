@@ -125,6 +125,7 @@ def _make_the_same(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: C
     asked = [{k: node for k, node in enumerate(t.outputs) if isinstance(node, fx.Node)} for t in (whole, parts)]
     if asked[0].keys() != asked[1].keys():
         return False
+    asked[1] |= dict(enumerate(parts.pieces, len(parts.outputs)))
     cuts = _cut(batch, sizes)
     try:
         with undone(whole.model):
@@ -134,8 +135,16 @@ def _make_the_same(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: C
         return None
     weights = [(stop - start) / batch for start, stop in cuts]
     constants = zip(whole.outputs, parts.outputs, strict=True)
+    combined = {one.output: one for one in parts.combinations}
+
+    def together(place: int) -> Any:
+        if place in combined:
+            return combined[place]([together(piece) for piece in combined[place].pieces])
+        return _together([part[place] for part in made], parts.results[place][1], weights)
+
     return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
-        _are(value, [part[place] for part in made], whole.out_dims[place], weights) for place, value in want.items()
+        _are(value, [part[place] for part in made]) if whole.out_dims[place] is None else _same(value, together(place))
+        for place, value in want.items()
     )
 
 
@@ -150,12 +159,16 @@ def _cut(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
     return [*pairwise(bounds)]
 
 
-def _are(whole: Any, parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> bool:
-    if dim is None:
-        return all(_same(whole, part) for part in parts)
+def _are(whole: Any, parts: Sequence[Any]) -> bool:
+    return all(_same(whole, part) for part in parts)
+
+
+def _together(parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> Any:
+    if isinstance(dim, int):
+        return torch.cat([*parts], dim)
     if dim == "mean":
-        return _same(whole, sum(part * weight for part, weight in zip(parts, weights, strict=True)))
-    return _same(whole, sum(parts[1:], parts[0]) if dim == "sum" else torch.cat([*parts], dim))  # type: ignore[arg-type]
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    return parts[0] if dim is None else sum(parts[1:], parts[0])
 
 
 def _same(left: Any, right: Any) -> bool:

@@ -232,8 +232,7 @@ class Walk:
         """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs."""
         output = self.traced.graph.output_node()
         if self.handed_out:
-            leaves, assigned = output.args[0]  # type: ignore[misc, str-unpack]
-            output.args = ((leaves, assigned, tuple(self.handed_out)),)
+            output.args = ((*output.args[0][:2], tuple(self.handed_out)),)  # type: ignore[index, misc]
         self.traced.piece_dims = tuple(self.handed_out.values())
         for node in reversed(self.added):
             if not node.users:
