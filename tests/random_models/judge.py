@@ -202,7 +202,7 @@ def _is_cut(name: str, value: Tensor) -> bool:
 def _part(name: str, value: Tensor, count: int, i: int) -> Tensor:
     """A micro-batch of an input; in memory of its own, unless it is to have a gradient."""
     if not _is_cut(name, value):
-        return value
+        return value.clone()  # which all micro-batches read as it was
     part = value.tensor_split(count)[i]
     return part if value.requires_grad else part.clone()
 
@@ -212,6 +212,8 @@ def _write_back(inputs: Inputs, part: Inputs, count: int, i: int) -> None:
         for name, value in inputs.items():
             if _is_cut(name, value) and not value.requires_grad:
                 value.tensor_split(count)[i].copy_(part[name])
+            elif not _is_cut(name, value) and i == count - 1:
+                value.copy_(part[name])
 
 
 def _gathered(outputs: list[Any], weights: list[list[Any]]) -> Any:
@@ -416,13 +418,16 @@ class Trial:
                 failed = _run(lambda inputs, c=twin: c.step(inputs, batch, ()), self.case, batch).error
                 kinds.append(type(failed))
             return Verdict("invalid", _text(error)) if type(error) in kinds else Verdict("crashes", _text(error))
+        self.refusals.append(_text(error))
         after = state_of(ours)
+        if have.outputs is not None:  # refused in backward: forward has ended well, and left behind what it does
+            text = same_by_name(after["gradient"], before["gradient"], 0.0)
+            return Verdict("wrong", f"a refused backward changed gradient {text}") if text else Verdict("right")
         if text := _difference(after, before, 0.0):
             return Verdict("wrong", f"a step that was refused ({_text(error)[:160]}) changed {text}")
         want = make_inputs(self.case, batch)
         if text := same_by_name(have.inputs, want, 0.0):
             return Verdict("wrong", f"a step that was refused ({_text(error)[:160]}) changed input {text}")
-        self.refusals.append(_text(error))
         return None
 
 

@@ -435,7 +435,7 @@ WRITES = _table(
     ),
     Operation("cache_attached", "cache[:, 3] = $v[:, 0]\n$o = $v + cache[:, 3:4]", inputs=("cache",), weight=1),
     Operation("ids_write", "$o = $v * 1\nids[:, 0] = 1", weight=1),
-    Operation("scale_write", "$o = $v * scale.clone()\nscale.mul_(0.5)", inputs=("scale",), per_part=True, weight=1),
+    Operation("scale_write", "$o = $v * scale.clone()\nscale.mul_(0.5)", inputs=("scale",), weight=1),
 )
 
 LOSSES = _table(

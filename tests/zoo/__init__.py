@@ -10,9 +10,10 @@ from zoo.entry import Entry
 from zoo.hugging_face import HUGGING_FACE
 from zoo.imaging import IMAGING
 from zoo.memory import MEMORY
+from zoo.state import STATE
 from zoo.structure import STRUCTURE
 
-OWN = (*CONTROL, *STRUCTURE, *MEMORY)
+OWN = (*CONTROL, *STRUCTURE, *MEMORY, *STATE)
 ZOO = (*OWN, *HUGGING_FACE, *IMAGING)
 BY_NAME = {entry.name: entry for entry in ZOO}
 

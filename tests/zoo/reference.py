@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Step:
     outputs: Leaves
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
+    inputs: dict[str, Tensor] = field(default_factory=dict)  # as the step leaves them; empty: not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_who
         outputs = _together(whole, parts)
         if gradients:
             back(outputs)
-    return step_of(model, outputs)
+    return step_of(model, outputs, inputs)
 
 
 @contextlib.contextmanager
@@ -109,14 +110,15 @@ def direct_step(model: nn.Module, run: Callable[..., Any], inputs: Call) -> Step
     outputs = flat(run(*inputs[0], **inputs[1]))
     if torch.is_grad_enabled():
         back(outputs)
-    return step_of(model, outputs)
+    return step_of(model, outputs, inputs)
 
 
-def step_of(model: nn.Module, outputs: Leaves) -> Step:
+def step_of(model: nn.Module, outputs: Leaves, inputs: Call) -> Step:
     return Step(
         [(path, leaf.detach().clone() if isinstance(leaf, Tensor) else leaf) for path, leaf in outputs],
         {name: p.grad for name, p in model.named_parameters()},
         {name: b.detach().clone() for name, b in model.named_buffers()},
+        {f"input {name}": leaf.detach() for name, leaf in flat(inputs) if isinstance(leaf, Tensor)},
     )
 
 
@@ -196,7 +198,7 @@ def compare(have: Step, want: Step) -> Comparison:
     return Comparison(
         same_outputs(have.outputs, want.outputs),
         same_by_name(have.gradients, want.gradients),
-        same_by_name(have.buffers, want.buffers),
+        same_by_name(have.buffers, want.buffers) or (have.inputs and same_by_name(have.inputs, want.inputs)) or "",
     )
 
 
