@@ -216,3 +216,13 @@ def test_every_way_to_a_graph_is_compared(tracer: Any, monkeypatch: pytest.Monke
     trace(nn.Linear(6, 6), (x(),), tracer=tracer)
     trace(nn.Linear(6, 6), (x(),), tracer=tracer, check=False)
     assert len(compared) == 1
+
+
+def test_an_input_that_a_computed_value_is_written_to_ends_no_gradient() -> None:
+    def forward(m: Any, a: torch.Tensor) -> torch.Tensor:
+        a[:, 0] = 0
+        a[:, 1:] += m.lin(a.clone())[:, 1:]
+        return m.other(a)
+
+    model = Forward(forward, other=nn.Linear(6, 6))
+    check_two_calls(trace(model, (x(),)), _leaves(x()))

@@ -71,47 +71,6 @@ class FunctionAliases(nn.Module):
         return x + sharp_within(self.layers[3](x), 1.0)
 
 
-class _Reversible(torch.autograd.Function):
-    """Recomputes in backward what it did not keep."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, blocks: nn.ModuleList) -> Tensor:
-        ctx.blocks = blocks
-        first, second = x.chunk(2, -1)
-        with torch.no_grad():
-            for block in blocks:
-                first, second = second, first + block(second)
-        ctx.save_for_backward(first.clone(), second.clone())
-        return torch.cat([first, second], -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        first, second = ctx.saved_tensors
-        one, two = gradient.chunk(2, -1)
-        for block in reversed(ctx.blocks):
-            with torch.enable_grad():
-                before = first.detach().requires_grad_()
-                out = block(before)
-            out.backward(two)
-            first, second = second - out.detach(), first
-            one, two = two, one + before.grad
-        return torch.cat([one, two], -1), None
-
-
-@own(STATE, lambda: call(vectors()))
-class ReversibleNetwork(nn.Module):
-    """A Function that is given modules, whose gradients it makes itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.blocks = linears(3), linears(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layers[0](x))
-        x = _Reversible.apply(x, self.blocks)
-        return self.layers[2](torch.tanh(self.layers[1](x)))
-
-
 # -- memory banks and codebooks --------------------------------------------------------------------------------------
 
 
@@ -308,13 +267,6 @@ class UnusedMixture(nn.Module):
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _padded_labels() -> Tensor:
-    """Of which the first half of the batch has fewer that count than the second."""
-    labels = tokens()
-    labels[0, 2:] = labels[1, 3:] = -100
-    return labels
-
-
 class _Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -327,26 +279,6 @@ class _Language(nn.Module):
         return self.head(x)
 
 
-@own(STATE, lambda: call(tokens(), _padded_labels()), is_whole=True)
-class PaddedLoss(_Language):
-    """A mean over the labels that are no padding, which the model takes itself."""
-
-    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        logits = self.logits(ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-        return {"loss": loss, "logits": logits}
-
-
-@own(STATE, lambda: call(tokens(), _padded_labels(), torch.tensor(21)), is_whole=True)
-class CountedLoss(_Language):
-    """A sum over the number of items in the batch, which comes as an input."""
-
-    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:
-        logits = self.logits(ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-        return {"loss": loss / num_items_in_batch, "logits": logits}
-
-
 @own(STATE, lambda: call(tokens(), padding()), is_whole=True)
 class MaskedLoss(_Language):
     """A sum over those that a mask keeps, divided by how many they are."""
@@ -357,50 +289,6 @@ class MaskedLoss(_Language):
 
 
 # -- made in the first forward, or in each ---------------------------------------------------------------------------
-
-
-@own(STATE, lambda: call(vectors(5, 8)))
-class KeptAttention(nn.Module):
-    """Attributes that forward makes: attention weights to look at later, statistics to undo a normalisation with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mean = x.mean(1, keepdim=True).detach()
-        x = x - self.mean
-        for layer in self.layers:
-            weights = (layer(x) @ x.mT).softmax(-1)
-            self.attention = weights.detach()
-            x = x + weights @ x
-        return x + self.mean
-
-
-@own(STATE, lambda: call(vectors(5, 8)))
-class LazyState(nn.Module):
-    """A buffer that gets its shape in the first forward, a table that grows, a number that is set once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = linears()
-        self.register_buffer("lowest", torch.empty(0))
-        self.table: Tensor | None = None
-        self.width: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.width is None:
-            self.width = x.shape[-1]
-        if self.table is None or len(self.table) < x.shape[1]:
-            self.table = torch.arange(x.shape[1])[:, None].cos()
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * self.table[: x.shape[1]] / self.width**0.5
-        lowest = x.detach().amin((0, 1))
-        if self.lowest.numel() == 0:
-            self.lowest.resize_(lowest.shape).copy_(lowest)
-        else:
-            self.lowest.copy_(torch.minimum(self.lowest, lowest))
-        return x
 
 
 @own(STATE, lambda: call(vectors()))

@@ -159,7 +159,7 @@ def _compare(traced: Traced, want: _Calls, sample: Sequence[Any], seed: int) -> 
 def _refuse_other_gradients(traced: Traced, want: _Call, have: _Call, sample: Sequence[Any], seed: int) -> None:
     if want.gradients is None or have.gradients is None:
         return
-    eps = {name: torch.finfo(leaf.dtype).eps for name, leaf in _leaves(traced, sample).items()}
+    eps = {name: torch.finfo(leaf.dtype).eps for name, leaf in _leaves(traced, sample, sample).items()}
     again: _Gradients | None = None
     for name, gradient in want.gradients.items():
         other = have.gradients[name]
@@ -263,7 +263,7 @@ def _call_model(
     gradients = None
     if is_trained:
         try:
-            gradients = _gradients(outputs, _leaves(traced, inputs), factor)
+            gradients = _gradients(outputs, _leaves(traced, inputs, sample), factor)
         except Exception as error:
             if traced.tracer != "record":
                 raise TraceError(
@@ -334,7 +334,7 @@ def _call_graph(
     outputs = outputs_in(traced, values)
     gradients = None
     if is_trained:
-        leaves = _leaves(traced, inputs)
+        leaves = _leaves(traced, inputs, sample)
         stand_ins = {n: copies[id(leaf)][1] if id(leaf) in copies else leaf for n, leaf in leaves.items()}
         try:
             gradients = _gradients(outputs, stand_ins)
@@ -366,13 +366,16 @@ def _seeded(seed: int) -> Iterator[None]:
         set_dice(before)
 
 
-def _leaves(traced: Traced, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Where gradients end: tensors of the model and inputs, by name."""
+def _leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Where gradients end: tensors of the model and inputs, by name.
+
+    `sample`: the inputs before forward. One that it has written a computed value to requires grad, and ends nothing.
+    """
     found = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
     first = dict(reversed([(id(tensor), name) for name, tensor in reversed(found.items())]))
     leaves = {name: tensor for name, tensor in found.items() if first[id(tensor)] == name}
-    for leaf, value in zip(traced.leaves, inputs, strict=True):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+    for leaf, value, before in zip(traced.leaves, inputs, sample, strict=True):
+        if isinstance(before, torch.Tensor) and before.requires_grad:
             leaves[f"input {leaf.path}"] = value
     return leaves
 
