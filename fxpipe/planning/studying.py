@@ -67,8 +67,9 @@ def study(
     from fxpipe.rewriting.ordering import ordered
     from fxpipe.tracing.modes import in_mode
     from fxpipe.tracing.placement import moved, on_one_device
+    from fxpipe.tracing.print_calls import printing_once
 
-    with on_one_device(model) as device, in_mode(model, None):
+    with printing_once(model), on_one_device(model) as device, in_mode(model, None):
         args, kwargs = moved((args, kwargs), device)
         traced, batch = traced_batch(model, args, kwargs, settings, seed)
         kinds, threads, profiles = _profiles(traced, args, kwargs, batch, settings)

@@ -35,6 +35,7 @@ from fxpipe.tracing.checking.micro_batches import (
 from fxpipe.tracing.checking.two_calls import check_two_calls
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
+from fxpipe.tracing.print_calls import printing_once
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import made_from
 from fxpipe.tracing.recording.own_dice import standing_still
@@ -103,6 +104,7 @@ def trace(
     grad = ThreadState.now().grad
     with (
         one_at_a_time,
+        printing_once(model),
         showing(progress),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),

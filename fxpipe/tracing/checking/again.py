@@ -10,6 +10,7 @@ import torch
 
 from fxpipe.tracing.checking.check import agree_at, is_same_graph
 from fxpipe.tracing.checking.micro_batches import holds_for_parts
+from fxpipe.tracing.print_calls import printing_once
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.traced import Traced
@@ -38,6 +39,7 @@ def _as_when_traced(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
     """A block in which graph and model may be compared. Yields the flattened inputs."""
     with (
         one_at_a_time,
+        printing_once(traced.model, is_first_run=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(traced.state.grad),
         standing_still(traced.model),

@@ -17,6 +17,7 @@ from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import attributes_of, requires_grad
 from fxpipe.tracing.evaluation import copy_of_input, leaf_copy
 from fxpipe.tracing.flags import flags
+from fxpipe.tracing.print_calls import end_first_run
 from fxpipe.tracing.recording.argument_names import argument_name, leaf_name
 from fxpipe.tracing.recording.containers_changed import changed_container, changed_item, line_of_change
 from fxpipe.tracing.recording.fake import running
@@ -169,6 +170,7 @@ def _record(
         raise
     finally:
         recorder.end()
+        end_first_run()
     traced = Traced(
         model,
         recorder.graph,

@@ -1,0 +1,92 @@
+"""`print` in forward: what it shows is shown once.
+
+A model runs several times while it is planned (recorded, compared with its graph at several sizes, looked at without
+values), and not at all in a step, which runs the graph of what forward computes. So what forward prints would appear a
+few times, of inputs that nobody gave, and then never more. Here the first run is heard, and a warning says the rest.
+
+Only `print` to stdout is muted, in the thread that plans; a debugger, say, writes to a file of its own. What is printed
+is still made a text: forward does the same in each run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fxpipe.tracing.recording.one_node import active
+from fxpipe.tracing.source import warn_user
+
+
+@dataclass(slots=True)
+class _Prints:
+    """What forward has printed in one thread, since planning has begun there."""
+
+    is_first_run: bool = True
+    lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that no step will run
+
+
+class _Nowhere:
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+_lock = threading.Lock()
+_by_thread: dict[int, _Prints] = {}
+_print = builtins.print
+
+
+def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
+    prints = _by_thread.get(threading.get_ident())
+    if prints is None or file not in (None, sys.stdout):
+        _print(*values, file=file, **settings)
+        return
+    recorder = active.recorder
+    if recorder is not None and not recorder.paused and prints.is_first_run:
+        prints.lost[recorder.source] = None
+    _print(*values, file=file if prints.is_first_run else _Nowhere(), **settings)
+
+
+@contextlib.contextmanager
+def printing_once(model: nn.Module, is_first_run: bool = True) -> Iterator[None]:
+    """A block in which `print` is heard until the model has run once; warns of what no step will print."""
+    global _print
+    here = threading.get_ident()
+    if here in _by_thread:
+        yield
+        return
+    prints = _Prints(is_first_run)
+    with _lock:
+        if builtins.print is not _print_once:
+            _print, builtins.print = builtins.print, _print_once
+        _by_thread[here] = prints
+    try:
+        yield
+    finally:
+        with _lock:
+            del _by_thread[here]
+            if not _by_thread and builtins.print is _print_once:
+                builtins.print = _print
+    if prints.lost:
+        places = ", ".join([*prints.lost][:3]) + (", ..." if len(prints.lost) > 3 else "")
+        warn_user(
+            f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and "
+            "not in a step, which runs the graph of what forward computes; to print in each step, put a forward hook "
+            "on a module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"
+        )
+
+
+def end_first_run() -> None:
+    """To be called when the model has run: further runs are not heard."""
+    prints = _by_thread.get(threading.get_ident())
+    if prints is not None:
+        prints.is_first_run = False
