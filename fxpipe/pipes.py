@@ -41,9 +41,10 @@ class Pipeline(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
 
-        Its backward runs once. Where the model takes its loss itself, a mean over tokens of which micro-batches hold
-        unequal numbers, it raises a LossError: the mean over samples that the pipe makes of it is another one. Unless
-        you have asked for that one: `out_dims="mean"`.
+        Its backward runs once. Where the model takes its loss itself, that is the mini-batch's, also where
+        micro-batches hold unequal numbers of tokens that count: its graph tells what it sums and what it divides by.
+        Where it does not (a module kept whole), such a batch is a LossError, and so is any without gradients, which
+        would not show it; unless you say how the loss goes together: `out_dims={"loss": "sum"}`.
         """
         if not hooks_of(self.model):
             return self._run(*args, **kwargs)
@@ -104,9 +105,8 @@ class Pipeline(nn.Module):
         The loss is taken of each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it is
         taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
         the whole mini-batch. On the CPU every step, on GPUs these, checks besides that each element of the sums and
-        means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes, also
-        where the model itself takes the loss, which is then weighed by samples and cannot be compared. What escapes: a
-        loss that is a mean over samples in those steps and is none in others. A loss that draws random numbers takes
+        means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes. What
+        escapes: a loss that is a mean over samples in those steps and is none in others. A loss that draws random numbers takes
         them from torch's generator, micro-batch by micro-batch, and is not compared where they make a difference.
 
         Args:
@@ -116,7 +116,7 @@ class Pipeline(nn.Module):
             loss_fn: (output, target) -> a 0-dim floating point tensor; or a pair (total, weight), of such a tensor and
                 a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
                 may be a module; what it uses gets gradients. None: the model's output is the loss. A loss inside the
-                model's output: `lambda out: out.loss`.
+                model's output: `lambda out: out.loss`; each micro-batch then shows its part of the mini-batch's.
             reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
             grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
                 `grad_scaler.step(optimizer)` and `grad_scaler.update()` as ever.

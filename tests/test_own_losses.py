@@ -269,6 +269,33 @@ def test_one_field_of_an_output_of_transformers():
     assert fxpipe.trace(model, (), {"input_ids": inputs["input_ids"]}, out_dims={"loss": "mean"}).out_dims == (0,)
 
 
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_sum_over_a_count_that_the_trainer_gives(as_tensor):
+    """The Trainer of transformers passes `num_items_in_batch`: a mean would be a quarter of it."""
+    transformers = pytest.importorskip("transformers")
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, **off)
+    model = transformers.GPT2LMHeadModel(config).double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, 11, (8, 6))
+    target = ids.clone()
+    target[:3, 2:] = IGNORED
+    count = (target[:, 1:] != IGNORED).sum()
+    inputs = {"input_ids": ids, "labels": target, "num_items_in_batch": count if as_tensor else int(count)}
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_kwargs=inputs) as pipe:
+        for interleaved in (False, True):
+            for one in (pipe, plain):
+                one.zero_grad()
+            want = plain(**inputs).loss
+            want.backward()
+            if interleaved:
+                have = pipe.forward_backward(**inputs, loss_fn=lambda out: out.loss)
+            else:
+                have = pipe(**inputs).loss
+                have.backward()
+            assert_trained(pipe, plain, have, want)
+
+
 # -- where the graph does not tell -----------------------------------------------------------------------------------
 
 
