@@ -14,7 +14,7 @@ from oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.errors import ArgumentError, StateError, TraceError
 
 BATCH = 7  # in 3 chunks: 3, 2, 2
 LAYOUTS = [
@@ -427,3 +427,30 @@ def test_a_write_that_no_mode_sees_is_noticed_by_the_comparison():
 
     with pytest.raises(TraceError):
         fxpipe.trace(ThroughNumpy(), (torch.randn(4, 4), torch.zeros(4, 4)))
+
+
+def test_a_module_kept_whole_that_writes_to_its_input_in_another_step_only_is_noticed():
+    """While it was traced it only read: another stage may hold what it is given."""
+
+    class Masks(nn.Module):
+        def forward(self, h):
+            if h.mean() > 100:
+                h.mul_(0)
+            return h * 1
+
+    class Masked(Case):
+        def __init__(self):
+            super().__init__()
+            self.masks = Masks()
+
+        def forward(self, x):
+            h = self.one(x)
+            return self.two(self.masks(h)) + h
+
+    x = torch.randn(BATCH, 4)
+    model = Masked()
+    with fxpipe.pipeline(model, ["cpu"] * 2, 3, example_args=(x,), leaf_modules=["masks"]) as pipe:
+        pipe(x)
+        model.one.bias.data += 1e4
+        with pytest.raises(StateError, match="Masks, kept whole, writes to an input of it"):
+            pipe(x)

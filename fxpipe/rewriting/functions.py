@@ -5,10 +5,14 @@ Those of random nodes are in `random_nodes`.
 
 from __future__ import annotations
 
+import functools
 import threading
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+from fxpipe.errors import StateError
 
 T = TypeVar("T")
 
@@ -43,6 +47,27 @@ def clone(value: torch.Tensor) -> torch.Tensor:
     if copy.stride() == value.stride() or 0 in value.stride():
         return copy
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def reading_only(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
+    """An opaque call that did not write to these of its arguments while it was traced: now it may not either.
+
+    Another stage, another micro-batch or the caller may hold them, and none of them would know.
+    """
+
+    @functools.wraps(function)
+    def call(given: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
+        versions = [tensor._version for tensor in read]
+        result = function(given, values)
+        if any(tensor._version != version for tensor, version in zip(read, versions, strict=True)):
+            raise StateError(
+                f"{name}, kept whole, writes to an input of it, which it did not when it was traced; let it write to a "
+                "copy (x = x.clone())"
+            )
+        return result
+
+    return call
 
 
 def set_grad(enabled: bool) -> None:

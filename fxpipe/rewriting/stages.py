@@ -28,7 +28,7 @@ from fxpipe.rewriting.aliases import Aliases, written
 from fxpipe.rewriting.code import stage_code
 from fxpipe.rewriting.copies import cones
 from fxpipe.rewriting.deferring import Deferring, defer_norm, deferring_whole
-from fxpipe.rewriting.functions import clone, pop, set_autocast, set_grad, stash
+from fxpipe.rewriting.functions import clone, pop, reading_only, set_autocast, set_grad, stash
 from fxpipe.rewriting.ordering import random_ordinals
 from fxpipe.rewriting.program import INPUT, Constant, Location, Program, Received, Skip, Stage
 from fxpipe.rewriting.random_nodes import seeded, undrawn
@@ -285,7 +285,8 @@ class _Builder:
             ordinal, copy = self.ordinals.get(node), self.made[node]
             self._defer(node, copy)
             if node.meta.get("opaque") and node.target is not operator.getitem:
-                copy.target = keeping(copy.target)  # type: ignore[arg-type]
+                copy.target = reading_only(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
+                copy.target = keeping(copy.target)
             if ordinal is None and node.meta.get("opaque"):
                 copy.target = undrawn(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:
@@ -293,6 +294,13 @@ class _Builder:
                     "call_function",
                     seeded(ordinal, copy.target, self.device, bool(node.meta.get("dice"))),
                 )
+
+    def _only_read(self, node: fx.Node) -> list[int]:
+        """Places of the arguments of an opaque call to which it was not seen to write."""
+        effects, values = self.cut.effects, node.args[1]
+        may_change = effects.writes[effects.place[node]] | self.cut.states
+        assert isinstance(values, (tuple, list))
+        return [k for k, n in enumerate(values) if isinstance(n, fx.Node) and effects.alias[n] not in may_change]
 
     def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
         self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient

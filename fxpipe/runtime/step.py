@@ -28,7 +28,7 @@ import torch
 
 from fxpipe.forgetting import forgetting
 from fxpipe.recomputing import recomputing
-from fxpipe.rewriting.functions import running
+from fxpipe.rewriting.functions import clone, running
 from fxpipe.rewriting.random_nodes import mixed
 from fxpipe.rewriting.tape import Tape
 from fxpipe.runtime.ambient import Ambient
@@ -84,7 +84,7 @@ class Step:
         wants = [self.grad and requires_grad(leaf) for leaf in leaves]
         with torch.no_grad():  # parts begin graphs of their own
             # What will be written to after forward has to stay what it was for those who read it in R.
-            own = [leaf.clone() if p in assembly.program.written else leaf for p, leaf in enumerate(leaves)]
+            own = [clone(leaf) if p in assembly.program.written else leaf for p, leaf in enumerate(leaves)]
             parts = scatter(own, assembly.in_dims, len(weights))
         self.exchange = Exchange(assembly, parts, wants, self.transport)
         self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
