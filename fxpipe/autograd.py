@@ -41,6 +41,13 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(node, tensor.output_nr)
 
 
+def has_edge(tensor: torch.Tensor) -> bool:
+    """Does a gradient go in at a tensor? A view made without gradients says that it requires grad if its base does."""
+    if not tensor.requires_grad or tensor.grad_fn is not None:
+        return tensor.requires_grad
+    return not (tensor._is_view() and tensor._base is not None and tensor._base.requires_grad)
+
+
 def leaves_under(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The leaves that a tensor hangs on: of a loss, the outputs and whatever parameters its function uses."""
     found: list[torch.Tensor] = []

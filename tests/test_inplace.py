@@ -312,6 +312,17 @@ class OutArgument(Case):
         return self.three(h) * mask + other.view(-1, 4)
 
 
+class ViewWithoutGradients(Case):
+    """The view says that it requires grad, as its base does, and no gradient goes in there."""
+
+    def forward(self, x):
+        h, state = self.one(x), torch.zeros_like(x)
+        with torch.no_grad():
+            view = h[:, 1:]
+            state[:, 1:] += view
+        return self.three(self.relu(self.two(h))) + state
+
+
 CASES = [
     AddInto,
     BatchNormInPlace,
@@ -338,6 +349,7 @@ CASES = [
     UnderAutocast,
     UnderNoGrad,
     Views,
+    ViewWithoutGradients,
 ]
 
 

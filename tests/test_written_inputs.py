@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from every_cut import EveryCut
 from oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
@@ -146,6 +147,13 @@ def test_the_next_call_sees_what_the_plain_model_would_have_left(case, options):
             assert torch.equal(x, theirs), "the first input"
         assert_same_gradients(model, plain, loose=[name for name, _ in plain.named_parameters()])
         assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("case", [State, Cache], ids=lambda case: case.__name__)
+def test_cut_anywhere_it_leaves_the_same_in_its_inputs(case):
+    model = EveryCut(case(), *example_of(case))
+    for number, starts in enumerate([*model.cuts(2), *model.cuts(3, every=4)]):
+        model.check(starts, 3, ("drop-in", "1f1b")[number % 2], ("always", "never")[number % 2], seed=number)
 
 
 def test_recording_and_comparing_leave_the_example_as_it_was():

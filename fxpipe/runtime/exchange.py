@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fxpipe.autograd import has_edge
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.program import INPUT, Received
 from fxpipe.runtime.assembly import Assembly
@@ -74,7 +75,7 @@ class Exchange:
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
         wants = False
         if isinstance(value, torch.Tensor):
-            wants, value = value.requires_grad, value.detach()
+            wants, value = has_edge(value), value.detach()
         for device, users in self._readers[maker, name]:
             sent = self.transport.ship(value, device) if self._may_move else value
             for user in users:

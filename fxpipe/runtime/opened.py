@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from fxpipe.autograd import edge_of, gradients_of
+from fxpipe.autograd import edge_of, gradients_of, has_edge
 from fxpipe.errors import StateError
 from fxpipe.rewriting.deferring import Found
 from fxpipe.rewriting.program import Stage
@@ -26,7 +26,7 @@ from fxpipe.runtime.assembly import Tensors
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.compiled import Code
 from fxpipe.runtime.entering import enter
-from fxpipe.runtime.exchange import Value, requires_grad
+from fxpipe.runtime.exchange import Value
 from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.tracking import check_calls, tracked
 from fxpipe.runtime.weighing import weighed
@@ -122,9 +122,8 @@ class OpenStage:
             if link.later is not None:  # a later user's gradient enters there, too
                 pending.begin(link.value.name, edge)
         for name, x in zip(stage.sends, sent, strict=True):
-            if self.grad and requires_grad(
-                x
-            ):  # a leaf that forward makes requires grad without it, too, and has no edge
+            # Without gradients there is no backward, and a leaf that forward makes has no edge.
+            if self.grad and isinstance(x, torch.Tensor) and has_edge(x):
                 pending.begin(name, edge_of(x))
         return Ran(sent, buffers, statistics, pending)
 
