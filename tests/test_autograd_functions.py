@@ -264,3 +264,85 @@ def write_under_no_grad(h: torch.Tensor) -> torch.Tensor:
 def test_backwards_that_recorded_functions_explain_are_none(use: Any) -> None:
     traced = assert_trains(nn.Sequential(Holding(use), nn.Linear(4, 4)), evaluates=False)
     assert not traced.whole
+
+
+class Recomputing(Function):
+    """As those of reversible networks: its backward runs the blocks again, and backward through them."""
+
+    @staticmethod
+    def forward(ctx, x, blocks, *parameters):
+        ctx.blocks, ctx.parameters = blocks, parameters
+        ctx.save_for_backward(x)
+        for block in blocks:
+            x = block(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = x
+            for block in ctx.blocks:
+                y = block(y)
+        if not ctx.parameters:
+            torch.autograd.backward(y, grad)
+            return x.grad, None
+        parameters = [p for block in ctx.blocks for p in block.parameters()]
+        found = torch.autograd.grad(y, [x, *parameters], grad)
+        return found[0], None, *found[1:]
+
+
+class Reversible(nn.Module):
+    def __init__(self, gives_parameters: bool):
+        super().__init__()
+        self.blocks, self.gives_parameters = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), gives_parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Recomputing.apply(x, self.blocks, *(self.blocks.parameters() if self.gives_parameters else ()))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_backward_that_fills_the_gradients_of_parameters_itself_is_refused(check: bool) -> None:
+    """Gradients of planning stayed in the model: they were off by hundreds."""
+    model = nn.Sequential(nn.Linear(4, 4), Reversible(gives_parameters=False), nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    with pytest.raises(TraceError, match=r"whose backward runs backward and fills `.grad` itself.*torch.autograd.grad"):
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x,), check=check)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_one_that_returns_them_is_kept_whole() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), Reversible(gives_parameters=True), nn.Linear(4, 4))
+    assert assert_trains(plain).whole.keys() == {"1"}
+
+
+class MakesALoss(nn.Module):
+    """As vector quantizers do: a zero that asks for gradients, by either spelling."""
+
+    def __init__(self, by_attribute: bool):
+        super().__init__()
+        self.a, self.b, self.by_attribute = nn.Linear(4, 4), nn.Linear(4, 4), by_attribute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros(1)
+        if self.training and self.by_attribute:
+            loss.requires_grad = True
+        elif self.training:
+            loss.requires_grad_()
+        return self.b(self.a(x)) + loss
+
+
+@pytest.mark.parametrize("by_attribute", [True, False])
+def test_a_constant_that_forward_asks_gradients_of_is_recorded(by_attribute: bool) -> None:
+    """By the attribute it was not: 'requires grad in the model only'."""
+    traced = assert_trains(MakesALoss(by_attribute))
+    assert "requires_grad_" in {node.target for node in traced.nodes}
+
+
+def test_a_tensor_of_an_old_constructor_is_computed_in_every_step() -> None:
+    """It may ask for gradients, too. The error said to do so before the model is called."""
+
+    def scaled(h: torch.Tensor) -> torch.Tensor:
+        return h * torch.FloatTensor([0.5]) + torch.FloatTensor([1.0]).requires_grad_()
+
+    assert_trains(nn.Sequential(Holding(scaled), nn.Linear(4, 4)))

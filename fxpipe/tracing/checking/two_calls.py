@@ -380,6 +380,12 @@ def _leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dic
     return leaves
 
 
+def _backward_now() -> int:
+    """Which run of backward calls a hook; always the same where torch does not tell."""
+    tell = getattr(torch._C, "_current_graph_task_id", None)
+    return int(tell()) if tell else 0
+
+
 def _gradients(outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], factor: float = 1.0) -> _Gradients:
     """By name, for one direction of the outputs, `factor` times as long."""
     found: _Gradients = dict.fromkeys(leaves)
@@ -391,16 +397,24 @@ def _gradients(outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], facto
         (factor * torch.randn(o.shape, generator=generator, dtype=torch.float64)).to(o.device, o.dtype) for o in ends
     ]
 
+    outer: list[int] = []  # an autograd.Function may run backward in its own: those are no gradients of the outputs
+
+    def begin(_: torch.Tensor) -> None:
+        if not outer:
+            outer.append(_backward_now())
+
     def hook(name: str) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None:
+            if gradient is None or _backward_now() not in outer:
                 return None
             found[name] = _Gradient.of(gradient)
             return gradient.new_zeros(()).expand(gradient.shape) if gradient.layout == torch.strided else None
 
         return note
 
-    with hooks_asleep(leaves.values()):
+    with hooks_asleep([*leaves.values(), *(end for end in ends if end.is_leaf)]):
+        for end in ends:
+            end.register_hook(begin)
         for name, leaf in leaves.items():
             leaf.register_hook(hook(name))
         torch.autograd.grad(ends, list(leaves.values()), directions, allow_unused=True)

@@ -61,6 +61,7 @@ def followed(recorder: Recorder) -> Iterator[None]:
                 whole=False,
             )
         if is_elsewhere():
+            recorder.applied_inside += threading.get_ident() == here
             return plain(function, *args, **kwargs)
         if function is CheckpointFunction:
             return args[0](*args[2:])

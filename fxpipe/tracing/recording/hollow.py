@@ -135,6 +135,12 @@ def refuse_hollow(tensors: Iterable[torch.Tensor]) -> None:
         raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
 
 
+def refuse_without_values(what: str) -> None:
+    """Raises where nothing is computed that depends on parameters: what is done there needs values."""
+    if _current.mode is not None:
+        raise _refused(what)
+
+
 def _refused(what: str) -> TraceError:
     return TraceError(f"forward cannot be recorded without arithmetic, since {what}; record it with values")
 

@@ -8,6 +8,7 @@ forward or the model has, and nothing else of the model may have changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -20,10 +21,11 @@ from torch.utils import _pytree as pytree
 from fxpipe.autograd import leaves_under
 from fxpipe.errors import StateError
 from fxpipe.tracing.containers import hidden_tensors, storage_of, tensors_in
+from fxpipe.tracing.recording.hollow import refuse_without_values
 from fxpipe.tracing.recording.recorder import Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import Size
-from fxpipe.tracing.snapshot import dice, same_dice, same_values, slots_of
+from fxpipe.tracing.snapshot import dice, forked_random, gradients_aside, same_dice, same_values, slots_of
 from fxpipe.trees import DiffersError, flatten_dataclasses, leaves_like
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -175,7 +177,7 @@ def call_as_one_node(
         others = _others(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
         buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
     recorder.note_dice()
-    before = dice()
+    before, applied = dice(), recorder.applied_inside
     recorder.outside.clear()
     try:
         made, random = recorder.run(whole, (own, plain), {})
@@ -184,7 +186,10 @@ def call_as_one_node(
     outside = list(recorder.outside)
     rolled = not same_dice(before, dice())
     recorder.skip_dice()
+    if recorder.applied_inside != applied:
+        refuse_without_values("an autograd.Function is applied in what is kept whole")
     with recorder.pause():
+        own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, made, [*own, *ends])
         strangers = _strangers(made, [*own, *ends])
         if strangers and not any(recorder.name_of(t) for t in strangers):  # made inside, or kept somewhere?
             drawn = len(recorder.lots)
@@ -214,6 +219,13 @@ def call_as_one_node(
         )
     if written:
         raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
+    if own_gradients:
+        raise recorder.refuse(
+            f"runs {name}, kept whole, with an autograd.Function whose backward runs backward and fills `.grad` itself",
+            "let it be given the parameters and return their gradients (torch.autograd.grad in place of backward), or "
+            "call the modules in it as usual: the pipeline recomputes by itself (checkpoint=)",
+            whole=False,
+        )
     if has_run_backward:
         raise recorder.refuse(f"runs {name}, kept whole, which runs backward", "do so outside forward", whole=False)
     if moved:
@@ -311,6 +323,22 @@ def _strangers(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch
     known = {id(t) for t in given}
     used = [x for t in tensors_in(tuple(made)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_under(t))]
     return [x for x in used if id(x) not in known]
+
+
+def _puts_gradients(model: nn.Module, made: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
+    """Does the backward of what has run put gradients into leaves, where a stage would not find them?
+
+    An autograd.Function may run backward in its backward, as those of reversible networks do.
+    """
+    roots = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in ends if t.requires_grad]
+    if not roots or not leaves:
+        return False
+    parameters = list(model.parameters())
+    with forked_random(), gradients_aside(model), contextlib.suppress(Exception):  # a step will raise it
+        torch.autograd.grad(roots, leaves, list(map(torch.ones_like, roots)), retain_graph=True, allow_unused=True)
+        return any(t.grad is not None for t in (*parameters, *ends))
+    return False
 
 
 def _names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:

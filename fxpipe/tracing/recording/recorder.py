@@ -148,6 +148,7 @@ class Recorder(TorchFunctionMode):
         self.stack: list[Running] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
         self.paused = 0
+        self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
         self.outside: list[torch.Tensor] = []  # tensors of the model, or recorded, used while nothing is recorded
         self.marks: list[str] = []  # source lines of `fxpipe.cut()`
         self.ended: list[str] = []  # paths of modules, as they end
@@ -259,8 +260,8 @@ class Recorder(TorchFunctionMode):
             )
         error = self._error(
             f"uses a tensor of unknown origin {what}",
-            "make it with a torch function in forward (not by numpy, nor by a compiled or scripted function), "
-            "or keep it in the module (register_buffer)",
+            "make it with a torch function in forward (torch.tensor; not torch.FloatTensor, numpy, nor a compiled "
+            "or scripted function), or keep it in the module (register_buffer)",
         )
         if tensor.requires_grad:
             self.refusal = self.refusal or error
@@ -503,7 +504,7 @@ class Recorder(TorchFunctionMode):
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__
         if name == "__set__" and attribute == "requires_grad" and args[1] and self.knows(args[0]):
-            args[0].requires_grad_()  # recorded as this
+            self.__torch_function__(torch.Tensor.requires_grad_, (), args[:1])
             return None
         if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
             return func(*args)  # by C, of what an autograd.Function has written to
@@ -559,7 +560,8 @@ class Recorder(TorchFunctionMode):
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
         in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
-        if asks and not self.knows(args[0]) and not in_transform:
+        is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._origins.other(args[0]))
+        if is_models and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
             raise self.refuse(
