@@ -122,8 +122,8 @@ def pipeline(
             by name; None for an input without a batch. Found by itself where that is dimension 0.
         out_dims: how the outputs of micro-batches go together, where that cannot be seen: a dimension, None (the same
             for all), "mean", "sum", "stack"; one for all, a tree like the output, or a dict of some of its fields
-            ({"loss": "sum"}). "mean" and "sum" alone are for all
-            outputs without a dimension that holds the batch. What you say is taken as it is, and not compared.
+            ({"loss": "sum"}). "mean" and "sum" alone are for all outputs without a dimension that holds the batch.
+            What you say is taken as it is, and not compared.
         leaf_modules: names or classes of modules to keep whole: their Python runs for each micro-batch, as one node.
         check: compare each graph with the model on real values before it is used.
         progress: show bars while planning takes long, where stderr is a terminal.

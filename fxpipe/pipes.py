@@ -106,8 +106,9 @@ class Pipeline(nn.Module):
         taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
         the whole mini-batch. On the CPU every step, on GPUs these, checks besides that each element of the sums and
         means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes. What
-        escapes: a loss that is a mean over samples in those steps and is none in others. A loss that draws random numbers takes
-        them from torch's generator, micro-batch by micro-batch, and is not compared where they make a difference.
+        escapes: a loss that is a mean over samples in those steps and is none in others. A loss that draws random
+        numbers takes them from torch's generator, micro-batch by micro-batch, and is not compared where they make a
+        difference.
 
         Args:
             args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)
