@@ -28,6 +28,7 @@ from fxpipe.tracing.checking.gathering import check_gathering
 from fxpipe.tracing.checking.micro_batches import (
     OtherMicroBatchesError,
     compares_parts,
+    excuse,
     graph_of_parts,
     holds_for_parts,
     sizes_of_parts,
@@ -125,6 +126,7 @@ def trace(
             if check:
                 traced.effects = check_against_model(traced, leaves, chunks)
                 check_two_calls(traced, leaves, chunks)
+                excuse(traced, leaves)
                 with undone(model):
                     check_gathering(traced, leaves)
             else:

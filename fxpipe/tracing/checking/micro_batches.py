@@ -61,7 +61,7 @@ def holds_for_parts(traced: Traced, leaves: Sequence[Any], sizes: Collection[int
     if key in traced.tried or not traced.holds_for(batch):
         return False
     traced.tried.add(key)
-    _excuse_all(traced, leaves, sizes)
+    excuse(traced, leaves, sizes)
     holds = all(map(traced.holds_at, sizes))
     same = None if holds and is_told else _make_the_same(traced, traced, leaves, sizes)
     if same or (holds and same is None):
@@ -78,10 +78,15 @@ def compares_parts(traced: Traced) -> bool:
     return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
 
 
-def _excuse_all(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
+def excuse(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] = FEW_SIZES) -> None:
+    """Compares graph and model with so many samples where reads do not hold.
+
+    Those few with which it is asked whether samples act on each other: most that forward says of a single sample does
+    no harm (`if len(x) != 1: mask = mask.expand(len(x), ...)`), and all samples need not be compared then.
+    """
     batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
     for size in sizes:
-        if not traced.holds_at(size):
+        if size <= batch and not traced.holds_at(size):
             excuse_reads(traced, leaves, size, batch, seed)
 
 
@@ -99,7 +104,7 @@ def graph_of_parts(error: OtherMicroBatchesError, leaves: Sequence[Any], record:
     try:
         args, kwargs = pytree.tree_unflatten(take(whole, leaves, 0, max(error.sizes)), whole.in_spec)
         parts = record(args, kwargs)
-        _excuse_all(parts, leaves, error.sizes)
+        excuse(parts, leaves, error.sizes)
         guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
         is_right = guards_hold and all(map(parts.holds_at, error.sizes))
         is_right = is_right and bool(_make_the_same(whole, parts, leaves, error.sizes))
