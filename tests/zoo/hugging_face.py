@@ -54,6 +54,14 @@ def _labelled() -> Call:
     return call(input_ids=ids, labels=ids.clone())
 
 
+def _counted() -> Call:
+    """Labels with padding, and how many are none, as the library's Trainer gives them."""
+    ids = tokens()
+    labels = ids.clone()
+    labels[:2, 3:] = -100
+    return call(input_ids=ids, labels=labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
+
+
 def _pairs() -> Call:
     return call(input_ids=tokens(), decoder_input_ids=tokens(6))
 
@@ -74,6 +82,7 @@ def _add(
     settings: dict[str, Any],
     *,
     made_with: dict[str, Any] | None = None,
+    is_whole: bool = False,
 ) -> None:
     def make() -> tuple[nn.Module, Call]:
         import transformers
@@ -81,7 +90,7 @@ def _add(
         made = getattr(transformers, model)._from_config(getattr(transformers, config)(**settings), **made_with or {})
         return made, inputs()
 
-    HUGGING_FACE.append(Entry(name, "transformers", make))
+    HUGGING_FACE.append(Entry(name, "transformers", make, is_whole=is_whole))
 
 
 # -- encoders of text ------------------------------------------------------------------------------------------------
@@ -125,6 +134,7 @@ _add("opt", "OPTConfig", "OPTForCausalLM", _padded, _OPT)
 _add("llama", "LlamaConfig", "LlamaForCausalLM", _text, _GROUPED)
 _add("llama_padded", "LlamaConfig", "LlamaForCausalLM", _padded, _GROUPED)
 _add("llama_cache", "LlamaConfig", "LlamaForCausalLM", _text, _GROUPED | {"use_cache": True})
+_add("llama_counted", "LlamaConfig", "LlamaForCausalLM", _counted, _GROUPED, is_whole=True)
 _add("qwen2", "Qwen2Config", "Qwen2ForCausalLM", _padded, _GROUPED)
 _add("gemma2", "Gemma2Config", "Gemma2ForCausalLM", _text, _GEMMA)
 _add("phi", "PhiConfig", "PhiForCausalLM", _text, _CAUSAL)

@@ -267,6 +267,13 @@ class UnusedMixture(nn.Module):
 # -- losses ----------------------------------------------------------------------------------------------------------
 
 
+def _padded_labels() -> Tensor:
+    """Of which the first half of the batch has fewer that count than the second."""
+    labels = tokens()
+    labels[0, 2:] = labels[1, 3:] = -100
+    return labels
+
+
 class _Language(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -277,6 +284,26 @@ class _Language(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         return self.head(x)
+
+
+@own(STATE, lambda: call(tokens(), _padded_labels()), is_whole=True)
+class PaddedLoss(_Language):
+    """A mean over the labels that are no padding, which the model takes itself."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+@own(STATE, lambda: call(tokens(), _padded_labels(), torch.tensor(21)), is_whole=True)
+class CountedLoss(_Language):
+    """A sum over the number of items in the batch, which comes as an input."""
+
+    def forward(self, ids: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> dict[str, Tensor]:
+        logits = self.logits(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return {"loss": loss / num_items_in_batch, "logits": logits}
 
 
 @own(STATE, lambda: call(tokens(), padding()), is_whole=True)
