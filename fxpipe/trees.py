@@ -209,6 +209,22 @@ def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence
     return [pytree.SequenceKey(place) for place in range(len(children))]
 
 
+def class_made_anew(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None:
+    """The name of a class of which each of two equal trees has its own."""
+    kinds = [_class_of(spec), _class_of(other)]
+    if kinds[0] is not kinds[1] and kinds[0].__qualname__ == kinds[1].__qualname__:
+        return str(kinds[0].__name__)
+    found = (class_made_anew(a, b) for a, b in zip(spec.children(), other.children(), strict=False))
+    return next((name for name in found if name is not None), None)
+
+
+def _class_of(spec: pytree.TreeSpec) -> Any:
+    """Of the objects that have this structure at their top."""
+    if spec.is_leaf():
+        return torch.Tensor
+    return spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+
+
 def leaves_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     """The leaves of a tree that is known to have this structure.
 
@@ -223,7 +239,7 @@ def leaves_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
 
 def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
     """The children of a node that has the structure of `spec` at its top."""
-    wanted = spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+    wanted = _class_of(spec)
     if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
         names = list(spec.context[1] if spec.type is defaultdict else spec.context)
         if set(tree) == set(names):

@@ -5,6 +5,8 @@ First what a recording refuses; then what no way can carry, and the error of all
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import inspect
 import random
@@ -206,7 +208,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "module made": (lambda m, x: nn.Linear(6, 6)(x), "makes a parameter or a module in forward", "make it in __init__"),
     "gradients switched off": (_with_grad_off, "switches off gradients", "before the model is called"),
     "gradients switched on": (
-        lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "starts to ask for gradients", "before",
+        lambda m, x: m.lin(x) + _elsewhere.requires_grad_(), "uses a tensor that requires grad", "make it a parameter",
     ),
     "gradients asked for": (
         lambda m, x: _elsewhere.__setattr__("requires_grad", True) or m.lin(x), "sets the attribute `.requires_grad`",
@@ -220,7 +222,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "vmap": (lambda m, x: torch.vmap(m.lin)(x), "runs vmap, kept whole, which uses 'inner.lin.bias'", "as arguments"),
     "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
-    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "not by numpy"),
+    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "numpy, nor a compiled"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
     "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
     "generator": (
@@ -333,10 +335,17 @@ def _made_in_inference_mode() -> nn.Module:
         return nn.Linear(6, 6)
 
 
+def _with_a_surrogate() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("b\ud800", nn.Linear(6, 6))
+    return model
+
+
 MODELS: dict[str, tuple[Any, str]] = {
     "lazy": (lambda: nn.LazyLinear(6), "'inner.weight' is not initialized; call the model once"),
     "made in inference mode": (_made_in_inference_mode, "'inner.weight' was made in inference mode"),
     "scripted": (lambda: _jit(nn.Linear(6, 6)), "module 'inner' .*TorchScript.*the Python module"),
+    "a name with a lone surrogate": (_with_a_surrogate, "lone surrogate in its name.*another name"),
     "a pipe": (lambda: fxpipe.pipeline(nn.Linear(6, 6), ["cpu"]), "'inner' .*is a pipe itself.*pipe.model"),
     "wrapper": (lambda: nn.DataParallel(nn.Linear(6, 6)), "'inner' .*wrapper for several processes.*wrapped.module"),
 }
@@ -518,3 +527,16 @@ def test_one_way_alone_gives_its_own_error():
     with pytest.raises(TraceError, match=r"torch\.export") as caught:
         trace(Hopeless(), (x(),), tracer="export")
     assert "recording" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["named tuple", "dataclass"])
+def test_a_class_that_forward_defines_is_told(kind):
+    """The error spoke of Python that goes over the samples."""
+
+    def forward(m, x):
+        if kind == "named tuple":
+            return collections.namedtuple("Out", "h y")(x, m.lin(x))
+        return dataclasses.make_dataclass("Out", ["h", "y"])(x, m.lin(x))
+
+    with pytest.raises(TraceError, match=r"returns a Out, a class that forward defines anew.*define it outside"):
+        trace(Inner(forward), (x(),), chunks=2)

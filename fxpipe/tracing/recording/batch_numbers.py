@@ -37,7 +37,7 @@ from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.sizing.shapes import RELATIONS, asked_dims
 from fxpipe.tracing.snapshot import same_values
 from fxpipe.tracing.traced import WORKING, Traced
-from fxpipe.trees import flatten
+from fxpipe.trees import class_made_anew, flatten
 
 MOST_SIZES = 3  # recorded besides those that micro-batches have
 _SIZES = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
@@ -224,6 +224,13 @@ def _other_functions(
     base: Traced, other: Traced, sizes: tuple[int, int], different: tuple[fx.Node, fx.Node]
 ) -> CannotRecord:
     """The error, which names the module whose Python goes over the samples, should it be kept whole."""
+    anew = class_made_anew(base.out_spec, other.out_spec)
+    if anew is not None:
+        return CannotRecord(
+            f"the model returns a {anew}, a class that forward defines anew in each call, so that no two outputs are "
+            "of one kind; define it outside forward",
+            final=True,
+        )
     longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
     # Both the node that is too many and the one before it are of the loop.
     path = _common(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))

@@ -30,6 +30,8 @@ def _wrong_modules(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         kind = type(module)
         name = f"module {path!r} ({kind.__name__})" if path else f"the model ({kind.__name__})"
+        if not path.isascii() and path.encode(errors="replace").decode() != path:
+            yield f"{name} has a lone surrogate in its name, which no file and no code can hold; give it another name"
         if isinstance(module, torch.jit.ScriptModule):
             yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
         elif kind.__module__ == "fxpipe.pipes":
