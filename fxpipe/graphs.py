@@ -182,6 +182,7 @@ class Inside:
             traced.state,
             traced.constants,
             self.settings.compile,
+            left_dims=traced.left_dims,
             told=traced.told,
             combinations=traced.combinations,
             known_pieces=KnownPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,

@@ -59,7 +59,9 @@ def chain_of(
 
 
 def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.Node]) -> Iterable[Flow]:
-    outputs = {o for o in (*traced.handed_out, *effects.written_inputs) if isinstance(o, fx.Node)}
+    outputs = {
+        o for o in (*traced.handed_out, *effects.written_inputs, *traced.left.values()) if isinstance(o, fx.Node)
+    }
     with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
     for node, place in effects.place.items():
         maker, returns = place, effects.requires_grad.get(node, False)

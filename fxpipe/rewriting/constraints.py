@@ -153,9 +153,9 @@ def _module(node: fx.Node) -> str:
 def _pinned(traced: Traced, effects: Effects, written: set[int], of: dict[fx.Node, int]) -> Iterator[fx.Node]:
     attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
     states = {effects.alias[n] for n in attributes} & written
-    assigned = traced.assigned
+    assigned = traced.carried
     reassigned = {n for n in attributes if str(n.target) in assigned}
-    outputs = {o for o in traced.handed_out if isinstance(o, fx.Node)}
+    outputs = {o for o in (*traced.handed_out, *traced.left.values()) if isinstance(o, fx.Node)}
     classes = classes_touched(effects)
     for node in effects.nodes:
         parts = [user for user in node.users if _is_part(user)]

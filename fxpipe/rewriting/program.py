@@ -80,6 +80,8 @@ class Program:
     is_random: bool
     # By place among the input leaves, of those that forward writes to: what is in them after it.
     written: Mapping[int, Received] = field(default_factory=dict)
+    # By name, of attributes that forward leaves for each sample: what they are set to.
+    left: Mapping[str, Received] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)

@@ -55,7 +55,9 @@ def split(
     cut = _Cut.of(traced, starts, copies)
     drafts = [_draft(cut, stage) for stage in range(cut.count)]
     written = cut.effects.written_inputs
-    outputs = dict.fromkeys([*(o for o in traced.handed_out if isinstance(o, fx.Node)), *written])
+    left = traced.left
+    handed_out = (o for o in traced.handed_out if isinstance(o, fx.Node))
+    outputs = dict.fromkeys([*handed_out, *written, *left.values()])
     # By receiver, the end of the pipe last: what it gets, and from which stage.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
@@ -103,6 +105,7 @@ def split(
         tuple(skips),
         bool(ordinals),
         {traced.place_of(node): Received(node.name, table[-1][node]) for node in written},
+        {name: Received(node.name, table[-1][node]) for name, node in left.items()},
     )
 
 
@@ -179,7 +182,7 @@ class _Cut:
 
     def assigns_of(self, stage: int) -> dict[str, fx.Node]:
         """Buffers that this stage sets, and their new values."""
-        return {name: value for name, value in self.traced.assigned.items() if self._setter(name, value) == stage}
+        return {name: value for name, value in self.traced.carried.items() if self._setter(name, value) == stage}
 
     def may_change(self, attribute: fx.Node, stage: int) -> bool:
         """Was the stage seen to write to this parameter or buffer, or may modules kept whole do so in another step?"""

@@ -32,6 +32,7 @@ class Assembly:
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    left_dims: Mapping[str, int | str] = field(default_factory=dict)  # of attributes that forward leaves
     told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
     combinations: tuple[Combination, ...] = ()  # of the outputs that are made of pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
@@ -40,10 +41,13 @@ class Assembly:
 
     @property
     def results(self) -> list[tuple[Received | Constant, int | str | None]]:
-        """What micro-batches make, and how it goes together: outputs and pieces, then the inputs that forward writes
-        to."""
+        """What micro-batches make, and how it goes together.
+
+        Outputs and pieces, then the inputs that forward writes to, then the attributes that it leaves.
+        """
         outputs = zip(self.program.outputs, self.out_dims, strict=True)
-        return [*outputs, *((value, self.in_dims[place]) for place, value in self.program.written.items())]
+        written = ((value, self.in_dims[place]) for place, value in self.program.written.items())
+        return [*outputs, *written, *((value, self.left_dims[name]) for name, value in self.program.left.items())]
 
     def output(self, handed_out: Sequence[Any], combined: Mapping[int, Any] | None = None) -> Any:
         """The model's output, of what is handed out, gathered. `combined`: by place, where it is not made of that."""
@@ -104,5 +108,9 @@ class Tensors:
         return found
 
     def set(self, name: str, value: torch.Tensor) -> None:
-        store, key = self._found(name)
+        try:
+            store, key = self._found(name)
+        except AttributeError:  # somebody has taken away what forward sets
+            path, _, key = name.rpartition(".")
+            store = self._module(path).__dict__
         store[key] = value

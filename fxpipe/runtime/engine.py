@@ -11,7 +11,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from fxpipe.autograd import leaves_under
 from fxpipe.errors import LossError, StateError
 from fxpipe.forks import in_child
-from fxpipe.rewriting.program import Constant
+from fxpipe.rewriting.program import Constant, Program
 from fxpipe.runtime.ambient import Ambient
 from fxpipe.runtime.assembly import Assembly, Tensors
 from fxpipe.runtime.commit import Gradients, committed
@@ -173,7 +173,7 @@ class Engine:
             for (place, *_), output in zip(differentiable, made, strict=True):
                 outputs[place] = output
         count = len(assembly.program.outputs)
-        write_back(leaves, assembly.program.written, outputs[count:])
+        write_back(step.tensors, leaves, assembly.program, outputs[count:])
         return assembly.output(outputs[:count])
 
     def _commit(
@@ -266,14 +266,18 @@ class Engine:
             root.backward()
         step.commit_buffers()
         with torch.no_grad():
-            write_back(leaves, assembly.program.written, stage.written(lambda parts, how: gather(parts, how, shares)))
+            more = stage.more_results(lambda parts, how: gather(parts, how, shares))
+            write_back(step.tensors, leaves, assembly.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
 
 
-def write_back(leaves: Sequence[Any], places: Iterable[int], values: Sequence[torch.Tensor]) -> None:
-    """Writes into the inputs at `places` what forward has left in them."""
-    for place, value in zip(places, values, strict=True):
+def write_back(tensors: Tensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]) -> None:
+    """Writes into inputs what forward has left in them, and sets the attributes that it has left."""
+    places = len(program.written)
+    for place, value in zip(program.written, values[:places], strict=True):
         leaves[place].copy_(value)
+    for name, value in zip(program.left, values[places:], strict=True):
+        tensors.set(name, value)
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:

@@ -36,7 +36,7 @@ class LossStage:
     keep_outputs: bool
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
-    values_written: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch, to inputs
+    others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results besides outputs
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
     in_forward: InForward = field(init=False)
@@ -58,9 +58,10 @@ class LossStage:
             outputs.append(output)
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
-        if self.assembly.program.written:
+        program = self.assembly.program
+        if program.written or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
-            self.values_written[i] = [values[value].detach() for value in self.assembly.program.written.values()]
+            self.others[i] = [values[v].detach() for v in (*program.written.values(), *program.left.values())]
         with generators_held(self.assembly.devices[-1]):
             loss, begin = self.in_forward(self._loss, outputs, i)
         found: Sequence[torch.Tensor | None] = [None] * len(trained)
@@ -111,11 +112,11 @@ class LossStage:
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
 
-    def written(self, gather: Gather) -> list[torch.Tensor]:
-        """What forward has left in the inputs that it writes to, of the mini-batch."""
-        rows = [self.values_written.pop(i) for i in sorted(self.values_written)]
-        dims = [self.assembly.in_dims[place] for place in self.assembly.program.written]
-        return [gather(list(parts), dim) for parts, dim in zip(zip(*rows, strict=True), dims, strict=False)]
+    def more_results(self, gather: Gather) -> list[torch.Tensor]:
+        """What forward has left in inputs and attributes, of the mini-batch."""
+        rows = [self.others.pop(i) for i in sorted(self.others)]
+        hows = [how for _, how in self.assembly.results[len(self.assembly.program.outputs) :]]
+        return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), hows, strict=False)]
 
     def verify(self, outputs: Sequence[Any]) -> bool:
         """Is the loss of all outputs at once what the losses of micro-batches add up to? `outputs`: gathered.

@@ -44,7 +44,7 @@ class Wiring:
 
 def wire(program: Program) -> Wiring:
     """The wiring of a program."""
-    results = (*program.outputs, *program.written.values())
+    results = (*program.outputs, *program.written.values(), *program.left.values())
     outputs = tuple(dict.fromkeys(o for o in results if isinstance(o, Received)))
     rows = [*(stage.receives for stage in program.stages), outputs]
     users: dict[tuple[int, str], list[int]] = {}

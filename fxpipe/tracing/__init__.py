@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,10 @@ from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.print_calls import printing_once
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import made_from
+from fxpipe.tracing.recording.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.recording.refusals import CannotRecord, MakesState
 from fxpipe.tracing.recording.untracked import read_untracked
 from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
@@ -144,11 +146,44 @@ def trace(
             alone = functools.partial(finish, leaves=leaves, chunks=1)
             return find_graph(model, args, kwargs, tracer, whole, seed, alone, in_dims, 1, check)
 
+        def find() -> Traced:
+            try:
+                return find_graph(model, args, kwargs, tracer, whole, seed, finish, in_dims, chunks, check)
+            except OtherMicroBatchesError as error:
+                return graph_of_parts(error, leaves, of_a_part)
+
         tracer, whole = check_tracer(tracer), asked_whole(model, leaf_modules)
-        try:
-            return find_graph(model, args, kwargs, tracer, whole, seed, finish, in_dims, chunks, check)
-        except OtherMicroBatchesError as error:
-            return graph_of_parts(error, leaves, of_a_part)
+        return _with_lazy_state(find, model, args, kwargs, in_dims)
+
+
+def _with_lazy_state(
+    find: Callable[[], Traced], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any
+) -> Traced:
+    """The graph of what the model does in every call, where the first one makes what it has later."""
+    try:
+        traced = find()
+        if not new_attributes(traced) or is_faked():
+            return traced
+        error = None
+    except MakesState as refusal:
+        error = refusal
+    made = make_lazy_state(model, args, kwargs, in_dims)
+    if made is None and error is not None:
+        raise error
+    try:
+        traced = find()
+        if names := new_attributes(traced):
+            raise CannotRecord(
+                f"forward makes the attribute {names[0]!r}, and something else each time it is called; set it in "
+                "__init__",
+                final=True,
+            )
+    except Exception:
+        if made is not None:
+            made.take_back()
+        raise
+    traced.attributes_read += () if made is None else made.attributes
+    return traced
 
 
 def _needs_inputs(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensor
 
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.recording.hooks import SET_BY_COMPUTATION, is_computation
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.recording.refusals import CannotRecord, MakesState
 
 OWN_NAMES = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -194,6 +194,7 @@ class Snapshot:
     written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
     switched: list[str] = field(default_factory=list)  # tensors that do or do not require grad any more
     tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
+    reshaped: list[str] = field(default_factory=list)  # tensors that had another shape
     filled: list[str] = field(default_factory=list)  # lists and dicts some of whose items are other tensors now
     _kept: dict[Slot, _Kept] = field(default_factory=dict)
     _held: dict[str, _Kept] = field(default_factory=dict)  # in lists, tuples and dicts
@@ -228,6 +229,16 @@ class Snapshot:
                     snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
         return snapshot
 
+    def dicts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """The path of each module, what it holds in `__dict__`, parameters, buffers, modules, and what it held."""
+        yield from self._dicts
+
+    def containers_changed(self) -> Iterator[tuple[str, Any]]:
+        """Lists, dicts and sets in attributes that do not hold the same things any more."""
+        for name, container, before in self._containers:
+            if not _same_items(container, before) and not _holds_only_computation(name, container):
+                yield name, container
+
     def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
         """Buffers and tensor attributes that forward has set to other tensors, by name. To be asked before `restore`.
 
@@ -245,10 +256,12 @@ class Snapshot:
                 raise CannotRecord(
                     f"forward sets the parameter {slot.name!r}; set parameters outside forward", final=True
                 )
-            if tensor.requires_grad:
-                if slot.kind == "attribute" and slot.name not in read:
-                    continue  # made anew by each forward, as weight_norm does: nobody would see what is put there
+            if tensor.requires_grad and not (slot.kind == "attribute" and slot.name not in read):
                 raise _tied(f"sets {slot.name!r} to")
+            before = self.slots.get(slot)
+            is_read = before is not None and (slot.name in read or not before.numel())  # `if not self.mask.numel()`
+            if before is not None and is_read and tensor.shape != before.shape:
+                raise _reshaped(slot.name)
             found[slot.name] = tensor
         return found
 
@@ -284,6 +297,8 @@ class Snapshot:
                 self.tied.append(name)
                 if not kept.tensor._is_view():  # which cannot be
                     kept.tensor.detach_()
+        if kept.value is not None and kept.tensor.shape != kept.value.shape:
+            self.reshaped.append(name)
         changed = kept.tensor._version != kept.version
         if kept.value is None:
             if changed:
@@ -310,6 +325,8 @@ class Snapshot:
                 "is called",
                 final=True,
             )
+        if self.reshaped:
+            raise _reshaped(self.reshaped[0])
         if self.tied:
             raise _tied(f"writes into {self.tied[0]!r}")
         if self._dtype_changed:
@@ -317,7 +334,7 @@ class Snapshot:
                 "forward changes the default dtype; do so outside forward, or pass dtype= to the functions", final=True
             )
         if self.written_attributes:
-            raise CannotRecord(
+            raise MakesState(
                 f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
                 "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
                 final=True,
@@ -335,6 +352,15 @@ def gradients_aside(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
+
+
+def _reshaped(name: str) -> CannotRecord:
+    return MakesState(
+        f"forward gives {name!r} another shape than it had: what the first call makes of it (an observer that has seen "
+        "nothing yet, say) would be made for each micro-batch; call the model once (model(...)) before it is planned, "
+        "or give the buffer its shape when the module is made",
+        final=True,
+    )
 
 
 def _tied(does: str) -> CannotRecord:

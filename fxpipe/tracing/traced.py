@@ -129,6 +129,8 @@ class Traced:
     recorded_on: int | None = None  # samples, where these were not all of the example's
     uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
+    tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
+    left_dims: Mapping[str, int | str] = field(default_factory=dict)  # of `left`: how it goes together
     ended: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
@@ -201,12 +203,26 @@ class Traced:
         return dict(self.graph.output_node().args[0][1])  # type: ignore[index,arg-type]
 
     @property
+    def left(self) -> dict[str, fx.Node]:
+        """Of these, what forward only leaves there, for each sample: it is put together as outputs are."""
+        return {name: node for name, node in self.assigned.items() if name in self.left_dims}
+
+    @property
+    def carried(self) -> dict[str, fx.Node]:
+        """The others: state, that each micro-batch takes over from the one before."""
+        return {name: node for name, node in self.assigned.items() if name not in self.left_dims}
+
+    @property
     def results(self) -> list[tuple[Any, int | str | None]]:
-        """What micro-batches make, and how it goes together: outputs, pieces, then inputs that forward writes to."""
+        """What micro-batches make, and how it goes together.
+
+        Outputs, pieces, then the inputs that forward writes to, then the attributes that it leaves.
+        """
         assert self.effects is not None
         written = [(node, self.in_dims[self.place_of(node)]) for node in self.effects.written_inputs]
         outputs = zip(self.outputs, self.out_dims, strict=True)
-        return [*outputs, *zip(self.pieces, self.piece_dims, strict=True), *written]
+        left = [(node, self.left_dims[name]) for name, node in self.left.items()]
+        return [*outputs, *zip(self.pieces, self.piece_dims, strict=True), *written, *left]
 
     @property
     def pieces(self) -> list[fx.Node]:

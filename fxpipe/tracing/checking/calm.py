@@ -44,7 +44,7 @@ def can_be_calm(traced: Traced) -> bool:
             continue
         if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
             return False
-    return not traced.assigned
+    return not traced.carried
 
 
 def _given(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:

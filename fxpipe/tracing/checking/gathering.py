@@ -173,10 +173,11 @@ def _same(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _refusal(traced: Traced, place: int) -> ArgumentError:
     node = traced.results[place][0]
-    is_output = place < len(traced.outputs)
-    name = f"output {place} ({node.name}" if is_output else f"what forward writes to an input ({node.name}"
+    first_left = len(traced.results) - len(traced.left)
+    name = f"output {place}" if place < len(traced.outputs) else "what forward writes to an input"
+    name = f"what forward sets {[*traced.left][place - first_left]!r} to" if place >= first_left else name
     return ArgumentError(
-        f"{name}, {node.meta['shapes'][0]}, made at "
+        f"{name} ({node.name}, {node.meta['shapes'][0]}, made at "
         f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
         "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
         f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "

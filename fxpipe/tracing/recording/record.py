@@ -146,6 +146,9 @@ def _record(
             _refuse_reshaped(recorder, leaves, layouts, copies)
             named = snapshot.assigned(recorder.read_names())
             assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
+            tied = {name for name, tensor in named.items() if tensor.requires_grad}
+            for name in [name for name in tied if not _hangs_on_inputs(assigned[name])]:
+                del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
         if changed is not None:  # the objects are as they were: it can be seen where it happens
             line = UNKNOWN if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
             raise changed_container(changed, line)
@@ -188,6 +191,7 @@ def _record(
         seed=recorder.seed,
         lots=tuple(recorder.lots),
         marks=tuple(recorder.marks),
+        tied=frozenset(tied & assigned.keys()),
         texts=tuple(recorder.texts),
         ended=tuple(recorder.ended),
     )
@@ -212,6 +216,16 @@ def _refuse_reshaped(
                 "that gives a new tensor (x.t(), x.reshape(...))",
                 final=True,
             )
+
+
+def _hangs_on_inputs(node: fx.Node) -> bool:
+    seen, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return any(source.op == "placeholder" for source in seen)
 
 
 def _refuse_handing_on(snapshot: Snapshot, recorder: Recorder) -> None:

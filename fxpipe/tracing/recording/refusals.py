@@ -38,6 +38,10 @@ class CannotRecord(TraceError):
         self.calls = dict(calls or {})
 
 
+class MakesState(CannotRecord):
+    """Forward makes or changes what is no tensor, or was empty; maybe in its first call only."""
+
+
 def calls_before(graph: fx.Graph, path: str, calls: int) -> int:
     """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice."""
     own = [node.meta for node in graph.nodes if node.meta.get("module") == path]

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fxpipe.combination import Combination
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
+from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.sizes import SizeRead, length
 from fxpipe.tracing.sizing.batch_reductions import Unknown, Walk
 from fxpipe.tracing.sizing.squeezing import tell_squeezes
@@ -121,6 +122,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     traced.mini_batch_reads = tell_squeezes(traced, traced.batch_of(values))
     walk = Walk(traced, batched_nodes(traced))
     traced.out_dims = _out_dims(traced, made, batch, env, out_dims, walk)
+    traced.left_dims = _left_dims(traced, made, batch, env)
     traced.uneven = _uneven(traced)
     _fold_fixed_sizes(traced)
 
@@ -307,6 +309,36 @@ def _out_dims(
     traced.combinations = tuple(combinations)
     walk.finish()
     return tuple(found)
+
+
+def _left_dims(traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv) -> dict[str, int | str]:
+    """Of attributes that forward sets and does not read: the dimension that holds samples, where there is one.
+
+    What requires grad is part of the caller's graph afterwards; so it must go together as outputs do.
+
+    Raises:
+        CannotRecord: it does not.
+    """
+    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    dependent = batched_nodes(traced)
+    found: dict[str, int | str] = {}
+    for name, node in traced.assigned.items():
+        if name in read or not isinstance(node, fx.Node) or node.op == "get_attr":
+            continue
+        shape = getattr(made.get(node), "shape", ())
+        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in shape]
+        dim = _holding(sizes, batch) if node in dependent else None
+        if dim is not None:
+            found[name] = dim
+        elif name in traced.tied and not shape:
+            found[name] = "mean"
+        elif name in traced.tied:
+            raise CannotRecord(
+                f"forward sets {name!r} to a tensor that requires grad and has no dimension for the samples, at "
+                f"{node.meta.get('source')}; detach it, or let forward return it",
+                final=True,
+            )
+    return found
 
 
 def _holding(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:

@@ -1,0 +1,221 @@
+"""What the first forward of a model makes and no later one changes: it is made before the model is traced.
+
+    if self.padding is None: self.padding = (...)       an attribute that is set once
+    self.cache[x.device] = bias                         what is put into a dict, and found there
+    self.attn = a.detach()                              an attribute that was not there
+
+Tracing puts everything back, and a graph of the first call would make these in every step, or could not. So the model
+is called once, what it has made stays, and the next call is recorded. Values of tensors that were there before are put
+back: statistics count what training shows the model, and nothing else.
+
+That is right where the first call does what a later one does. So both are compared, on the samples that made the state
+and on others: a forward that takes its first statistics or scales from the first batch does something else on these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.checking.check import agree
+from fxpipe.tracing.evaluation import copy_of_input
+from fxpipe.tracing.recording.fake import is_faked
+from fxpipe.tracing.recording.hooks import run_model
+from fxpipe.tracing.recording.kept import Kept
+from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.sizing.shapes import asked_dims
+from fxpipe.tracing.snapshot import OWN_NAMES, Snapshot, gradients_aside, slots_of, undone
+from fxpipe.tracing.traced import Traced
+from fxpipe.trees import untouched
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a call has put into a `__dict__`, a store of buffers, a list or a dict of the model."""
+
+    name: str
+    owner: dict[str, Any] | None  # of the attribute; None: a container is filled
+    key: str
+    value: Any  # the attribute, or a copy of the container
+    container: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    outputs: list[Any]
+    tensors: dict[str, torch.Tensor]  # of the model, after it
+    made: list[_Made] | None  # None: it has done what cannot be kept
+
+
+@dataclass(frozen=True, slots=True)
+class LazyState:
+    """What was made, and what had been there."""
+
+    made: tuple[_Made, ...]
+    before: tuple[tuple[Any, bool | None], ...]
+
+    @property
+    def attributes(self) -> tuple[Kept, ...]:
+        """Those that are no tensors: other ones, made for other inputs, are another graph's."""
+        return tuple(Kept.now(m.owner, m.key) for m in self.made if m.owner is not None and not _is_tensor(m.value))
+
+    def take_back(self) -> None:
+        _put_back(self.made, self.before)
+
+
+def new_attributes(traced: Traced) -> list[str]:
+    """Those that forward sets and the model does not have."""
+    found = []
+    for name in traced.assigned:
+        path, _, key = name.rpartition(".")
+        module = traced.model.get_submodule(path)
+        if key not in module.__dict__ and key not in module._buffers:
+            found.append(name)
+    return found
+
+
+def make_lazy_state(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
+) -> LazyState | None:
+    """Calls the model, and leaves in it what the first call makes and no later one changes.
+
+    Returns:
+        What was made; None where each call makes something else, or none makes anything.
+
+    Raises:
+        CannotRecord: the first call computes something else than a later one; names what it makes.
+    """
+    if is_faked():
+        return None
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    others = _others(values, asked_dims(leaves, in_dims))
+    try:
+        first, first_of_others = _call(model, values, spec), _call(model, others, spec)
+        made = first.made
+        if not made:
+            return None
+        before = [(_copy(m.container), None) if m.owner is None else _held(m.owner, m.key) for m in made]
+        _put(made)
+        later, later_of_others = _call(model, values, spec), _call(model, others, spec)
+    except Exception:
+        return None  # the model will say so itself
+    if later.made == [] and later_of_others.made == []:
+        if _same(first, later) and _same(first_of_others, later_of_others) and not _equal(values, others):
+            return LazyState(tuple(made), tuple(before))
+        is_once = True
+    else:
+        is_once = False
+    _put_back(made, before)
+    if is_once:
+        raise CannotRecord(
+            f"forward makes {made[0].name!r} when it is first called, and what it computes or keeps then is not what "
+            "it computes later, or that cannot be told from these samples; call the model once (model(...)) before it "
+            "is planned",
+            final=True,
+        )
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _others(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Other samples: the first one again and again, of half its size."""
+
+    def other(value: torch.Tensor, dim: int) -> torch.Tensor:
+        one = value.detach().narrow(dim, 0, 1).expand_as(value).clone()
+        return (one * 0.5 if one.is_floating_point() else one).requires_grad_(value.requires_grad)
+
+    return [value if dim is None else other(value, dim) for value, dim in zip(values, dims, strict=True)]
+
+
+def _call(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -> _Called:
+    with undone(model) as snapshot, gradients_aside(model), untouched(spec):
+        torch.manual_seed(0)
+        args, kwargs = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
+        result = run_model(model, args, kwargs)
+        outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
+        tensors = {slot.name: tensor.detach().clone() for slot, tensor in slots_of(model).items()}
+        return _Called(outputs, tensors, _made(snapshot))
+
+
+def _made(snapshot: Snapshot) -> list[_Made] | None:
+    found = []
+    for path, owner, before in snapshot.dicts():
+        if before.keys() - owner.keys():
+            return None
+        for key, value in owner.items():
+            if key in before and (value is before[key] or _is_set_to(value, before[key])):
+                continue
+            if key in before and type(value) is type(before[key]) and _is_equal(value, before[key]):
+                continue
+            if isinstance(value, (nn.Module, nn.Parameter)) or (key in OWN_NAMES):
+                return None
+            kept = value.detach() if isinstance(value, torch.Tensor) else value
+            found.append(_Made(f"{path}.{key}" if path else key, owner, key, kept))
+    for name, container in snapshot.containers_changed():
+        if not OWN_NAMES.isdisjoint(name.split(".")):  # hooks
+            return None
+        items = container.values() if isinstance(container, dict) else container
+        if any(_is_tensor(item) and item.requires_grad for item in items):
+            return None
+        found.append(_Made(name, None, "", _copy(container), container))
+    return found
+
+
+def _is_set_to(value: Any, before: Any) -> bool:
+    """Another tensor where there was one: a state. Where that was empty nobody had made it yet."""
+    return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    return isinstance(left, (bool, int, float, complex, str, tuple)) and bool(left == right)
+
+
+def _copy(container: Any) -> Any:
+    return type(container)(container) if type(container) in (list, dict, set) else list(container)
+
+
+def _held(owner: dict[str, Any], key: str) -> tuple[Any, bool | None]:
+    return owner.get(key), key in owner
+
+
+def _put(made: Sequence[_Made]) -> None:
+    for one in made:
+        if one.owner is not None:
+            one.owner[one.key] = one.value
+        else:
+            _fill(one.container, one.value)
+
+
+def _put_back(made: Sequence[_Made], before: Sequence[tuple[Any, bool | None]]) -> None:
+    for one, (value, was_there) in zip(made, before, strict=True):
+        if one.owner is None:
+            _fill(one.container, value)
+        elif was_there:
+            one.owner[one.key] = value
+        else:
+            del one.owner[one.key]
+
+
+def _fill(container: Any, items: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return all(agree(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _same(left: _Called, right: _Called) -> bool:
+    if len(left.outputs) != len(right.outputs) or left.tensors.keys() != right.tensors.keys():
+        return False
+    return _equal(left.outputs, right.outputs) and _equal([*left.tensors.values()], [*right.tensors.values()])

@@ -1,0 +1,213 @@
+"""What the first forward makes and no later one changes is made once, before the model is traced, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import TraceError
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Any, **held: Any):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(4, 4), nn.Linear(4, 4), forward
+        for name, value in held.items():
+            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def _attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if m.padding is None:
+        m.padding = (0, -x.shape[1] % 3)
+    return F.pad(m.second(m.first(x)), m.padding)
+
+
+def _missing_attribute(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "scale"):
+        m.scale = x.shape[1] ** -0.5
+    return m.second(m.first(x)) * m.scale
+
+
+def _missing_tensor(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "positions"):
+        m.positions = torch.arange(x.shape[1]) * 0.1
+    return m.second(m.first(x) + m.positions)
+
+
+def _missing_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if "positions" not in m._buffers:
+        m.register_buffer("positions", torch.arange(x.shape[1]) * 0.1, persistent=False)
+    return m.second(m.first(x) + m.positions)
+
+
+def _by_device(m: Any, x: torch.Tensor) -> torch.Tensor:
+    key = str(x.device)
+    if key not in m.cache:
+        m.cache[key] = torch.arange(x.shape[1], device=x.device) * 0.1
+    return m.second(m.first(x) + m.cache[key])
+
+
+def _by_length(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] not in m.cache:
+        m.cache[x.shape[1]] = torch.linspace(0, 1, x.shape[1])
+    return m.second(m.first(x)) + m.cache[x.shape[1]].mean()
+
+
+def _empty_buffer(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not m.positions.numel():
+        m.positions = torch.arange(x.shape[1]) * 0.1
+    return m.second(m.first(x) + m.positions)
+
+
+MAKES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "attribute": (_attribute, {"padding": None}),
+    "missing attribute": (_missing_attribute, {}),
+    "missing tensor": (_missing_tensor, {}),
+    "missing buffer": (_missing_buffer, {}),
+    "empty buffer": (_empty_buffer, {"positions": torch.empty(0)}),
+    "dict by device": (_by_device, {"cache": {}}),
+    "dict by length": (_by_length, {"cache": {}}),
+}
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_it_is_made_without_a_call_by_hand(name: str) -> None:
+    forward, held = MAKES[name]
+    model = Model(forward, **copy.deepcopy(held))
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+        for samples in (4, 7, 5):
+            x = torch.randn(samples, 4)
+            for run, optimizer in zip((pipe, twin), optimizers, strict=True):
+                optimizer.zero_grad()
+                run(x).square().mean().backward()
+                optimizer.step()
+        for (key, have), want in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(have, want, msg=lambda text, key=key: f"{key}: {text}")
+        assert len(pipe._fxpipe.graphs) == 1
+        for run in (pipe.eval(), twin.eval()):
+            run.training = False
+        with torch.no_grad():
+            x = torch.randn(6, 4)
+            torch.testing.assert_close(pipe(x), twin(x))
+            torch.testing.assert_close(pipe(x), twin(x))
+        for key, value in twin.__dict__.items():
+            if isinstance(value, (int, float, tuple)):
+                assert model.__dict__[key] == value
+
+
+def _first_statistics(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m, "mean"):
+        m.mean = x.detach().mean(0)
+    m.mean = m.mean * 0.9 + x.detach().mean(0) * 0.1
+    return m.second(m.first(x - m.mean))
+
+
+def _first_scale(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not m.is_ready:
+        m.scale.copy_(1 / x.detach().std(0))
+        m.is_ready = True
+    return m.second(m.first(x * m.scale))
+
+
+def _first_state(m: Any, x: torch.Tensor) -> torch.Tensor:
+    if not m.is_ready:
+        m.count += 3
+        m.is_ready = True
+    return m.second(m.first(x)) + m.count
+
+
+DATA: dict[str, tuple[Any, dict[str, Any]]] = {
+    "first statistics": (_first_statistics, {}),
+    "first scale": (_first_scale, {"is_ready": False, "scale": torch.ones(4)}),
+    "state that counts": (_first_state, {"is_ready": False, "count": torch.zeros(1)}),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right(name: str) -> None:
+    forward, held = DATA[name]
+    model = Model(forward, **copy.deepcopy(held))
+    before = set(model.__dict__), {key: value.clone() for key, value in model.named_buffers()}
+    with pytest.raises(TraceError, match=r"makes '\w+' when it is first called.*call the model once"):
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),))
+    assert set(model.__dict__) == before[0]
+    assert all(torch.equal(value, before[1][key]) for key, value in model.named_buffers())
+    model(torch.randn(4, 4))
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
+        for _ in range(2):
+            x = torch.randn(4, 4)
+            torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
+
+
+def test_a_counter_is_refused_as_ever_and_nothing_is_left() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.calls += 1
+        m.log.append(m.calls)
+        return m.second(m.first(x))
+
+    model = Model(forward, calls=0, log=[])
+    with pytest.raises(TraceError, match=r"forward changes the attribute 'calls'.*register_buffer"):
+        fxpipe.trace(model, (torch.randn(4, 4),))
+    assert (model.calls, model.log) == (0, [])
+
+
+def test_modules_made_in_forward_are_not_kept() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(m, "late"):
+            m.late = nn.Linear(4, 4)
+        return m.late(m.first(x))
+
+    model = Model(forward)
+    with pytest.raises(TraceError):
+        fxpipe.trace(model, (torch.randn(4, 4),))
+    assert not hasattr(model, "late")
+
+
+class Observer(nn.Module):
+    """As those of quantization for each channel: no shape before there is a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.detach().amax(0)
+        if self.largest.numel() == 0:
+            self.largest.resize_(largest.shape).copy_(largest)
+        else:
+            self.largest.copy_(torch.maximum(self.largest, largest))
+        return x / self.largest.abs().clamp(min=1)
+
+
+class SetsItsBuffer(Observer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        largest = x.detach().amax(0)
+        self.largest = largest if self.largest.numel() == 0 else torch.maximum(self.largest, largest)
+        return x / self.largest.abs().clamp(min=1)
+
+
+@pytest.mark.parametrize("kind", [Observer, SetsItsBuffer])
+def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_asked_for_a_call_by_hand(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
+    with pytest.raises(TraceError, match=r"'1\.largest'.*call the model once"):
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),))
+    assert model[1].largest.shape == (0,)
+    model(torch.randn(4, 4))
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 4),)) as pipe:
+        for _ in range(2):
+            x = torch.randn(4, 4) * 3
+            torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
+            torch.testing.assert_close(model[1].largest, twin[1].largest)

@@ -1,0 +1,165 @@
+"""Attributes that forward sets to tensors are after a step what the model leaves in them for the mini-batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, TraceError
+
+
+class Model(nn.Module):
+    def __init__(self, forward: Any, **held: Any):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(3, 3), nn.Linear(3, 3), forward
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def _attention(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    m.kept = h.detach().softmax(1)
+    return m.second(h)
+
+
+def _in_another_dimension(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    m.kept = h.detach().mT
+    return m.second(h)
+
+
+def _read_again(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept = x.mean(1, keepdim=True).detach()
+    return m.second(m.first(x - m.kept)) + m.kept
+
+
+def _the_output(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept = m.second(m.first(x))
+    return m.kept
+
+
+def _the_input(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.kept = x
+    return m.second(m.first(x))
+
+
+def _written_later(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    m.kept = h.detach().clone()
+    y = m.second(h)
+    m.kept.mul_(y.detach())
+    return y
+
+
+SETS = {
+    "detached": _attention,
+    "in another dimension": _in_another_dimension,
+    "read again": _read_again,
+    "the output": _the_output,
+    "the input": _the_input,
+    "written later": _written_later,
+}
+HELD: dict[str, dict[str, Any]] = {"new": {}, "None": {"kept": None}, "a tensor": {"kept": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+@pytest.mark.parametrize("name", SETS)
+def test_it_is_the_mini_batchs(name: str, held: dict[str, Any]) -> None:
+    model = Model(SETS[name], **held)
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
+        for samples in (4, 7, 5):
+            x = torch.randn(samples, 3)
+            torch.testing.assert_close(pipe(x), twin(x))
+            torch.testing.assert_close(model.kept, twin.kept)
+            assert model.kept.requires_grad == twin.kept.requires_grad
+            pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+            torch.testing.assert_close(model.kept, twin.kept, check_stride=False)
+        assert len(pipe._fxpipe.graphs) == 1
+        with torch.no_grad():
+            x = torch.randn(6, 3)
+            torch.testing.assert_close(pipe.eval()(x), twin.eval()(x))
+            torch.testing.assert_close(model.kept, twin.kept)
+
+
+def _with_a_loss(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    m.kept = h.square().mean()
+    return m.second(h)
+
+
+@pytest.mark.parametrize("forward", [_the_output, _with_a_loss])
+def test_what_requires_grad_goes_back_through_the_pipe(forward: Any) -> None:
+    model = Model(forward)
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
+        for _ in range(2):
+            x = torch.randn(6, 3)
+            for run, owner in ((pipe, model), (twin, twin)):
+                (run(x).sum() + owner.kept.square().sum()).backward()
+        for (name, have), want in zip(model.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(have.grad, want.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_requires_grad_and_has_no_samples_is_refused_with_its_line() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        m.kept = h.mean(0)
+        return m.second(h)
+
+    with pytest.raises(TraceError, match=r"sets 'kept' to a tensor that requires grad .*attributes\.py:\d+; detach it"):
+        fxpipe.trace(Model(forward), (torch.randn(4, 3),))
+
+
+@pytest.mark.parametrize("detaches", [True, False])
+def test_samples_may_not_act_on_each_other_there(detaches: bool) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        m.kept = h.detach() - h.detach().mean(0) if detaches else (h * h.mean(0)).sum()
+        return m.second(h)
+
+    with pytest.raises(ArgumentError, match="what forward sets 'kept' to"):
+        fxpipe.trace(Model(forward), (torch.randn(4, 3),))
+
+
+def test_state_that_forward_reads_goes_from_one_micro_batch_to_the_next() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        m.kept = m.kept * 0.5 + x.detach().mean(0)
+        return m.second(m.first(x)) + m.kept
+
+    model = Model(forward, kept=torch.zeros(3))
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
+        torch.testing.assert_close(model.kept, twin.kept)
+
+
+def test_a_failed_step_sets_nothing() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        m.kept = h.detach()
+        return m.second(h)
+
+    def fails(y: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    model = Model(forward)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3),)) as pipe:
+        pipe(torch.randn(4, 3))
+        before = model.kept
+        with pytest.raises(ZeroDivisionError):
+            pipe.forward_backward(torch.randn(4, 3), loss_fn=fails)
+        assert model.kept is before
+        del model.kept
+        x = torch.randn(4, 3)
+        pipe(x)
+        assert torch.allclose(model.kept, model.first(x))
