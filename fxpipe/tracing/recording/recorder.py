@@ -392,6 +392,8 @@ class Recorder(TorchFunctionMode):
             self._read_length(args[0], 0)
             return self._plainly(func, args, kwargs)
         self._refuse_unrecordable(func, name, args, kwargs)
+        if IN_PIECES.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
+            self.__torch_function__(torch.Tensor.__index__, (), args[1:2])  # into so many pieces
         if name in IN_PIECES and args and not isinstance((*args, 1)[1], (list, tuple)):
             self._read_length(args[0], kwargs.get("dim", (*args, 0, 0)[IN_PIECES[name]]))
         if name == "__iter__":

@@ -109,9 +109,12 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and "expects" not in node.meta
         if is_size:
             node.meta["number"] = number = formula(value)
-            node.meta["of_values"] = bool(number.free_symbols - {traced.batch})
-    of_values = [r for r in traced.size_reads if _free_symbols(r) - {traced.batch}]
-    of_batch = [r for r in traced.size_reads if not _free_symbols(r) - {traced.batch}]
+            sources = [source for source in node.all_input_nodes if source.meta.get("of_values")]
+            node.meta["of_values"] = bool(number.free_symbols - {traced.batch} or sources)
+        elif node in found.of_values or (node.target is operator.getitem and node.args[0] in found.of_values):
+            node.meta["of_values"] = True
+    of_values = [read for read in traced.size_reads if _is_of_values(traced, read)]
+    of_batch = [read for read in traced.size_reads if not _is_of_values(traced, read)]
     traced.batch_reads = tuple(read for r in of_batch if (read := _batch_read(traced, r)) is not None)
     traced.batch_reads += tuple(_assumed(traced, traced.batch_of(values)))
     for size_read in of_values:
@@ -183,8 +186,9 @@ def _operands(read: SizeRead) -> list[sympy.Expr]:
     return [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
 
 
-def _free_symbols(read: SizeRead) -> set[sympy.Basic]:
-    return set[sympy.Basic]().union(*(o.free_symbols for o in _operands(read)))
+def _is_of_values(traced: Traced, read: SizeRead) -> bool:
+    is_of_node = any(isinstance(o, fx.Node) and o.meta.get("of_values") for o in read.operands)
+    return is_of_node or any(number.free_symbols - {traced.batch} for number in _operands(read))
 
 
 def read_again(traced: Traced, read: SizeRead) -> None:
@@ -405,7 +409,7 @@ def _fold_fixed_sizes(traced: Traced) -> None:
     """Numbers that are the same for every batch size become constants, and their nodes go."""
     for node in reversed(list(traced.graph.nodes)):
         number = node.meta.get("number")
-        if node.op not in WORKING or number is None or number.free_symbols:
+        if node.op not in WORKING or number is None or number.free_symbols or node.meta["of_values"]:
             continue
         for user in list(node.users):
             user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))

@@ -19,7 +19,12 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from fxpipe.errors import TraceError
 from fxpipe.progress import progress
@@ -47,6 +52,7 @@ class SymbolicRun:
     symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
     made: dict[fx.Node, Any]  # the value of every node; alike ones are one object
     fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
+    of_values: frozenset[fx.Node]  # which nodes took a number from a value, so that sizes of what they make may be one
 
     @property
     def is_free(self) -> bool:
@@ -124,6 +130,7 @@ class _Known:
 
     traced: Traced
     not_told: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
+    of_values: set[fx.Node] = field(default_factory=set)  # what they make may have sizes that are values (`t[:n]`)
     baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
     observed: list[Observation] = field(default_factory=list)
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -198,7 +205,7 @@ class _Attempt:
                 elif node.op in WORKING and "read" not in node.meta:
                     self.made[node] = self._call(node)
                 step()
-        return SymbolicRun(self.env, self.symbols, self.made, self.fixed_by)
+        return SymbolicRun(self.env, self.symbols, self.made, self.fixed_by, frozenset(self.known.of_values))
 
     def _make_inputs(self) -> None:
         for place, node in self.traced.placeholders.items():
@@ -242,6 +249,8 @@ class _Attempt:
                 value = call(node, self.made.__getitem__)
         except Exception as error:
             self.known.distrust(node, error)
+            if isinstance(error, GuardOnDataDependentSymNode):
+                self.known.of_values.add(node)
             if before != (len(self.env.replacements), len(self.env.guards)):
                 raise _AgainError from error
             return self._seen(node)
