@@ -29,6 +29,7 @@ from fxpipe.tracing.checking.micro_batches import sizes_of_parts
 from fxpipe.tracing.containers import has_values
 from fxpipe.tracing.flags import flags
 from fxpipe.tracing.known_pieces import KnownPieces
+from fxpipe.tracing.print_calls import warn_of_prints
 from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.traced import Traced
@@ -53,7 +54,7 @@ class Inside:
         self.closed = False
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
-        self._warned = False
+        self._warned = self._has_prints = False
 
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
@@ -191,6 +192,9 @@ class Inside:
         self.graphs.append((prepared, assembly))
         del self.graphs[:-MOST_GRAPHS]
         self._warn_of_values(traced)
+        if traced.prints and not self._has_prints:
+            self._has_prints = True
+            warn_of_prints(self.model, traced.prints)
         return prepared, assembly
 
     def _warn_of_values(self, traced: Traced) -> None:

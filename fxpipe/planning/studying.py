@@ -69,7 +69,7 @@ def study(
     from fxpipe.tracing.placement import moved, on_one_device
     from fxpipe.tracing.print_calls import printing_once
 
-    with printing_once(model), on_one_device(model) as device, in_mode(model, None):
+    with printing_once(), on_one_device(model) as device, in_mode(model, None):
         args, kwargs = moved((args, kwargs), device)
         traced, batch = traced_batch(model, args, kwargs, settings, seed)
         kinds, threads, profiles = _profiles(traced, args, kwargs, batch, settings)

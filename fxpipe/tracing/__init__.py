@@ -36,7 +36,7 @@ from fxpipe.tracing.checking.micro_batches import (
 from fxpipe.tracing.checking.two_calls import check_two_calls
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
-from fxpipe.tracing.print_calls import printing_once
+from fxpipe.tracing.print_calls import lost_prints, printing_once
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.hooks import made_from
 from fxpipe.tracing.recording.lazy_state import make_lazy_state, new_attributes
@@ -107,7 +107,7 @@ def trace(
     grad = ThreadState.now().grad
     with (
         one_at_a_time,
-        printing_once(model),
+        printing_once(),
         showing(progress),
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
@@ -153,7 +153,9 @@ def trace(
                 return graph_of_parts(error, leaves, of_a_part)
 
         tracer, whole = check_tracer(tracer), asked_whole(model, leaf_modules)
-        return _with_lazy_state(find, model, args, kwargs, in_dims)
+        traced = _with_lazy_state(find, model, args, kwargs, in_dims)
+        traced.prints = lost_prints()
+        return traced
 
 
 def _with_lazy_state(

@@ -2,7 +2,7 @@
 
 A model runs several times while it is planned (recorded, compared with its graph at several sizes, looked at without
 values), and not at all in a step, which runs the graph of what forward computes. So what forward prints would appear a
-few times, of inputs that nobody gave, and then never more. Here the first run is heard, and a warning says the rest.
+few times, of inputs that nobody gave, and then never more. Here the first run is heard, and the pipe says the rest.
 
 Only `print` to stdout is muted, in the thread that plans; a debugger, say, writes to a file of its own. What is printed
 is still made a text: forward does the same in each run.
@@ -14,7 +14,7 @@ import builtins
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,8 +57,8 @@ def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
 
 
 @contextlib.contextmanager
-def printing_once(model: nn.Module, is_first_run: bool = True) -> Iterator[None]:
-    """A block in which `print` is heard until the model has run once; warns of what no step will print."""
+def printing_once(is_first_run: bool = True) -> Iterator[None]:
+    """A block in which `print` is heard until the model has run once."""
     global _print
     here = threading.get_ident()
     if here in _by_thread:
@@ -76,13 +76,22 @@ def printing_once(model: nn.Module, is_first_run: bool = True) -> Iterator[None]
             del _by_thread[here]
             if not _by_thread and builtins.print is _print_once:
                 builtins.print = _print
-    if prints.lost:
-        places = ", ".join([*prints.lost][:3]) + (", ..." if len(prints.lost) > 3 else "")
-        warn_user(
-            f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and "
-            "not in a step, which runs the graph of what forward computes; to print in each step, put a forward hook "
-            "on a module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"
-        )
+
+
+def lost_prints() -> tuple[str, ...]:
+    """Source lines of what forward has printed in this block, where no step will."""
+    prints = _by_thread.get(threading.get_ident())
+    return () if prints is None else (*prints.lost,)
+
+
+def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
+    """To be called once for a pipe."""
+    places = ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "")
+    warn_user(
+        f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and not "
+        "in a step, which runs the graph of what forward computes; to print in each step, put a forward hook on a "
+        "module inside (register_forward_hook), or keep the module that prints whole (leaf_modules=)"
+    )
 
 
 def end_first_run() -> None:

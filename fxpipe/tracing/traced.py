@@ -131,6 +131,7 @@ class Traced:
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
     left_dims: Mapping[str, int | str] = field(default_factory=dict)  # of `left`: how it goes together
+    prints: tuple[str, ...] = ()  # source lines of what forward prints, and no step
     ended: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))

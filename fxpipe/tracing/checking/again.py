@@ -39,7 +39,7 @@ def _as_when_traced(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
     """A block in which graph and model may be compared. Yields the flattened inputs."""
     with (
         one_at_a_time,
-        printing_once(traced.model, is_first_run=False),
+        printing_once(is_first_run=False),
         torch.inference_mode(False),
         torch.set_grad_enabled(traced.state.grad),
         standing_still(traced.model),
