@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     ),
     "vmap": (lambda m, x: torch.vmap(m.lin)(x), "runs vmap, kept whole, which uses 'inner.lin.bias'", "as arguments"),
     "func.jacrev": (lambda m, x: torch.func.jacrev(m.lin)(x), "transform of torch.func", ""),
-    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "numpy, nor a compiled"),
+    "tensor from numpy": (lambda m, x: m.lin(x) + torch.from_numpy(np.ones(6)), "unknown origin", "nor a compiled"),
     "traced function": (lambda m, x: _scripted(m.lin(x)) + 1, "unknown origin", "a compiled or scripted function"),
     "object": (lambda m, x: Doubled.apply(m.lin(x), object()), "passes a builtins.object", "a plain number first"),
     "generator": (
