@@ -21,6 +21,7 @@ help:
 	@echo 'make inspecting  measure how long fxpipe.inspect takes'
 	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
 	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
+	@echo 'make mutants     put faults into a copy, one at a time, and see which the tests catch; make mutants ARGS="--only runtime"'
 	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
 
 demo: .venv/.installed
@@ -64,6 +65,9 @@ coverage: .venv/.zoo
 
 stress: .venv/.installed
 	$(BIN)/python tools/stress.py $(ARGS)
+
+mutants: .venv/.installed
+	$(BIN)/python tools/mutants.py --jobs $(JOBS) $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

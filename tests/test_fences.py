@@ -103,3 +103,40 @@ def test_who_waits_goes_on_when_it_opens(opens):
     assert passed.wait(10)
     thread.join(10)
     fences.wait(Action(Kind.FORWARD, 1, 2))  # for good
+
+
+class Fan(nn.Module):
+    """What the first stage makes each of the others uses, and none of them hands anything to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        h = self.first(x)
+        return tuple(part(h) for part in self.parts)
+
+
+def test_a_gradient_comes_from_the_next_later_user_and_is_waited_for():
+    """It goes from user to user, and each adds its own: who begins before the next one has ended loses a part."""
+    torch.manual_seed(2)
+    model, x = Fan(), torch.randn(8, 4)
+    pipe = fxpipe.pipeline(model, ["cpu"] * 4, 2, balance=["first", "parts.0", "parts.1"], example_args=(x,))
+    before = pipe._fxpipe.graphs[0][1].wiring.before_with_loss
+    assert (Kind.BACKWARD, 2) in before[Kind.BACKWARD, 1]
+    assert (Kind.BACKWARD, 3) in before[Kind.BACKWARD, 2]
+    assert (Kind.BACKWARD, 1) in before[Kind.BACKWARD, 0]
+
+    def loss(outputs, target):
+        return sum(F.mse_loss(y, target) for y in outputs)
+
+    for seed in range(4):
+        pipe._fxpipe.engine.driver = driver = Interleaved(seed)
+        with closing(driver):
+            pipe.forward_backward(x, target=x, loss_fn=loss)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        pipe.zero_grad()
+        loss(model(x), x).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, msg=name)
+        pipe.zero_grad()

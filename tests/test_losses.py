@@ -720,3 +720,29 @@ def test_frozen_models():
         pipe.forward_backward(x, target=x, loss_fn=loss)
         assert loss.lin.weight.grad is not None
         assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("batch", [8, 7])
+def test_a_sum_over_samples(batch):
+    """Micro-batches count the same, however many samples they have."""
+    torch.manual_seed(0)
+    model, x, t = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
+        torch.randn(batch, 4),
+        torch.randn(batch, 2),
+    )
+
+    def loss_fn(y, t):
+        return F.mse_loss(y, t, reduction="sum")
+
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,)) as pipe:
+        for _ in range(2):  # the first is verified
+            model.zero_grad()
+            loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn, reduction="sum")
+            found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        want = loss_fn(model(x), t)
+        want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    for gradient, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad)

@@ -154,3 +154,10 @@ def test_a_mark_in_a_module_kept_whole_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Marked())
     with pytest.raises(ArgumentError, match="stands in a part of module '1' that runs as one node"):
         fxpipe.trace(model, (torch.randn(2, 4),), leaf_modules=["1"])
+
+
+def test_two_pins_on_one_device_leave_room_for_another_between_them() -> None:
+    found, *_ = pinned({"embed": 0, "head": 0}, (0, 1), NODES)
+    assert found.placement == (0, 1, 0)
+    assert (found.low[0], found.high[0]) == (0, 0)
+    assert (found.low[-1], found.high[-1]) == (2, 2)

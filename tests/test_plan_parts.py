@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
@@ -116,3 +117,11 @@ def test_a_stage_that_recomputes_keeps_all_that_it_was_given() -> None:
     sizes = StageBytes(portals=Polynomial((1,)), portals_again=Polynomial((0, 4)))
     assert sizes.through_portals(recomputes=False) == Polynomial((1,))
     assert sizes.through_portals(recomputes=True) == Polynomial((1, 4))
+
+
+def test_bytes_without_a_formula_grow_in_proportion() -> None:
+    """As in a plan that was made by hand."""
+    plan = skipping()
+    bare = replace(plan, portals=tuple(replace(portal, size=Polynomial(())) for portal in plan.portals))
+    for before, after in zip(bare.portals, resized(bare, 3 * plan.micro_batch).portals, strict=True):
+        assert after.bytes == 3 * before.bytes

@@ -591,3 +591,12 @@ def test_example_in_docstring_prints_what_it_says(module):
     result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
+
+
+def test_a_device_that_copies_over_a_shared_way_begins_no_sooner_than_there_is_something_to_copy() -> None:
+    """Also where the way has been free for long."""
+    schedule = make_schedule("inference", 2, 2)
+    ways = [Transfer(0, 1, 8, seconds=1.0, over=("bus",))]
+    simulation = simulate_schedule(schedule, [StageCost(2, 0), StageCost(5, 0)], ways, overlaps=False)
+    spans = {str(span.action): (span.start, span.end) for span in simulation.spans}
+    assert spans == {"0F0": (0, 2), "0F1": (2, 4), "1F0": (2, 8), "1F1": (8, 14)}

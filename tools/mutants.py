@@ -1,0 +1,866 @@
+"""Do the tests see faults? Puts them into a copy of the package, one at a time, and runs the tests that should see it.
+
+    make mutants                            # or: python tools/mutants.py
+    python tools/mutants.py --only runtime  # those whose file, text or tests have this in them
+    python tools/mutants.py --list
+
+A fault that no test sees *survives*: then a test is missing, or the fault changes nothing that anybody could see and is
+*equivalent*; the list says why. The status is 1 where one has survived.
+
+A fault is what somebody could have written: a bound that is off by one, a fence left out, a sign, the last for the
+first, an `Exception` for a `BaseException`, in place for out of place, a check that is skipped. The list is kept up to
+date with the code: what is to be replaced has to stand in its file exactly once, which a test holds.
+
+The tests have to pass without a fault, which is seen to first. Each job has a copy of its own. Tests run in a fork of
+this process, which has imported torch and pytest but nothing of the package, so that a run takes a second or two where
+Python alone would take three to begin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("fxpipe", "tests", "tools", "examples", "pyproject.toml", "README.md")
+LIMIT = 120.0  # seconds: what takes longer hangs, and is caught
+PRELOADED = (
+    "torch hypothesis numpy sympy networkx pytest torch.fx torch.export torch._subclasses.fake_tensor "
+    "torch.fx.experimental.symbolic_shapes torch.utils.checkpoint torch.utils.flop_counter torch.profiler"
+).split()
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault, and the tests that should see it."""
+
+    file: str  # below `fxpipe/`
+    before: str  # stands in the file once
+    after: str
+    tests: str  # files below `tests/`, or tests in them; several with spaces between
+    why_equivalent: str = ""  # why nobody could see it; it is not run
+
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.file}: {before} -> {after or '(nothing)'}"
+
+    def apply(self, text: str) -> str:
+        """The file's text with the fault."""
+        count = text.count(self.before)
+        if count != 1:
+            raise ValueError(
+                f"{self}\n  what is to be replaced stands {count} times in fxpipe/{self.file}: the code has changed, "
+                "bring the list in tools/mutants.py up to date"
+            )
+        return text.replace(self.before, self.after)
+
+
+# -- the list --------------------------------------------------------------------------------------------------------
+
+RUNTIME = (
+    Mutant(
+        "runtime/commit.py",
+        "if count < 2 or new.is_sparse",
+        "if count < 1 or new.is_sparse",
+        "test_commit.py::test_the_first_gradient_of_a_sum_is_not_written_to",
+    ),
+    Mutant(
+        "runtime/commit.py",
+        "    if have is None:\n        return new\n    return have + new",
+        "    if have is None:\n        return new.clone()\n    return have - new",
+        "test_commit.py::test_the_first_gradient_of_a_sum_is_not_written_to",
+    ),
+    Mutant(
+        "runtime/commit.py",
+        "finish, ctx.finish = ctx.finish, None",
+        "finish = ctx.finish",
+        "test_commit.py::test_it_runs_once_and_cannot_be_differentiated",
+    ),
+    Mutant("runtime/commit.py", "    found.reverse()\n", "", "test_commit.py::test_gradients_reach_the_inputs"),
+    Mutant(
+        "runtime/commit.py",
+        "    if torch.is_grad_enabled():  # create_graph=True\n        found[:] = _only_once(found)\n",
+        "",
+        "test_commit.py::test_it_runs_once_and_cannot_be_differentiated",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)",
+        "bool(leaf._backward_hooks)",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "                gradient.copy_(value)",
+        "                pass",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "    except BaseException:\n        before.put_back()",
+        "    except AttributeError:\n        before.put_back()",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "        with torch.autograd.set_multithreading_enabled(False):\n            yield",
+        "        yield",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+        "on the CPU autograd has no threads of its own; with GPUs the tests that need them see it",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "            if self.failure is None:\n                self.failure = error",
+        "            self.failure = error",
+        "test_failures.py::test_the_first_of_several_failures_arrives",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "        except BaseException as error:\n            device",
+        "        except Exception as error:\n            device",
+        "test_failures.py::test_every_kind_of_exception_arrives",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "        self._fences.open_all()\n",
+        "",
+        (
+            "test_failures.py::test_others_stop_before_their_next_action "
+            "test_failures.py::test_the_first_of_several_failures_arrives"
+        ),
+    ),
+    Mutant(
+        "runtime/step.py",
+        "            return\n        self._fences.pass_on(action)",
+        "        self._fences.pass_on(action)",
+        "test_failures.py::test_others_stop_before_their_next_action",
+        "a step that has failed has all its fences open",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "            total = total + gradient",
+        "            total = gradient",
+        "test_transparency.py::test_forward_backward_equals_the_plain_model",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "            running.seed = mixed(self.seed, i)",
+        "            running.seed = mixed(self.seed, 0)",
+        "test_random_numbers.py::test_a_node_that_draws_on_other_values_only_is_random",
+    ),
+    Mutant(
+        "runtime/step.py",
+        "        with recomputing():\n            self.pending[j, i]",
+        "        if True:\n            self.pending[j, i]",
+        "test_recompute.py::test_what_is_recomputed_is_what_was_computed",
+    ),
+    Mutant(
+        "runtime/wiring.py",
+        "if has_loss and stages in senders and j < stages - 1 else ()",
+        "if False else ()",
+        "test_fences.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
+    ),
+    Mutant(
+        "runtime/wiring.py",
+        "min((k for k in others if k > user), default=None)",
+        "max((k for k in others if k > user), default=None)",
+        "test_fences.py::test_a_gradient_comes_from_the_next_later_user_and_is_waited_for",
+    ),
+    Mutant(
+        "runtime/wiring.py",
+        "max((k for k in others if k < user), default=value.source)",
+        "value.source",
+        "test_every_schedule.py::test_steps_equal_the_plain_model",
+    ),
+    Mutant(
+        "runtime/wiring.py",
+        "        senders |= {link.later for link in links[j] if link.later is not None}\n",
+        "",
+        "test_every_schedule.py::test_any_interleaving_of_the_workers_comes_to_the_same_bits",
+    ),
+    Mutant(
+        "runtime/fences.py",
+        "        self._passed.add(action)\n",
+        "",
+        "test_fences.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
+    ),
+    Mutant(
+        "runtime/fences.py",
+        "(*fence, i) in self._passed for",
+        "(*fence, 0) in self._passed for",
+        "test_fences.py::test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made",
+    ),
+    Mutant(
+        "runtime/fences.py",
+        "        for event in list(self._events.values()):\n            event.set()\n",
+        "",
+        "test_fences.py::test_who_waits_goes_on_when_it_opens",
+    ),
+    Mutant(
+        "runtime/exchange.py",
+        "gradient if key not in self._gradients else self._gradients[key] + gradient",
+        "gradient",
+        "test_transparency.py test_losses.py",
+    ),
+    Mutant(
+        "runtime/exchange.py",
+        "torch.zeros_like(p) if g is None else g",
+        "torch.zeros_like(p) if g is not None else p",
+        "test_transparency.py",
+    ),
+    Mutant(
+        "runtime/opened.py",
+        "x if name in stage.tracks else x.clone()",
+        "x",
+        "test_recompute.py::test_what_is_recomputed_is_what_was_computed",
+    ),
+    Mutant(
+        "runtime/opened.py",
+        "                self._counts[name] = count + 1\n",
+        "",
+        "test_drivers.py test_commit.py",
+        "sums are then never added to in place: slower, and the same bits",
+    ),
+    Mutant(
+        "runtime/opened.py",
+        "        self._statistics[i] = ran.statistics\n",
+        "        self._statistics[0] = ran.statistics\n",
+        "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "    if math.inf in values:\n        return False\n",
+        "",
+        "test_elements.py::test_a_micro_batch_of_no_elements_that_counts_is_wrong",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "1e-5 if exact else 3e-2",
+        "0.3 if exact else 3e-2",
+        "test_elements.py::test_a_difference_of_a_thousandth_is_one",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "1e-5 if exact else 3e-2",
+        "1e-5 if exact else 0.3",
+        "test_elements.py::test_half_precision_has_fewer_digits",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "return gradient / count if count else math.inf",
+        "return gradient * count if count else math.inf",
+        "test_elements.py::test_elements_that_count_the_same_are_right",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "todo.extend(reversed(node.next_functions))",
+        "todo.extend(node.next_functions)",
+        "test_elements.py::test_the_head_of_a_graph",
+    ),
+    Mutant(
+        "runtime/elements.py",
+        "    if reduction == SUM or name",
+        "    if reduction == MEAN or name",
+        "test_losses.py::test_the_head_of_a_loss",
+    ),
+    Mutant(
+        "runtime/losses.py",
+        'else self.shares[i] if self.reduction == "mean" else 1',
+        "else self.shares[i]",
+        "test_losses.py::test_a_sum_over_samples",
+    ),
+    Mutant(
+        "runtime/losses.py",
+        "        self.values[i], self.weights[i] = loss.detach(), weight",
+        "        self.values[i], self.weights[i] = loss, weight",
+        "test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+    ),
+    Mutant(
+        "runtime/microbatches.py",
+        "[least + 1] * larger + [least] * (count - larger)",
+        "[least] * (count - larger) + [least + 1] * larger",
+        "test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+    ),
+    Mutant(
+        "runtime/microbatches.py",
+        "        return [gradient * weight for weight in weights]",
+        "        return [gradient for weight in weights]",
+        "test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+    ),
+    Mutant(
+        "runtime/microbatches.py",
+        "[part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)",
+        "list(parts)",
+        "test_transparency.py test_batch.py",
+    ),
+    Mutant(
+        "runtime/tracking.py",
+        "((n - 1) / (total - 1)).to(device), (n / (total - 1))",
+        "(n / total).to(device), (n / (total - 1))",
+        "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
+    ),
+    Mutant(
+        "runtime/tracking.py",
+        "between * (means - mean) ** 2",
+        "between * (means - mean)",
+        "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
+    ),
+    Mutant(
+        "runtime/drivers.py",
+        "                if step.failure is not None:\n                    break\n                if before",
+        "                if before",
+        "test_failures.py::test_others_stop_before_their_next_action",
+    ),
+    Mutant(
+        "runtime/drivers.py",
+        "            step.fail(error)\n            self._wait_until_idle(queues, threads)\n",
+        "            step.fail(error)\n",
+        "test_drivers.py::test_an_interrupt_of_the_caller",
+    ),
+    Mutant(
+        "runtime/drivers.py",
+        "            raise  # also where",
+        "            raise_failure(step)  # also where",
+        "test_drivers.py::test_an_interrupt_of_the_caller",
+    ),
+    Mutant(
+        "runtime/drivers.py",
+        "            torch.set_num_threads(own)\n",
+        "            pass\n",
+        "test_drivers.py::test_each_worker_has_its_share_of_the_cores",
+    ),
+    Mutant(
+        "runtime/engine.py",
+        ("                self._runner, self._ambient = None, Ambient()\n                self._busy.release()"),
+        "                self._runner, self._ambient = None, Ambient()",
+        "test_lifecycle.py::test_a_call_inside_a_step",
+    ),
+    Mutant(
+        "thread_state.py",
+        "            torch.set_autocast_cache_enabled(False)\n",
+        "",
+        "test_thread_state.py::test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread",
+    ),
+)
+
+SCHEDULING = (
+    Mutant(
+        "scheduling/by_stage.py",
+        "warm_up=n - 1 - j) for j",
+        "warm_up=n - j) for j",
+        "test_known_schedules.py::test_zero_bubble_keeps_what_the_first_stage_of_1f1b_keeps",
+    ),
+    Mutant(
+        "scheduling/by_stage.py",
+        "for a in reversed(row))",
+        "for a in row)",
+        "test_scheduling.py::test_gpipe_is_all_forwards_then_all_backwards",
+    ),
+    Mutant(
+        "scheduling/by_stage.py",
+        "more=max(0, min(n - 1, m - n))",
+        "more=max(0, m - n)",
+        "test_known_schedules.py",
+        "no stage takes in more than n - 1 - j, nor lags more than j behind, which is less",
+    ),
+    Mutant(
+        "scheduling/by_stage.py",
+        "lag=j + min(j, more)",
+        "lag=j",
+        "test_known_schedules.py::test_zero_bubble_2p_takes_in_more",
+    ),
+    Mutant(
+        "scheduling/by_stage.py",
+        "range(max(0, m - lag), m)]",
+        "range(max(0, m - lag), m - 1)]",
+        "test_known_schedules.py::test_zero_bubble_lags_behind_with_w_the_more_the_later_the_stage",
+    ),
+    Mutant(
+        "scheduling/interleaved.py",
+        "+ 2 * later, len(forward))",
+        "+ later, len(forward))",
+        "test_known_schedules.py::test_interleaved_1f1b_goes_round_in_groups",
+    ),
+    Mutant(
+        "scheduling/interleaved.py",
+        "for j in reversed(stages) for i in group]",
+        "for j in stages for i in group]",
+        "test_known_schedules.py::test_interleaved_1f1b_goes_round_in_groups",
+    ),
+    Mutant(
+        "scheduling/interleaved.py",
+        "size * k + min(k, larger)",
+        "size * k + min(k, 1)",
+        "test_known_schedules.py::test_interleaved_1f1b_goes_round_in_groups",
+    ),
+    Mutant(
+        "scheduling/zbv.py",
+        'do("F= B= W=", p - d)',
+        'do("F= B= W=", p - d - 1)',
+        "test_known_schedules.py::test_zbv_goes_there_and_back",
+    ),
+    Mutant(
+        "scheduling/zbv.py",
+        "    if m <= p:",
+        "    if m < p:",
+        "test_known_schedules.py::test_zbv_idles_a_sixth_of_1f1b",
+    ),
+    Mutant(
+        "scheduling/in_flight.py",
+        "last = [Kind.WEIGHT if (j, Kind.WEIGHT) in kinds else",
+        "last = [Kind.BACKWARD if (j, Kind.WEIGHT) in kinds else",
+        "test_in_flight.py::test_they_are_the_largest_set_that_is_there",
+    ),
+    Mutant(
+        "scheduling/in_flight.py",
+        "Kind.RECOMPUTE if (j, action.micro_batch) in recomputed else Kind.FORWARD",
+        "Kind.FORWARD",
+        "test_in_flight.py::test_they_are_the_largest_set_that_is_there",
+    ),
+    Mutant(
+        "scheduling/in_flight.py",
+        "return tuple(most) if trains else (1,) * schedule.stages",
+        "return tuple(most)",
+        "test_in_flight.py::test_where_nothing_goes_back_one_is_there",
+    ),
+    Mutant(
+        "scheduling/validation.py",
+        "place_of.get(needed, -1) > place",
+        "place_of.get(needed, -1) > place + 1",
+        "test_scheduling.py::test_illegal_row_is_shown_with_its_fault",
+    ),
+    Mutant(
+        "scheduling/validation.py",
+        "            if user in device_of and device_of[user] != d:\n",
+        "            if user in device_of and device_of[user] > d:\n",
+        "test_scheduling.py test_known_schedules.py",
+    ),
+    Mutant(
+        "scheduling/validation.py",
+        "NEIGHBOUR = {Kind.FORWARD: -1, Kind.BACKWARD: 1}",
+        "NEIGHBOUR = {Kind.FORWARD: -1, Kind.BACKWARD: -1}",
+        "test_scheduling.py",
+    ),
+    Mutant(
+        "scheduling/recomputing.py",
+        '"except_last": m - 1',
+        '"except_last": m',
+        "test_in_flight.py::test_the_last_of_1f1b_is_there_beside_one_that_is_recomputed",
+    ),
+    Mutant(
+        "scheduling/recomputing.py",
+        "i < recomputed[stage] or row",
+        "i <= recomputed[stage] or row",
+        "test_scheduling.py test_known_schedules.py test_in_flight.py test_orders.py",
+    ),
+    Mutant(
+        "scheduling/merging.py",
+        "action = max(ready, key=_urgency)",
+        "action = min(ready, key=_urgency)",
+        "test_known_schedules.py::test_of_one_micro_batch_zbv_leaves_all_w_to_the_end",
+    ),
+    Mutant(
+        "scheduling/schedules.py",
+        "    if n % recipe.per_device:",
+        "    if n < recipe.per_device:",
+        "test_known_schedules.py::test_stages_where_a_schedule_cannot_have_them_are_refused",
+    ),
+)
+
+SIMULATION = (
+    Mutant(
+        "simulation/events.py",
+        "self._put(free if came is None else max(free, came.arrived), device, None)",
+        "self._put(free if came is None else came.arrived, device, None)",
+        "test_simulation.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "left = max(span.end, *(self._free[one] for one in way.takes))",
+        "left = span.end",
+        "test_simulation.py::test_a_link_carries_one_transfer_at_a_time",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "if last is None or last.arrived < arrived:",
+        "if last is None or last.arrived > arrived:",
+        "test_simulation.py::test_sending_takes_its_time_both_ways",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "                arrived = left + way.seconds\n",
+        "                arrived = left\n",
+        "test_simulation.py::test_sending_takes_its_time_both_ways",
+    ),
+    Mutant(
+        "simulation/events.py",
+        "            start = max(start, time)\n",
+        "",
+        (
+            "test_simulation.py::test_a_device_that_copies_over_a_shared_way_begins_no_sooner"
+            "_than_there_is_something_to_copy"
+        ),
+    ),
+    Mutant(
+        "simulation/needs.py",
+        "(weight[j] if j in split else 0.0)",
+        "weight[j]",
+        "test_simulation.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
+    ),
+    Mutant(
+        "simulation/needs.py",
+        "s.forward if s.recompute is None else s.recompute",
+        "s.forward",
+        "test_simulation.py::test_recompute_seconds_are_their_own",
+    ),
+    Mutant(
+        "simulation/needs.py",
+        "is_sent = link[0] != link[1]",
+        "is_sent = transfer.source != transfer.target",
+        "test_simulation.py::test_nothing_is_sent_within_a_device",
+    ),
+    Mutant(
+        "simulation/needs.py",
+        "for kind, times in own.items()}\n    return found |",
+        "for kind, times in own.items()}\n    return own |",
+        "test_action_costs.py::test_each_action_has_it",
+    ),
+    Mutant(
+        "simulation/results.py",
+        "max(0.0, 1 - busy / step) if step else 0.0 for",
+        "max(0.0, busy / step) if step else 0.0 for",
+        "test_simulation.py::test_bubble_is_n_minus_1_of_m_plus_n_minus_1",
+    ),
+    Mutant(
+        "simulation/results.py",
+        "transfer.bytes * self.schedule.micro_batches",
+        "transfer.bytes",
+        "test_simulation.py::test_bytes_of_each_link",
+    ),
+    Mutant(
+        "simulation/results.py",
+        "memory.peak <= limit\n",
+        "memory.peak < limit\n",
+        "test_simulation.py test_simulate.py",
+    ),
+)
+
+PARTITIONING = (
+    Mutant(
+        "partitioning/block.py",
+        "[cost * (len(costs) + 1) + 1 for cost in costs]",
+        "[cost for cost in costs]",
+        "test_partitioning.py::test_rows_of_zeros_are_cut_evenly",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "if size[p] <= minimum + largest:",
+        "if size[p] <= minimum + 2 * largest:",
+        "test_partitioning.py::test_least_bottleneck_and_bound_on_many_small_rows",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "            size[q] += moved\n",
+        "",
+        "test_partitioning.py::test_least_bottleneck_and_bound_on_many_small_rows",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "max(first[i], cuts[-1] + 1)",
+        "cuts[-1] + 1",
+        "test_partitioning.py::test_least_bottleneck_and_bound_on_many_small_rows",
+    ),
+    Mutant(
+        "partitioning/cutting.py",
+        "return bisect_right(self.starts, place) - 1",
+        "return bisect_right(self.starts, place)",
+        "test_partitioning.py::test_stage_of_each_place",
+    ),
+    Mutant(
+        "partitioning/cutting.py",
+        "at = max((p for p, part",
+        "at = min((p for p, part",
+        "test_partitioning.py::test_cuts_by_hand",
+    ),
+    Mutant(
+        "partitioning/by_hand.py",
+        'path == name or path.startswith(name + ".")',
+        "path.startswith(name)",
+        "test_partitioning.py::test_a_module_is_not_found_by_half_its_name",
+    ),
+    Mutant(
+        "partitioning/by_hand.py",
+        "ends = [(name, places[-1] + 1)",
+        "ends = [(name, places[0] + 1)",
+        "test_by_hand.py::test_stages_end_behind_the_names",
+    ),
+    Mutant(
+        "partitioning/by_hand.py",
+        "for place in starts if place in nodes.forbidden)",
+        "for place in starts[:1] if place in nodes.forbidden)",
+        "test_partitioning.py::test_a_cut_by_hand_at_a_forbidden_place_refused",
+    ),
+    Mutant(
+        "partitioning/pins.py",
+        "self.stage_of[-1][0] == place - 1:",
+        "self.stage_of[-1][0] < place:",
+        "test_pins.py::test_two_pins_on_one_device_leave_room_for_another_between_them",
+    ),
+    Mutant(
+        "partitioning/pins.py",
+        "for name in sorted(pins, key=len):",
+        "for name in sorted(pins, key=len, reverse=True):",
+        "test_pins.py::test_the_inner_pin_counts",
+    ),
+    Mutant(
+        "partitioning/parts.py",
+        "return min(found, key=self._again, default=None)",
+        "return max(found, key=self._again, default=None)",
+        "test_parts.py::test_a_stage_recomputes_no_more_than_its_memory_asks_for",
+    ),
+    Mutant(
+        "partitioning/loads.py",
+        "if held.maker >= 0 and held.savers[-1] > held.maker:",
+        "if held.maker >= 0 and held.savers[0] > held.maker:",
+        "test_optimal.py::test_loads_are_what_they_are_defined_to_be",
+    ),
+)
+
+REWRITING = ()
+
+TRACING = ()
+
+PROFILING = ()
+
+PLANS = (
+    Mutant(
+        "plans/parts.py",
+        "return self.received + self.again if recomputes else self.received",
+        "return self.received",
+        "test_plan_parts.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
+    ),
+    Mutant(
+        "plans/parts.py",
+        "return self.portals + self.portals_again if recomputes else self.portals",
+        "return self.portals",
+        "test_plan_parts.py::test_a_stage_that_recomputes_keeps_all_that_it_was_given",
+    ),
+    Mutant(
+        "plans/resizing.py",
+        "    return fixed + (seconds - fixed) * times",
+        "    return seconds * times",
+        "test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
+    ),
+    Mutant(
+        "plans/resizing.py",
+        "math.ceil(known * times)",
+        "known",
+        "test_plan_parts.py::test_bytes_without_a_formula_grow_in_proportion",
+    ),
+    Mutant(
+        "plans/data.py",
+        "return self.chunks if self.batch is None else min(self.chunks, self.batch)",
+        "return self.chunks",
+        "test_given_plans.py::test_what_is_planned_for_fewer_samples_than_chunks_is_what_runs",
+    ),
+    Mutant(
+        "plans/data.py",
+        "optimizer_bytes=stage.state_bytes - stage.gradient_bytes",
+        "optimizer_bytes=stage.state_bytes",
+        "test_simulate.py::test_peaks_are_those_of_the_formulas_of_the_plan",
+    ),
+    Mutant(
+        "plans/data.py",
+        "return fixed + received + held + stage.bytes.working",
+        "return fixed + received + held",
+        "test_plans.py::test_memory_of_a_stage_is_what_was_counted_for_the_planned_size",
+    ),
+    # SURVIVED
+    Mutant(
+        "plans/data.py",
+        'return self.modes[stage] != "never"',
+        'return self.modes[stage] == "always"',
+        "test_plans.py test_plan_parts.py test_memory.py",
+    ),
+)
+
+
+MUTANTS = (
+    *RUNTIME, *SCHEDULING, *SIMULATION, *PARTITIONING, *REWRITING, *TRACING, *PROFILING, *PLANS
+)  # fmt: skip
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Tests, on a package with a fault or, to begin with, without."""
+
+    tests: str
+    mutant: Mutant | None = None
+
+
+WITHOUT_TESTS = Run("")
+
+
+@dataclass(slots=True)
+class Job:
+    """A copy of the package, and what runs in it."""
+
+    root: Path
+    run: Run = WITHOUT_TESTS
+    process: int = 0
+    begun: float = 0.0
+
+    def begin(self, run: Run) -> None:
+        """Runs tests on the copy, with the fault in it if there is one."""
+        self.run, self.begun = run, time.monotonic()
+        if run.mutant is not None:
+            path = self.root / "fxpipe" / run.mutant.file
+            self._write(path, run.mutant.apply(path.read_text()))
+        sys.stdout.flush()
+        self.process = os.fork()
+        if not self.process:
+            _run_tests(self.root, run.tests.split())
+
+    def result(self) -> str | None:
+        """None while it runs; then "passed", or why not."""
+        ended, status = os.waitpid(self.process, os.WNOHANG)
+        is_late = not ended and time.monotonic() - self.begun > LIMIT
+        if not ended and not is_late:
+            return None
+        if is_late:
+            os.killpg(self.process, signal.SIGKILL)
+            os.waitpid(self.process, 0)
+        if (mutant := self.run.mutant) is not None:
+            self._write(self.root / "fxpipe" / mutant.file, (ROOT / "fxpipe" / mutant.file).read_text())
+        if is_late:
+            return "hangs"
+        code = os.waitstatus_to_exitcode(status)
+        return "passed" if code == 0 else f"fails ({code})"
+
+    def seen_by(self) -> str:
+        """The test that has failed, where one has."""
+        lines = (self.root / "output.txt").read_text(errors="replace").splitlines()
+        return next((line.split()[1].removeprefix("tests/") for line in lines if line.startswith("FAILED ")), "")
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.write_text(text)
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):  # may be as old, and as long
+            compiled.unlink()
+
+
+def _run_tests(root: Path, tests: Sequence[str]) -> None:
+    """In the child: ends the process."""
+    code = 3
+    try:
+        os.setsid()
+        output = os.open(root / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(root)
+        os.environ["PYTHONPATH"] = str(root)
+        sys.path.insert(0, str(root))
+        sys.dont_write_bytecode = True
+        import pytest
+
+        code = int(
+            pytest.main(["-x", "-q", "--assert=plain", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)])
+        )
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def copied(root: Path) -> Job:
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name)
+        else:
+            shutil.copy2(source, root / name)
+    return Job(root)
+
+
+def results(jobs: Sequence[Job], runs: Sequence[Run]) -> Iterator[tuple[Job, str, float]]:
+    """What came of each run, and after how many seconds, in the order in which they end."""
+    waiting, free, busy = list(runs)[::-1], list(jobs), []
+    try:
+        while waiting or busy:
+            while waiting and free:
+                job = free.pop()
+                job.begin(waiting.pop())
+                busy.append(job)
+            for job in list(busy):
+                if (result := job.result()) is not None:
+                    busy.remove(job)
+                    yield job, result, time.monotonic() - job.begun
+                    free.append(job)
+            time.sleep(0.02)
+    finally:
+        for job in busy:  # interrupted
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.process, signal.SIGKILL)
+            os.waitpid(job.process, 0)
+
+
+def without_faults(jobs: Sequence[Job], mutants: Sequence[Mutant]) -> str:
+    """Why the tests of the list do not pass on the package as it is; "" if they do."""
+    tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests.split())
+    for job, result, _ in results(jobs, [Run(test) for test in tests]):
+        if result != "passed":
+            return f"{job.run.tests} {result}\n{(job.root / 'output.txt').read_text()[-4000:]}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2, help="how many to run at a time")
+    parser.add_argument("--only", default="", help="those whose file, text or tests have this in them")
+    parser.add_argument("--list", action="store_true", help="print the faults, and run none")
+    arguments = parser.parse_args()
+    chosen = [m for m in MUTANTS if arguments.only in f"{m} {m.tests}"]
+    if arguments.list:
+        print(*(f"{m}  [{m.why_equivalent or m.tests}]" for m in chosen), sep="\n")
+        return 0
+    for mutant in chosen:
+        mutant.apply((ROOT / "fxpipe" / mutant.file).read_text())
+    to_run = [mutant for mutant in chosen if not mutant.why_equivalent]
+    for name in PRELOADED:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="fxpipe-mutants-") as folder:
+        jobs = [copied(Path(folder) / str(k)) for k in range(max(1, arguments.jobs))]
+        if problem := without_faults(jobs, to_run):
+            print(f"the tests do not pass without a fault: {problem}")
+            return 1
+        counts = {"caught": 0, "survived": 0, "equivalent": 0}
+        for job, result, seconds in results(jobs, [Run(mutant.tests, mutant) for mutant in to_run]):
+            word = "survived" if result == "passed" else "caught"
+            counts[word] += 1
+            print(f"{word:8}  {seconds:5.1f} s  {job.run.mutant}  [{job.seen_by() or result}]", flush=True)
+    for mutant in chosen:
+        if mutant.why_equivalent:
+            counts["equivalent"] += 1
+            print(f"equivalent  {mutant}: {mutant.why_equivalent}")
+    print(", ".join(f"{count} {word}" for word, count in counts.items()))
+    return 1 if counts["survived"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
