@@ -53,15 +53,3 @@ def test_a_fault_that_the_code_has_outgrown_is_an_error(mutants):
         mutant.apply("a = 1")
     with pytest.raises(ValueError, match="stands 2 times"):
         mutant.apply("a = b\na = b")
-
-
-@pytest.mark.slow
-def test_what_a_test_sees_is_caught_and_what_none_sees_survives(mutants, monkeypatch, capsys):
-    seen, unseen = (mutants.Mutant("units.py", ":.1%}", ":.2%}", test) for test in ("test_units.py", "test_limits.py"))
-    monkeypatch.setattr(sys, "argv", ["mutants.py", "--jobs", "2"])
-    monkeypatch.setattr(mutants, "MUTANTS", (seen, unseen))
-    assert mutants.main() == 1
-    printed = capsys.readouterr().out
-    assert "1 caught, 1 survived, 0 equivalent" in printed
-    monkeypatch.setattr(mutants, "MUTANTS", (seen,))
-    assert mutants.main() == 0

@@ -125,3 +125,9 @@ def test_bytes_without_a_formula_grow_in_proportion() -> None:
     bare = replace(plan, portals=tuple(replace(portal, size=Polynomial(())) for portal in plan.portals))
     for before, after in zip(bare.portals, resized(bare, 3 * plan.micro_batch).portals, strict=True):
         assert after.bytes == 3 * before.bytes
+
+
+def test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes() -> None:
+    plan = skipping()
+    modes = {mode: replace(plan, checkpoint=mode).recomputes(0) for mode in ("never", "except_last", "always")}
+    assert modes == {"never": False, "except_last": True, "always": True}
