@@ -614,8 +614,8 @@ PARTITIONING = (
     ),
     Mutant(
         "partitioning/pins.py",
-        "self.stage_of[-1][0] == place - 1:",
-        "self.stage_of[-1][0] < place:",
+        "if before == place - 1 and",
+        "if before < place and",
         "test_pins.py::test_two_pins_on_one_device_leave_room_for_another_between_them",
     ),
     Mutant(
