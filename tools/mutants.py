@@ -353,6 +353,12 @@ RUNTIME = (
         "",
         "test_thread_state.py::test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread",
     ),
+    Mutant(
+        "thread_state.py",
+        "torch.is_grad_enabled() and not torch.is_inference_mode_enabled()",
+        "torch.is_grad_enabled()",
+        "test_thread_state.py test_transparency.py",
+    ),
 )
 
 SCHEDULING = (
@@ -638,11 +644,238 @@ PARTITIONING = (
     ),
 )
 
-REWRITING = ()
+REWRITING = (
+    Mutant(
+        "rewriting/aliases.py", 'if name != "contiguous" else None', 'if name != "clone" else None', "test_inplace.py"
+    ),
+    Mutant(
+        "rewriting/cuts.py",
+        "for place in range(max(first, 0) + 1, last + 1):",
+        "for place in range(max(first, 0) + 1, last):",
+        "test_rewriting.py::test_parts_stay_with_what_returned_them",
+    ),
+    Mutant(
+        "rewriting/cuts.py",
+        "if first < last_write and",
+        "if first <= last_write and",
+        "test_inplace.py test_rewriting.py",
+    ),
+    Mutant(
+        "rewriting/cuts.py",
+        "if effects.last[n] > first]",
+        "if effects.last[n] >= first]",
+        "test_inplace.py test_rewriting.py",
+    ),
+    Mutant(
+        "rewriting/stages.py",
+        "if INPUT < source < stage - 1",
+        "if INPUT < source < stage",
+        "test_rewriting.py::test_stage_code_reads_like_the_model",
+    ),
+    Mutant(
+        "rewriting/stages.py",
+        "for t in range(user - 1, maker, -1) if",
+        "for t in range(maker + 1, user) if",
+        "test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
+    ),
+    Mutant(
+        "rewriting/stages.py",
+        "self.is_received(node, stage) and stage <= self._stage_at(self.effects.last[node])",
+        "self.is_received(node, stage)",
+        "test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
+    ),
+    Mutant(
+        "rewriting/stages.py",
+        (
+            "        self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` "
+            "block would lose its gradient\n"
+        ),
+        "",
+        "test_rewriting.py::test_a_stage_sets_the_state_of_its_nodes_and_restores_the_callers",
+    ),
+    Mutant(
+        "rewriting/copies.py",
+        "if effects.requires_grad.get(node) or effects.alias",
+        "if effects.alias",
+        "test_copies.py::test_what_hangs_on_an_input_that_requires_grad_may_not",
+    ),
+    Mutant("rewriting/copies.py", "touched[node].isdisjoint(changing)", "True", "test_copies.py"),
+    Mutant(
+        "rewriting/rows.py",
+        "            last = max(map(middle.__getitem__, value.users))",
+        "            last = min(map(middle.__getitem__, value.users))",
+        "test_ordering.py::test_the_cost_of_an_order_is_what_lives_at_each_cut",
+    ),
+    Mutant(
+        "rewriting/random_nodes.py",
+        "        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK",
+        "        state = number + 0x9E3779B97F4A7C15 & _MASK",
+        "test_random_numbers.py::test_numbers_hang_on_seed_and_ordinal",
+    ),
+    Mutant(
+        "rewriting/random_nodes.py",
+        "            process.set_state(before)\n",
+        "",
+        "test_random_numbers.py::test_a_random_node_draws_what_torch_draws_bit_for_bit",
+    ),
+    Mutant(
+        "rewriting/tape.py",
+        "if x._version != version:",
+        "if x._version < version:",
+        "test_split_backward.py::test_an_input_changed_in_place_is_refused",
+    ),
+    Mutant(
+        "rewriting/tape.py",
+        "wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad",
+        "wants = wants_w, wants_b = w.requires_grad, b is not None",
+        "test_split_backward.py::test_products",
+    ),
+    Mutant(
+        "rewriting/tape.py",
+        "x.transpose(1, 2).conj().bmm(gradient), None",
+        "x.transpose(1, 2).bmm(gradient), None",
+        "test_split_backward.py::test_products",
+    ),
+    Mutant(
+        "rewriting/deferring.py",
+        "return input.numel() // max(input.size(1), 1)",
+        "return input.size(0)",
+        "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
+    ),
+)
 
-TRACING = ()
+TRACING = (
+    Mutant(
+        "tracing/guards.py",
+        (
+            "        except Exception:  # not for these inputs; should they be wrong ones, "
+            "the model will say so itself\n"
+            "            return False"
+        ),
+        "        except Exception:\n            return True",
+        "test_guards.py::test_a_guard_that_cannot_be_asked_does_not_hold",
+    ),
+    Mutant(
+        "tracing/guards.py",
+        "        if node in needed or not storages.isdisjoint(_changes(node)):",
+        "        if node in needed:",
+        "test_guards.py::test_reads_of_inputs",
+    ),
+    Mutant(
+        "tracing/checking/effects.py",
+        "    changed |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}\n",
+        "",
+        "test_effects.py::test_a_write_that_no_version_shows",
+    ),
+    Mutant(
+        "tracing/checking/effects.py",
+        "        changed |= {storages.name(values[b]) for b in running_statistics(node)}\n",
+        "        pass\n",
+        "test_deferred_batch_norm.py::test_every_momentum",
+    ),
+    Mutant(
+        "tracing/checking/effects.py",
+        "if t._version != v}",
+        "if t._version > v + 1}",
+        "test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
+    ),
+    Mutant(
+        "tracing/checking/effects.py",
+        "last |= {o: len(nodes) for o",
+        "last |= {o: len(nodes) - 1 for o",
+        "test_inplace.py test_rewriting.py",
+    ),
+    Mutant(
+        "tracing/expectations.py",
+        "(have == want or (have != have and want != want))",
+        "have == want",
+        "test_kept.py::test_answers_are_of_one_kind_and_nan_is_itself",
+    ),
+    Mutant(
+        "tracing/expectations.py",
+        "bool(type(have) is type(want) and",
+        "bool(",
+        "test_kept.py::test_answers_are_of_one_kind_and_nan_is_itself",
+    ),
+    Mutant(
+        "tracing/recording/draws.py",
+        "            self._state = generator.get_state()\n",
+        "",
+        "test_guards.py::test_layer_drop_decides_once_for_a_step_and_by_chance",
+    ),
+    Mutant(
+        "tracing/recording/kept.py",
+        "return list(now) == list(before.items) and all(",
+        "return all(",
+        "test_kept.py::test_attributes_that_forward_reads",
+    ),
+    Mutant(
+        "tracing/recording/kept.py",
+        "return same_constant(now, before) if type(now) in _PLAIN else now is before",
+        "return now is before",
+        "test_kept.py::test_attributes_that_forward_reads",
+    ),
+    Mutant(
+        "tracing/recording/kept.py",
+        "array.shape, array.dtype, array.tobytes()",
+        "array.shape, array.dtype",
+        "test_kept.py::test_attributes_that_forward_reads",
+    ),
+)
 
-PROFILING = ()
+PROFILING = (
+    Mutant(
+        "profiling/saving.py",
+        (
+            "                if place not in self.seen[number].savers[-1:]:\n"
+            "                    self.seen[number].savers.append(place)"
+        ),
+        "                self.seen[number].savers.append(place)",
+        "test_saved_bytes.py::test_a_node_that_saves_a_storage_twice_saves_it_once",
+    ),
+    Mutant(
+        "profiling/saving.py",
+        "                if number in self.own:\n                    continue\n",
+        "",
+        "test_saved_bytes.py::test_stages_of_small_functions_save_what_is_said",
+    ),
+    Mutant(
+        "profiling/counting.py",
+        "saved[s.savers[0]].append(s.bytes)",
+        "saved[s.savers[-1]].append(s.bytes)",
+        "test_profiling.py::test_what_is_written_requires_grad_from_then_on",
+    ),
+    Mutant(
+        "profiling/counting.py",
+        "if w <= seen.savers[0]]",
+        "if w < seen.savers[0]]",
+        "test_saved_bytes.py::test_stages_of_small_functions_save_what_is_said",
+    ),
+    Mutant(
+        "profiling/coefficients.py",
+        "- (0 if above else 1)\n    if kind in _ROUNDED_DOWN",
+        "- (1 if above else 0)\n    if kind in _ROUNDED_DOWN",
+        "test_profile_files.py::test_what_is_no_polynomial_is_bounded_by_one",
+    ),
+    Mutant(
+        "profiling/coefficients.py",
+        "above == (number > 0))",
+        "above)",
+        "test_profile_files.py::test_what_is_no_polynomial_is_bounded_by_one",
+    ),
+    Mutant(
+        "profiling/formulas.py",
+        "and n not in counted]",
+        "]",
+        "test_profiling.py::test_tied_weight_counts_once_at_its_first_user",
+    ),
+    Mutant(
+        "profiling/formulas.py",
+        "-(-seen[node] // samples) * traced.batch",
+        "(seen[node] // samples) * traced.batch",
+        "test_profiling.py::test_what_is_written_requires_grad_from_then_on",
+    ),
+)
 
 PLANS = (
     Mutant(
@@ -692,6 +925,12 @@ PLANS = (
         'return self.modes[stage] != "never"',
         'return self.modes[stage] == "always"',
         "test_plan_parts.py::test_a_stage_that_recomputes_all_but_the_last_micro_batch_recomputes",
+    ),
+    Mutant(
+        "plans/data.py",
+        "input_bytes=sizes.kept(recomputes)(b) - portals",
+        "input_bytes=sizes.kept(recomputes)(b)",
+        "test_simulate.py::test_peaks_are_those_of_the_formulas_of_the_plan",
     ),
 )
 
