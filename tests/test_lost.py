@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from oracle import assert_step, closing
 from test_tracing import Forward, assert_same_as_model, x
 from torch import fx, nn
 
+import fxpipe
 from fxpipe import trace
 from fxpipe.errors import TraceError
 
@@ -116,6 +119,25 @@ LOST: dict[str, tuple[Any, str]] = {
 }
 
 
+# Of these, what recording carries where the rest of forward runs as Python.
+CARRIED = ("hook on a tensor", "retain_grad")
+
+
+def _double(m: Any, a: torch.Tensor) -> torch.Tensor:
+    y = m.lin(a)
+    y.register_hook(lambda gradient: gradient * 2)
+    return y * 3
+
+
+@pytest.mark.parametrize("forward", [_hook, _double, _retain])
+def test_what_the_rest_of_forward_does_to_a_tensor_is_done_in_each_step(forward: Any) -> None:
+    model = Model(forward)
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(x(),))) as pipe:
+        for _ in range(2):
+            assert_step(pipe, plain, x(8))
+
+
 def _lot(m: Any, a: torch.Tensor) -> torch.Tensor:
     return m.lin(a) if torch.rand(6).sum() < 9 else m.lin(a) * 2
 
@@ -156,6 +178,8 @@ def test_without_values_nothing_can_be_compared(tracer: str) -> None:
 @pytest.mark.parametrize("tracer", TRACERS.values(), ids=TRACERS)
 @pytest.mark.parametrize("name", LOST)
 def test_refused_at_the_model_itself(name: str, tracer: Any) -> None:
+    if tracer == "auto" and name in CARRIED:
+        pytest.skip("recorded up to there, and run as Python from there on")
     forward, message = LOST[name]
     model = Model(forward, mean=torch.zeros(6))
     for parameter in model.parameters():
@@ -188,7 +212,7 @@ def test_backward_on_tensors_of_its_own_is_carried() -> None:
         return m.lin(own.grad)
 
     traced = trace(Model(forward), (x(),))
-    assert traced.tracer == "export"
+    assert list(traced.whole) == [""]
     assert_same_as_model(traced, x(7))
 
 
@@ -212,3 +236,26 @@ def test_a_large_module_that_draws_in_python_stays_whole() -> None:
     for tracer in ("export", "fx"):
         with pytest.raises(TraceError, match="Python's or numpy's random numbers"):
             trace(model, (x(),), tracer=tracer)
+
+
+def test_a_module_kept_whole_that_runs_backward_through_what_it_is_given_is_refused() -> None:
+    """It would end at the stage, and what is before it would train without this gradient."""
+
+    class Inner(nn.Module):
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            h.square().sum().backward(retain_graph=True)
+            return h * 2
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.inner = nn.Linear(6, 6), Inner()
+
+        def forward(self, a: torch.Tensor) -> torch.Tensor:
+            return self.inner(self.lin(a))
+
+    model = Outer()
+    for leaf_modules in ((), ["inner"]):
+        with pytest.raises(TraceError, match=r"runs backward.*outside forward"):
+            trace(model, (x(),), leaf_modules=leaf_modules)
+        assert all(parameter.grad is None for parameter in model.parameters())

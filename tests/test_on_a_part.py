@@ -55,7 +55,7 @@ def test_no_run_on_more_samples_than_a_micro_batch():
         return x.tanh()
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=4).recorded_on == 3
-    assert {*seen} == {3}
+    assert {*seen} == {2, 3}  # gradients and two calls are compared on two
 
 
 def by_parts(x):
@@ -212,7 +212,7 @@ def test_micro_batches_of_one_sample():
         return x.tanh()
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_on == 2
-    assert seen == [2, 1]
+    assert seen == [2, 1, 2, 2]  # the last two for gradients, and what two calls in a row leave
 
 
 def test_part_that_is_all_there_is_to_compare():
@@ -225,7 +225,7 @@ def test_part_that_is_all_there_is_to_compare():
         return nn.functional.batch_norm(x, None, None, training=True)
 
     assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_on == 2
-    assert seen == [2, 1, 2]
+    assert seen == [2, 1, 2, 2, 2]
 
 
 def inverses(x):
@@ -267,7 +267,7 @@ def test_mean_that_hangs_on_late_samples():
 
     class Weighted(nn.Module):
         def forward(self, x, weight):
-            return (x.mean(1) * weight).sum() / weight.sum()
+            return torch.dot(x.mean(1), weight) / weight.sum()
 
     weight = torch.tensor([1.0] * 9 + [5.0, 0.0, 3.0])
     with pytest.raises(ArgumentError, match="put together"):

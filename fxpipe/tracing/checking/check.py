@@ -24,7 +24,7 @@ from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.recording.hooks import run_model
-from fxpipe.tracing.snapshot import held_in_containers, slots_of, undone
+from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, slots_of, undone
 from fxpipe.tracing.traced import Traced, is_python
 from fxpipe.trees import DiffersError, leaves_like, untouched
 
@@ -210,7 +210,7 @@ def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int,
     copies = list(map(copy_of_input, sample))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
-    with undone(traced.model), untouched(traced.in_spec):
+    with undone(traced.model), gradients_aside(traced.model), untouched(traced.in_spec):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
             result = run_model(traced.model, args, kwargs)

@@ -46,7 +46,7 @@ from fxpipe.tracing.recording.one_node import KeptError, call_as_one_node
 from fxpipe.tracing.recording.recorder import Prefix, Reached, Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import replica_of
-from fxpipe.tracing.snapshot import Slot, slots_of, undone
+from fxpipe.tracing.snapshot import Slot, gradients_aside, slots_of, undone
 from fxpipe.trees import mapped
 
 MOST = 0.5  # share of the model's parameters in one node from which on it is cut at calls
@@ -202,7 +202,7 @@ class _Segment:
         run = replica_of(recorder.model, self.module, (), self._run)
         copied = mapped(torch.clone, arguments)
         drawn = len(recorder.lots)
-        with undone(recorder.model):
+        with gradients_aside(recorder.model), undone(recorder.model):
             recorder.outside.clear()
             run((), copied, {})
             used = set(map(id, recorder.outside))

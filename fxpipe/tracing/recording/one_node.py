@@ -273,8 +273,8 @@ class _Cut(torch.autograd.Function):
         return value
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(0), gradient  # so that a backward inside of what runs leaves `end.grad`
 
 
 def _cut(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
