@@ -18,6 +18,7 @@ from fxpipe.hardware import HARDWARE
 from fxpipe.inspect.cli import main
 from fxpipe.profiling.estimate import traffic
 from fxpipe.profiling.flops import flops
+from fxpipe.tracing import failures_unlogged
 
 A100 = HARDWARE["a100-80gb"]
 
@@ -394,3 +395,18 @@ def test_inspect_a_model_without_values(tmp_path, monkeypatch, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["estimated_for"] == A100.name
     assert document["totals"]["parameter_bytes"] == 4 * 4 * (50_000**2 + 50_000)
+
+
+def test_torch_logs_nothing_of_what_fake_tensors_cannot_do(caplog):
+    """A refusal says it in its own words, and not behind a hundred lines of torch's log."""
+
+    def fail():
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(2, 3) @ torch.ones(2, 3)
+
+    fail()
+    assert len(caplog.records) == 1
+    caplog.clear()
+    with failures_unlogged():
+        fail()
+    assert not caplog.records

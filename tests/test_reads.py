@@ -214,3 +214,23 @@ def test_texts_for_people_and_sizes_for_functions_keep_nothing_whole():
     with closing(fxpipe.pipeline(model, devices=["cpu"], chunks=CHUNKS, example_args=(chosen(0)[0],), out_dims=0)) as p:
         assert p.plan.why == ()
     assert_same_steps(model, chosen(0, 2, 3), out_dims=0)
+
+
+class SlicedInside(nn.Module):
+    """A number of rows that only the stage knows goes on through further functions."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        rows = (h.sum(1) > 2).sum()
+        return self.lin(h) * len(h[:rows] * 2)
+
+
+def test_a_module_that_slices_by_a_hidden_value_runs():
+    model = nn.Sequential(nn.Linear(4, 4), SlicedInside(), nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.eye(4))
+        model[0].bias.zero_()
+    assert_same_steps(model, batches(), out_dims=0)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,6 +114,7 @@ def trace(
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
         _compiled_functions_run_plainly(),
+        failures_unlogged(),
         standing_still(model),
         faked(model, (args, kwargs or {})) as (args, kwargs),
     ):
@@ -191,6 +194,21 @@ def _with_lazy_state(
 def _needs_inputs(model: nn.Module) -> bool:
     parameters = inspect.signature(made_from(model).forward).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+@contextlib.contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
+    here, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def is_elsewhere(record: logging.LogRecord) -> bool:
+        return record.thread != here or record.exc_info is None
+
+    logger.addFilter(is_elsewhere)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_elsewhere)
 
 
 def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:

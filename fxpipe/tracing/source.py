@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -30,6 +33,12 @@ def user_line() -> str:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN
+
+
+def line_of_function(function: Callable[..., Any]) -> str:
+    """Where a function of Python begins."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN
 
 
 def warn_user(message: str) -> None:

@@ -161,8 +161,9 @@ class Traced:
 
     @property
     def whole_names(self) -> dict[str, str]:
-        """The same for people: of a module that is continued as one node, behind which call."""
-        return {whole_name(n): n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
+        """The same for people: of a module that is continued as Python, behind which of its calls."""
+        first = {n.meta["whole"]: n for n in reversed(self.graph.nodes) if "whole" in n.meta}
+        return {whole_name(n): n.meta["why"] for n in reversed(first.values())}
 
     @property
     def largest_whole(self) -> float:

@@ -27,7 +27,6 @@ from fxpipe.tracing.guards import refuse_unanswerable
 from fxpipe.tracing.other_ways.exporting import export
 from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic
 from fxpipe.tracing.recording.batch_numbers import with_batch_numbers
-from fxpipe.tracing.recording.continuation import CannotSplit
 from fxpipe.tracing.recording.general import general_paths
 from fxpipe.tracing.recording.kept import all_kept
 from fxpipe.tracing.recording.marks import refusing_missed
@@ -232,7 +231,7 @@ def _to_continue(
     if not isinstance(error, CannotRecord) or len(modules) > 1:
         return {}
     path = next(iter(modules), "")
-    if isinstance(error, CannotSplit):
+    if path in continued and continued[path].may_split and path not in error.calls:  # in one piece, then
         return {path: continued[path]._replace(may_split=False)} if continued[path].calls else {}
     if path not in error.calls or (path in continued and continued[path].calls <= error.calls[path]):
         return {}

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from fxpipe.errors import StateError
 from fxpipe.thread_state import ThreadState, applied
@@ -47,16 +48,13 @@ from fxpipe.tracing.recording.recorder import Prefix, Reached, Recorder
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import replica_of
 from fxpipe.tracing.snapshot import Slot, gradients_aside, slots_of, undone
+from fxpipe.tracing.source import line_of_function
 from fxpipe.trees import mapped
 
 MOST = 0.5  # share of the model's parameters in one node from which on it is cut at calls
 LARGE = 1 / 64  # share of the module's parameters in another one that makes its calls such places
 
 Arguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]  # results of calls, what forward is given
-
-
-class CannotSplit(CannotRecord):
-    """The rest of forward must stay in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def call_continued(
             result = segment.record(recorder, path, continued.why, (tuple(results), args, kwargs))
         except Exception as error:
             recorder.refusal = before
-            raise _refusal(path, bool(stops), error) from error
+            raise _refusal(path, error) from error
         if segment.end is None:
             return result
         with applied(segment.end.state):
@@ -121,9 +119,8 @@ def _first_calls(
     return [name.removeprefix(f"{path}.") if path else name for name in names], list(results)
 
 
-def _refusal(path: str, is_split: bool, error: Exception) -> CannotRecord:
-    kind = CannotSplit if is_split else CannotRecord
-    return kind(
+def _refusal(path: str, error: Exception) -> CannotRecord:
+    return CannotRecord(
         f"the rest of forward of {path or 'the model'!r} cannot be run as Python: {error}", frozenset({path} - {""})
     )
 
@@ -183,11 +180,17 @@ class _Segment:
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
         tensors = [slot.get(self.module) for slot in slots]
-        result, node = call_as_one_node(recorder, run_apart, name, tensors, arguments, {}, final=False)
+        before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
+        try:
+            result, node = call_as_one_node(recorder, run_apart, name, tensors, arguments, {}, final=False)
+        finally:
+            recorder.origin = before
         if self.end is not None and node.meta["random"]:
-            raise CannotSplit("it draws random numbers")
+            raise CannotRecord("it draws random numbers")
+        if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
+            raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
         if not node.meta["changes"].isdisjoint(recorder.made.storages.name(tensors[place]) for place, _ in read_only):
-            raise CannotSplit("it changes a buffer that it reads before it calls other modules")
+            raise CannotRecord("it changes a buffer that it reads before it calls other modules")
         node.meta.update(whole=path, why=why, continued=self.names)
         return result
 

@@ -163,7 +163,7 @@ class _UnknownError(Exception):
     def __init__(self, node: fx.Node, groups: list[list[int]], is_of_values: bool):
         super().__init__(node.name)
         self.node, self.groups = node, groups
-        self.is_of_values = is_of_values  # has what it is given a size that depends on the values of tensors?
+        self.is_of_values = is_of_values  # does a size depend on the values of tensors?
 
 
 class _AgainError(Exception):
@@ -274,7 +274,8 @@ class _Attempt:
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
         if observation is None:
-            raise _UnknownError(node, groups, self._is_of_values(node))
+            is_asked = isinstance(self.known.not_told.get(node), GuardOnDataDependentSymNode)  # `t[:n]`
+            raise _UnknownError(node, groups, is_asked or self._is_of_values(node))
         for place in observation.fixed.intersection(candidates):
             int(self.inputs[place])  # fixes the symbol
         self._note_fixed(node)
