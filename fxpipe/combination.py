@@ -77,6 +77,15 @@ class Combination:
         return self(pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """An output of which the graph does not tell how it goes together. That of the samples seen is a mean over them."""
+
+    place: int  # among the leaves of the model's output
+    why: str
+    is_opaque: bool  # Python makes it: training relies on what gradients say of its sums and means
+
+
 def count_of_targets(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
     """What the mean of a cross entropy divides by: the classes that count, or the sum of their weights."""
     counts = target != ignored

@@ -304,6 +304,106 @@ def hidden(y, t):
     return F.cross_entropy(y.flatten(0, 1), t.flatten())
 
 
+# Where nothing is padding each of these is a mean over samples, or a sum; elsewhere it is neither.
+MIXED = {
+    "weights over their sum": lambda _, y, t: (entropy(y, t, reduction="none") * ((t >= 0) / (t >= 0).sum())).sum(),
+    "weights over the largest": lambda _, y, t: (
+        entropy(y, t, reduction="none").mean(1) * (counts(t) / counts(t).max())
+    ).mean(),
+    "a target over a mean": lambda _, y, t: F.mse_loss(y.mean((1, 2)), counts(t) / counts(t).mean()),
+    "a weight for what is positive": lambda _, y, t: F.binary_cross_entropy_with_logits(
+        y.mean((1, 2)), (counts(t) > 3).float(), pos_weight=counts(t).max()
+    ),
+    "the largest so far": lambda _, y, t: (y.mean((1, 2)) * counts(t).cummax(0)[0]).mean(),
+    "the one before": lambda _, y, t: (y.mean((1, 2)) * counts(t).roll(1, 0)).mean(),
+    "in order": lambda _, y, t: (y.mean((1, 2)) * counts(t).sort()[0]).mean(),
+    "an unknown sum": lambda _, y, t: torch.einsum("blc,bl->", y, (t >= 0).float()) / (t >= 0).sum(),
+}
+
+
+def counts(t):
+    return (t != IGNORED).sum(1).float()
+
+
+@pytest.mark.parametrize("loss", MIXED.values(), ids=MIXED.keys())
+def test_a_loss_in_which_samples_meet_trains_only_where_somebody_says_how_it_goes_together(loss):
+    """The example has no padding, and values of the example say nothing of other batches."""
+    torch.manual_seed(0)
+    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
+    model = OwnLoss(loss)
+    with fxpipe.pipeline(model, ["cpu"], 3, example_args=even) as pipe:
+        with pytest.raises(LossError, match="cannot be told"):
+            pipe(even[0], labels(6, 1))["loss"].backward()
+        with pytest.raises(LossError, match="cannot be told"):
+            pipe.forward_backward(even[0], labels(6, 1), loss_fn=lambda out: out["loss"])
+        assert all(p.grad is None for p in model.parameters())
+        pipe.forward_backward(even[0], labels(6, 1), loss_fn=lambda out: out["logits"].square().mean())
+        pipe.forward_backward(even[0], labels(6, 1), loss_fn=lambda out: (out["loss"] * 2, 2))
+
+
+def added_to_zeros(_, y, t):
+    loss = torch.zeros(())
+    loss.add_(entropy(y, t))
+    loss.add_(y.mean())
+    return loss
+
+
+def written_to_zeros(_, y, t):
+    loss = torch.zeros(len(y))
+    loss[:] = entropy(y, t, reduction="none").mean(1)
+    return loss.mean()
+
+
+def weighted_errors(_, y, t):
+    return F.mse_loss(y.mean(2), t.float(), weight=(t != IGNORED).float())
+
+
+def chosen_soft_targets(_, y, t):
+    mask = t != IGNORED
+    return F.cross_entropy(y[mask], F.one_hot(t[mask], CLASSES).float() * 0.9 + 0.01)
+
+
+def variances(_, y, t):
+    return F.gaussian_nll_loss(y.mean((1, 2)), counts(t), y.std((1, 2)))
+
+
+def margins(_, y, t):
+    return F.triplet_margin_loss(y[:, 0], y[:, 1], y[:, 2]) + F.multi_margin_loss(y[:, 0], t[:, 0].clamp(min=0))
+
+
+@pytest.mark.parametrize(
+    "loss", [added_to_zeros, written_to_zeros, weighted_errors, chosen_soft_targets, variances, margins]
+)
+def test_losses_planned_without_padding_are_right_with_it(loss):
+    torch.manual_seed(0)
+    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
+    model = OwnLoss(loss)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu"], 3, example_args=even) as pipe:
+        for batch in (6, 7):
+            given = torch.randint(0, CLASSES, (batch, LENGTH)), labels(batch, 1)
+            have, want = pipe(*given)["loss"], plain(*given)["loss"]
+            torch.testing.assert_close(have, want)
+            have.backward()
+            want.backward()
+            for own, its in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(own.grad, its.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_value_that_is_written_to_after_it_is_made_is_no_piece():
+    def loss(_, y, t):
+        parts = torch.zeros(2)
+        parts[0] = entropy(y, t)
+        return parts[0] + parts[1]
+
+    even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
+    with (
+        fxpipe.pipeline(OwnLoss(loss), ["cpu"], 3, example_args=even) as pipe,
+        pytest.raises(LossError, match="changed in place"),
+    ):
+        pipe(even[0], labels(6, 1))
+
+
 def test_a_loss_that_the_graph_does_not_tell_is_refused_in_evaluation_as_well():
     torch.manual_seed(0)
     model = OwnLoss(lambda _, y, t: hidden(y, t))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.combination import Combination
+from fxpipe.combination import Combination, Untold
 from fxpipe.rewriting.program import Constant, Program, Received, Stage
 from fxpipe.rewriting.splitting import split_weights
 from fxpipe.rewriting.tapping import tap_weights
@@ -36,7 +36,7 @@ class Assembly:
     told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
     combinations: tuple[Combination, ...] = ()  # of the outputs that are made of pieces
     known_pieces: Callable[[Sequence[Any], int], Mapping[int, Any]] | None = None  # (inputs, samples) -> by place
-    untold: tuple[str, ...] = ()  # why outputs are taken for means over samples, though nobody has said so
+    untold: tuple[Untold, ...] = ()  # why outputs are taken for means over samples, though nobody has said so
     _ready: dict[tuple[int, bool], tuple[Stage, Code]] = field(default_factory=dict)  # made so far
 
     @property

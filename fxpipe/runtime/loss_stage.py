@@ -17,12 +17,19 @@ from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_draws import generators_held, generators_put_back
-from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.losses import Losses, text_of, untold
 from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
 
 Gather = Callable[[Sequence[Any], int | str | None], Any]
+
+
+NOT_AFFINE = (
+    "is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch adds to it depends on "
+    "all the others (a product of means, as in the loss of a router; a count of hidden values), and forward_backward "
+    "goes back before these have come; use the drop-in, which has them all: loss_fn(pipe(x), target).backward()"
+)
 
 
 @dataclass(slots=True)
@@ -154,7 +161,8 @@ class OutputTree:
     def of(cls, assembly: Assembly) -> OutputTree:
         link = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
         places = tuple(o if isinstance(o, Constant) else link[o] for o in assembly.program.outputs)
-        return cls(assembly, places, bool(assembly.combinations) or "sum" in assembly.out_dims)
+        is_weighed = bool(assembly.combinations or untold(assembly)) or "sum" in assembly.out_dims
+        return cls(assembly, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """Of the mini-batch; or of a micro-batch by itself, as if there were no others."""
@@ -169,6 +177,9 @@ class OutputTree:
         """
         handed_out = self._handed_out(values)
         combined = {one.output: _share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations}
+        if weight != 1:
+            for one in untold(self.assembly):
+                handed_out[one.place] = _refused(handed_out[one.place], text_of(one))
         if reduction == "mean" and weight != 1:
             leaves = self.assembly.out_spec.num_leaves
             for place, how in enumerate(self.assembly.out_dims[:leaves]):
@@ -183,8 +194,7 @@ class OutputTree:
 
 def _share(one: Combination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
     if not one.is_affine:
-        value = one.of(handed_out)
-        return _refusing(value, one.where) if isinstance(value, torch.Tensor) and value.requires_grad else value
+        return _refused(one.of(handed_out), f"{one.where} {NOT_AFFINE}")
     value = one.share(handed_out, known, weight)
     return value * weight if reduction == "sum" and weight != 1 else value
 
@@ -193,20 +203,14 @@ class _Refusing(torch.autograd.Function):
     """A value that no gradient may reach."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, where: str) -> torch.Tensor:
-        ctx.where = where
+    def forward(ctx: Any, value: torch.Tensor, why: str) -> torch.Tensor:
+        ctx.why = why
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        raise LossError(
-            f"{ctx.where} is no sum of what samples give, nor one over a count that inputs tell: what a micro-batch "
-            "adds to it depends on all the others (a product of means, as in the loss of a router; a count of hidden "
-            "values), and forward_backward goes back before these have come; use the drop-in, which has them all: "
-            "loss_fn(pipe(x), target).backward()"
-        )
+        raise LossError(ctx.why)
 
 
-def _refusing(value: torch.Tensor, where: str) -> torch.Tensor:
-    made: torch.Tensor = _Refusing.apply(value, where)
-    return made
+def _refused(value: Any, why: str) -> Any:
+    return _Refusing.apply(value, why) if isinstance(value, torch.Tensor) and value.requires_grad else value

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fxpipe.combination import Untold
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
 from fxpipe.runtime.assembly import Assembly
 from fxpipe.trees import mapped
@@ -144,11 +145,19 @@ class Losses:
         return sum(scaled[1:], scaled[0])
 
 
-def untold(assembly: Assembly) -> str:
-    """What to say where outputs of micro-batches would be put together without knowing how."""
+def untold(assembly: Assembly) -> tuple[Untold, ...]:
+    """The outputs of which nothing says how they go together.
+
+    With gradients those that Python makes are none of them: gradients say more of their sums and means (`elements`).
+    """
+    return tuple(one for one in assembly.untold if not (assembly.state.grad and one.is_opaque))
+
+
+def text_of(one: Untold) -> str:
+    """What to say where such outputs of micro-batches would be put together."""
     return (
-        f"{assembly.untold[0]}: whether it is a mean over samples, over elements of which some do not count (padding, "
-        "a mask), or a sum, cannot be told, and no gradients say it either where none are taken. " + REMEDIES_OF_MODELS
+        f"{one.why}: whether it is a mean over samples, over elements of which some do not count (padding, "
+        "a mask), or a sum, cannot be told from the graph. " + REMEDIES_OF_MODELS
     )
 
 

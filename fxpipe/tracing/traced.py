@@ -28,7 +28,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.combination import Combination
+from fxpipe.combination import Combination, Untold
 from fxpipe.errors import ArgumentError
 from fxpipe.thread_state import ThreadState
 from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
@@ -108,7 +108,7 @@ class Traced:
     combinations: tuple[Combination, ...] = ()  # of the outputs that are "combined"
     piece_dims: tuple[str | None, ...] = ()  # of `pieces`: "sum", "mean", or None: the same for all
     told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
-    untold: tuple[str, ...] = ()  # why outputs are taken for means over samples where the graph does not tell
+    untold: tuple[Untold, ...] = ()  # why outputs are taken for means over samples where the graph does not tell
     assumed: tuple[Assumption, ...] = ()  # of sizes of inputs, by what has made the graph without recording the model
     batch_reads: tuple[BatchRead, ...] = ()  # of mini-batch and micro-batches
     mini_batch_reads: tuple[BatchRead, ...] = ()  # what need not hold for micro-batches

@@ -25,6 +25,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fxpipe.combination import Call, Combination, Ref, count_of_elements, count_of_targets, total_of
 from fxpipe.tracing.functions import opname
@@ -47,6 +48,15 @@ _ELEMENTWISE_LOSSES = (
     F.multilabel_margin_loss,
 )
 _COUNTED_LOSSES = (F.cross_entropy, F.nll_loss)
+_SAMPLE_LOSSES = (
+    F.gaussian_nll_loss,
+    F.multi_margin_loss,
+    F.margin_ranking_loss,
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.ctc_loss,
+)  # means over samples of what each gives
+_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # whose means with `weight=` are over the sum of these
 _KEEPING = frozenset(
     "neg negative pos sum mean getitem select unsqueeze squeeze reshape view view_as flatten unflatten to float double "
     "half bfloat16 type type_as contiguous clone detach expand expand_as permute transpose t unbind alias diagonal "
@@ -68,7 +78,11 @@ _FUNCTIONS = _KEEPING | _JOINING | _OTHER | _SUMS | _PRODUCTS | _QUOTIENTS
 _REDUCING = frozenset(
     "sum nansum mean nanmean count_nonzero prod var std var_mean std_mean norm vector_norm logsumexp dot".split()
 )
-_ALONG = frozenset("softmax log_softmax cumsum cumprod logcumsumexp logsumexp normalize flip roll sort argsort".split())
+_ALONG = frozenset(
+    "softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp logsumexp normalize flip "
+    "roll sort msort argsort diff".split()
+)
+_DIM_FOLLOWS = frozenset(("normalize", "roll", "gumbel_softmax", "diff"))  # another argument
 _IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
 _IN_PLACE |= {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
 
@@ -88,7 +102,14 @@ class Piece:
 
 
 class Unknown(Exception):
-    """The graph does not tell. The text says where."""
+    """The graph does not tell. The text says where.
+
+    `is_opaque`: Python makes the value of which it does not tell, and it may well be a mean over samples.
+    """
+
+    def __init__(self, text: str, is_opaque: bool = False):
+        super().__init__(text)
+        self.is_opaque = is_opaque
 
 
 @dataclass(slots=True)
@@ -211,6 +232,8 @@ class Walk:
     def reduced(self, output: fx.Node) -> Reduced:
         """Raises Unknown."""
         found = Reduced()
+        if self._is_changed_between(output, self.traced.graph.output_node()):
+            raise _unknown(output, "which is changed in place before it is returned")
         self._visit(output, found)
         return found
 
@@ -274,7 +297,7 @@ class Walk:
             if not mixed.isdisjoint(sources):
                 mixed.add(node)
             is_reducing = name in _REDUCING or node.target in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES)
-            if is_met or (is_reducing and any(map(self._holds_batch, sources))):
+            if is_met or (is_reducing and any(map(self._holds_batch, sources))) or _is_tensor(node):
                 reduced.add(node)
         return mixed
 
@@ -283,11 +306,18 @@ class Walk:
         return number is not None and bool(number.free_symbols)
 
     def _goes_along_samples(self, node: fx.Node) -> bool:
-        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
-        shapes = node.all_input_nodes[0].meta.get("shapes", ())
-        if not isinstance(dim, int) or len(shapes) != 1 or not -len(shapes[0].shape) <= dim < len(shapes[0].shape):
+        name, shapes = plain_name(node), node.all_input_nodes[0].meta.get("shapes", ())
+        if len(shapes) != 1:
             return False
-        return bool(shapes[0].shape[dim].free_symbols)
+        rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
+        given = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
+        if given is None:
+            given = {"normalize": 1, "msort": 0}.get(name, -1)
+            if name == "roll":
+                return True  # all elements in one row
+        shape = shapes[0].shape
+        dims = [dim for dim in pytree.tree_leaves(given) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
+        return any(shape[dim].free_symbols for dim in dims)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -356,6 +386,8 @@ class Walk:
             raise _unknown(node, "which is large")
         for source in node.all_input_nodes:
             if not self._is_constant(source):
+                if self._is_changed_between(source, node):
+                    raise _unknown(source, "which is changed in place before it is used")
                 self._visit(source, found)
 
         def put(value: Any) -> Any:
@@ -375,6 +407,16 @@ class Walk:
     def _is_constant(self, node: fx.Node) -> bool:
         number = node.meta.get("number")
         return number is not None and not number.free_symbols
+
+    def _is_changed_between(self, source: fx.Node, user: fx.Node) -> bool:
+        storages = source.meta.get("storages", frozenset())
+        if self.changed.isdisjoint(storages):
+            return False
+        first, last = self.order.get(source, -1), self.order.get(user, len(self.order))
+        return any(
+            first < place < last and not storages.isdisjoint(node.meta.get("changes", frozenset()))
+            for node, place in self.order.items()
+        )
 
     def _is_last_of(self, node: fx.Node, changed: Any) -> bool:
         """Does nobody use a value after this node has changed it?"""
@@ -399,6 +441,7 @@ class Walk:
             return False
         if source in self.mixed:
             return self._reduction_of_product(node, source, found)
+        self._refuse_mixed(node)
         name = plain_name(node)
         if name in ("sum", "nansum", "mean", "count_nonzero"):
             even = self._is_reduced_over_samples(node, source)
@@ -419,6 +462,8 @@ class Walk:
         even = self._is_even(source)
         if even is None or given["reduction"] not in ("mean", "sum", "batchmean"):
             return False
+        if node.target in _SAMPLE_LOSSES:
+            return self._loss_of_samples(node, source, given["reduction"], even, found)
         return self._loss(node, source, given, even, found)
 
     def _reduction_of_product(self, node: fx.Node, source: fx.Node, found: Reduced) -> bool:
@@ -474,13 +519,38 @@ class Walk:
             if isinstance(weight, fx.Node) and weight in self.dependent:
                 return False
             self._counted_piece(node, count_of_targets, (target, weight, given["ignore_index"]), found)
+        elif given.get("weight") is not None and node.target in _DIVIDED_BY_WEIGHTS:
+            self._counted_piece(node, torch.sum, (given["weight"],), found)
         elif even:
             self._piece(node, "mean", MEAN, found)
-        elif not is_counted:
+        else:
             self._elements_piece(node, source, found)
+        return True
+
+    def _loss_of_samples(self, node: fx.Node, source: fx.Node, reduction: str, even: bool, found: Reduced) -> bool:
+        first = self._batch_dim(source)
+        others = [other for other in node.all_input_nodes if other.meta.get("shapes") and self._holds_batch(other)]
+        if node.target is not F.ctc_loss and any(self._batch_dim(other) != first for other in others):
+            return False  # broadcast: each sample against each
+        if reduction == "sum":
+            self._piece(node, "sum", SUM, found)
+        elif even:
+            self._piece(node, "mean", MEAN, found)
         else:
             return False
         return True
+
+    def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
+        """Where the batch is, and its size."""
+        shape = node.meta["shapes"][0].shape
+        return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
+
+    def _refuse_mixed(self, node: fx.Node) -> None:
+        """Raises Unknown where something else that a reduction is given, weights say, comes from other samples."""
+        for other in node.all_input_nodes:
+            is_reduced = other in self.dependent and _is_tensor(other) and not self._holds_batch(other)
+            if other in self.mixed or is_reduced:
+                raise _unknown(other, "in which samples have met already")
 
     def _is_even(self, node: fx.Node) -> bool | None:
         """Has it as many elements for each sample? None where it holds samples in several dimensions, say."""
@@ -581,7 +651,7 @@ def plain_name(node: fx.Node) -> str:
 
 def _given(node: fx.Node) -> dict[str, Any] | None:
     """The arguments of a loss function of torch by name."""
-    if node.target not in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES):
+    if node.target not in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES, *_SAMPLE_LOSSES):
         return None
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     bound.apply_defaults()
@@ -593,5 +663,10 @@ def _elements(node: fx.Node) -> float:
     return sum(float(size) if size.is_number else 0.0 for size in sizes)
 
 
+def _is_tensor(node: fx.Node) -> bool:
+    return bool(node.meta.get("shapes")) and "number" not in node.meta
+
+
 def _unknown(node: fx.Node, why: str) -> Unknown:
-    return Unknown(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}")
+    is_opaque = node.op in WORKING and is_python(node)
+    return Unknown(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}", is_opaque)

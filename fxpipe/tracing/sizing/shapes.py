@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpipe.combination import Combination
+from fxpipe.combination import Combination, Untold
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.refusals import CannotRecord
@@ -268,13 +268,18 @@ def _recorded_sizes(traced: Traced) -> BatchRead:
 
 
 def batched_nodes(traced: Traced) -> set[fx.Node]:
-    """Nodes whose values hang on a batched input by more than fixed sizes."""
+    """Nodes whose values hang on a batched input by more than fixed sizes, also where it was written to them."""
     found = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
+    written = set[Any]()  # storages
     for node in traced.graph.nodes:
-        if node.op in WORKING and any(n in found for n in node.all_input_nodes):
+        if node.op not in WORKING:
+            continue
+        sources = node.all_input_nodes
+        if any(n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources):
             fixed = "number" in node.meta and not node.meta["number"].free_symbols
             if not fixed:
                 found.add(node)
+                written |= node.meta.get("changes", frozenset())
     return found
 
 
@@ -384,9 +389,9 @@ def _out_dim(
     try:
         return walk.combination(output, place)
     except Unknown as unknown:
-        told = str(unknown)
+        told, is_opaque = str(unknown), unknown.is_opaque
     if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
-        traced.untold += (f"output {place} ({output.name}) is made of {told}",)
+        traced.untold += (Untold(place, f"output {place} ({output.name}) is made of {told}", is_opaque),)
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
     if any(s is not None and not s.free_symbols <= batch for s in sizes):
