@@ -16,12 +16,14 @@ from torch import nn
 
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
 from fxpipe.planning import Prepared, prepare, prepare_beside
+from fxpipe.planning.evaluation import refusal_of_evaluation
 from fxpipe.planning.studying import holds_for
 from fxpipe.plans import Plan
 from fxpipe.plans.resizing import resized
 from fxpipe.progress import showing
 from fxpipe.runtime import Assembly, Driver, Engine, driver_for, microbatches, wire
 from fxpipe.runtime.assembly import Tensors
+from fxpipe.runtime.losses import text_of
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
 from fxpipe.settings import Settings
 from fxpipe.thread_state import ThreadState
@@ -32,6 +34,7 @@ from fxpipe.tracing.known_pieces import KnownPieces
 from fxpipe.tracing.print_calls import warn_of_prints
 from fxpipe.tracing.recording.fake import without_values
 from fxpipe.tracing.recording.record import input_leaves
+from fxpipe.tracing.source import warn_user
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.written_inputs import refuse_unwritable
 from fxpipe.trees import flatten
@@ -52,6 +55,7 @@ class Inside:
         self.first: Prepared | None = None
         self.graphs: list[tuple[Prepared, Assembly]] = []
         self.closed = False
+        self.looks_ahead = given is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = self._has_prints = False
@@ -155,7 +159,9 @@ class Inside:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
                 with torch.inference_mode(False), torch.enable_grad(), showing(self.settings.progress):
-                    self.first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
+                    first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
+                    reason = self._refusal_of_evaluation(first, args, kwargs, seed)
+                self.first = first
                 self.plan, self.settings = self.first.plan, self.first.settings
                 if self.settings.workers != self.asked.workers:  # a map of modules needs no more
                     self.engine.driver.close()
@@ -163,6 +169,11 @@ class Inside:
                 _move(self.model, self.first, self.settings.devices)
                 kept = self._keep(self.first)
                 traced = self.first.traced
+                if reason:
+                    warn_user(
+                        f"{type(self.model).__name__} can be trained as a pipe, but its evaluation (model.eval(), "
+                        f"torch.no_grad(), inputs such as these) will be refused: {reason}"
+                    )
                 if (traced.flags, traced.state) == (flags(self.model), ThreadState.now()):
                     return kept
             with showing(self.settings.progress):
@@ -170,6 +181,16 @@ class Inside:
         except Exception as error:
             _note_sizes(error, self.model, args, kwargs)
             raise
+
+    def _refusal_of_evaluation(
+        self, first: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
+    ) -> str | None:
+        """Why a model that trains will be refused when it is evaluated, which one wants to hear before an epoch."""
+        if not self.looks_ahead:
+            return None
+        self.looks_ahead = False
+        error, untold = refusal_of_evaluation(first, args, kwargs, seed)
+        return str(error) if error is not None else text_of(untold[0]) if untold else None
 
     def _keep(self, prepared: Prepared) -> tuple[Prepared, Assembly]:
         traced = prepared.traced

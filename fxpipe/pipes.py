@@ -223,7 +223,9 @@ class Pipeline(nn.Module):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        return Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given)
+        copied = Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given)
+        copied._fxpipe.looks_ahead = self._fxpipe.looks_ahead
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given)

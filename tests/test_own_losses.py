@@ -408,7 +408,9 @@ def test_a_loss_that_the_graph_does_not_tell_is_refused_in_evaluation_as_well():
     torch.manual_seed(0)
     model = OwnLoss(lambda _, y, t: hidden(y, t))
     even = torch.randint(0, CLASSES, (6, LENGTH)), torch.randint(0, CLASSES, (6, LENGTH))
-    with fxpipe.pipeline(copy.deepcopy(model), ["cpu"], 3, example_args=even) as pipe:
+    with pytest.warns(UserWarning, match="its evaluation .* will be refused: .*cannot be told"):
+        pipe = fxpipe.pipeline(copy.deepcopy(model), ["cpu"], 3, example_args=even)
+    with pipe:
         pipe(*even)["loss"].backward()
         with pytest.raises(LossError, match="times as much"):
             pipe(even[0], labels(6, 1))["loss"].backward()

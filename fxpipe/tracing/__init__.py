@@ -49,11 +49,11 @@ from fxpipe.tracing.recording.untracked import read_untracked
 from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph
+from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph, record_with
 from fxpipe.tracing.written_inputs import refuse_differing, refuse_unwritable
 from fxpipe.turns import one_at_a_time
 
-__all__ = ["Traced", "trace"]
+__all__ = ["Traced", "outline", "trace"]
 
 
 def trace(
@@ -105,17 +105,10 @@ def trace(
     args = () if args is None else args
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
-    # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
-    grad = ThreadState.now().grad
     with (
-        one_at_a_time,
         printing_once(),
         showing(progress),
-        torch.inference_mode(False),
-        torch.set_grad_enabled(grad),
-        _compiled_functions_run_plainly(),
-        failures_unlogged(),
-        standing_still(model),
+        _ready_to_record(model),
         faked(model, (args, kwargs or {})) as (args, kwargs),
     ):
         leaves = input_leaves(model, args, kwargs)[2]
@@ -159,6 +152,43 @@ def trace(
         traced = _with_lazy_state(find, model, args, kwargs, in_dims)
         traced.prints = lost_prints()
         return traced
+
+
+def outline(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, out_dims: Any) -> Traced:
+    """Another graph of the model, of the mode that it is in now, as far as a recording on these inputs shows it.
+
+    It is recorded as `traced` was, and compared with nothing. Where other functions run than in `traced`, it is found
+    how outputs go together; where the same do, that is the same as there.
+
+    Raises:
+        Exception: there is no such graph, or none that is found without going by other ways.
+    """
+    assert traced.recorded_with is not None
+    model = traced.model
+    with printing_once(is_first_run=False), showing(False), _ready_to_record(model):
+        found = record_with(traced.recorded_with, model, args, kwargs, traced.seed)
+        refuse_unanswerable(found)
+        if found.signature == traced.signature and found.out_spec == traced.out_spec and not traced.untold:
+            return found
+        add_shapes(found, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
+        refuse_unanswerable(found)
+        return found
+
+
+@contextlib.contextmanager
+def _ready_to_record(model: nn.Module) -> Iterator[None]:
+    """A block in which the model runs to be recorded."""
+    # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
+    grad = ThreadState.now().grad
+    with (
+        one_at_a_time,
+        torch.inference_mode(False),
+        torch.set_grad_enabled(grad),
+        _compiled_functions_run_plainly(),
+        failures_unlogged(),
+        standing_still(model),
+    ):
+        yield
 
 
 def _with_lazy_state(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fxpipe.tracing.checking.effects import Effects
     from fxpipe.tracing.guards import Guards
     from fxpipe.tracing.recording.kept import Kept
+    from fxpipe.tracing.recording.recorder import Continued
 
 Assumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]  # a condition; symbol -> place of the input of that size
 WORKING = ("call_function", "call_method")
@@ -68,6 +69,15 @@ class BatchRead:
 
     def holds(self, batch: int) -> bool:
         return _holds(self.condition, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingOptions:
+    """What stood in the way of plain recording has led to these. Another recording of the model may take them too."""
+
+    whole: Mapping[str, str]  # paths of modules to keep whole, and why
+    continued: Mapping[str, Continued]  # paths of modules whose forward is one node behind some call
+    general: bool  # libraries take their general paths
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,6 +132,8 @@ class Traced:
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[Place, ...] = ()  # where forward made texts of tensors
     again: Callable[[Collection[Any]], Traced] | None = None  # records once more, while the graph is being made
+    recorded_with: RecordingOptions | None = None  # None: made in another way
+    signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
     asks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
     lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
@@ -395,6 +407,11 @@ def call(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def signature_of(graph: fx.Graph) -> int:
+    """The same for two recordings in which the same functions take the same values, with whatever other arguments."""
+    return hash(tuple((n.op, n.name, _target_name(n.target), *map(str, n.all_input_nodes)) for n in graph.nodes))
 
 
 def _target_name(target: Any) -> str:

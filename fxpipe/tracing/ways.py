@@ -35,7 +35,7 @@ from fxpipe.tracing.recording.record import record
 from fxpipe.tracing.recording.recorder import Continued
 from fxpipe.tracing.recording.refusals import CannotRecord
 from fxpipe.tracing.recording.whole import ASKED
-from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.traced import RecordingOptions, Traced
 
 Tracer = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
 TRACERS = ("auto", "record", "export", "fx")
@@ -160,17 +160,8 @@ def _recorded(
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
         def record_disguised(disguised: Collection[Any]) -> Traced:
-            with general_paths() if general else contextlib.nullcontext():
-                return record(
-                    model,
-                    args,
-                    kwargs,
-                    whole=whole,
-                    continued=continued,
-                    seed=seed,
-                    hollow=hollow,
-                    disguised=disguised,
-                )
+            options = RecordingOptions(whole, continued, general)
+            return record_with(options, model, args, kwargs, seed, hollow=hollow, disguised=disguised)
 
         traced = record_disguised(())
         traced.again = record_disguised
@@ -213,6 +204,7 @@ def _recorded(
             raise CannotRecord(f"{first}; and further on: {found}", in_stages=in_stages_too)
         continued = {path: where for path, where in continued.items() if path not in modules}
         whole |= dict.fromkeys(_of_the_same_kind(model, modules), str(found))
+    traced.recorded_with = RecordingOptions(whole, continued, general)
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.whole_names.items()]
     if general:
         reasons.insert(0, f"by the general paths of libraries: {first}")
@@ -222,6 +214,14 @@ def _recorded(
     reasons += [f"compared in the stages: {text}" for text in expectations(traced)]
     traced.why = tuple(reasons)
     return traced
+
+
+def record_with(
+    options: RecordingOptions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, **rest: Any
+) -> Traced:
+    """`record`, with what has stood in the way known."""
+    with general_paths() if options.general else contextlib.nullcontext():
+        return record(model, args, kwargs, whole=options.whole, continued=options.continued, seed=seed, **rest)
 
 
 def _to_continue(

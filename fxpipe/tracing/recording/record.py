@@ -30,7 +30,7 @@ from fxpipe.tracing.recording.refusals import CannotRecord, draws_in_python
 from fxpipe.tracing.recording.sizes import Size
 from fxpipe.tracing.snapshot import Snapshot, undone
 from fxpipe.tracing.source import UNKNOWN
-from fxpipe.tracing.traced import Leaf, Traced
+from fxpipe.tracing.traced import Leaf, Traced, signature_of
 from fxpipe.trees import flatten_output, flatten_with_paths, refuse_hidden, refuse_layout, untouched
 
 _LEFT_OVER = (  # nodes that may be there for nobody
@@ -196,6 +196,7 @@ def _record(
         ended=tuple(recorder.ended),
     )
     erase_left_over(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
+    traced.signature = signature_of(traced.graph)
     return traced, recorder.foreign
 
 

@@ -1,0 +1,273 @@
+"""A pipe that trains and will be refused when it is evaluated says so when it is planned, and no other pipe does."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import FxpipeError
+from fxpipe.planning import evaluation
+
+
+class Model(nn.Module):
+    """One that does something else in evaluation."""
+
+    def __init__(self, evaluate: Any = None, train: Any = None, **held: Any):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.functions = {False: evaluate, True: train}
+        for name, value in held.items():
+            self.register_buffer(name, value) if isinstance(value, torch.Tensor) else setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.second(torch.tanh(self.first(x)))
+        function = self.functions[self.training]
+        return y if function is None else function(self, y)
+
+
+def _pipeline(model: nn.Module, x: torch.Tensor | None = None, **options: Any) -> fxpipe.Pipeline:
+    options = {"devices": ["cpu", "cpu"], "chunks": 2, "profile_budget": 0.0} | options
+    return fxpipe.pipeline(model, example_args=(torch.randn(6, 4) if x is None else x,), **options)
+
+
+def _quiet(model: nn.Module, x: torch.Tensor | None = None, **options: Any) -> fxpipe.Pipeline:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return _pipeline(model, x, **options)
+
+
+def _writes_to_a_parameter(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.first.weight.data.mul_(0.5)
+    return y
+
+
+def _counts(m: Any, y: torch.Tensor) -> torch.Tensor:
+    m.count += 1
+    return y
+
+
+REFUSED: dict[str, Any] = {
+    "a similarity of all samples": lambda m, y: y @ y.t(),
+    "as many rows as values say": lambda m, y: y[y[:, 0] > 0],
+    "a parameter is written": _writes_to_a_parameter,
+    "a counter": _counts,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_is_the_one_that_evaluation_gives(name: str) -> None:
+    model = Model(REFUSED[name], count=0)
+    with pytest.warns(UserWarning, match=r"Model can be trained as a pipe, but its evaluation") as told:
+        pipe = _pipeline(model)
+    (warning,) = told
+    assert warning.filename == __file__
+    with pipe:
+        pipe(torch.randn(6, 4)).sum().backward()
+        pipe.eval()
+        with torch.no_grad(), pytest.raises(FxpipeError) as refused:
+            pipe(torch.randn(6, 4))
+    assert str(warning.message).endswith(f"will be refused: {refused.value}")
+
+
+def test_a_pipe_that_plans_at_its_first_call_says_it_there() -> None:
+    pipe = fxpipe.pipeline(Model(REFUSED["a counter"], count=0), ["cpu", "cpu"], 2, profile_budget=0.0)
+    x = torch.randn(6, 4)
+    with pytest.warns(UserWarning, match="its evaluation .* will be refused") as told:
+        y = pipe(x)
+    with pipe:
+        y.sum().backward()
+        pipe(x).sum().backward()
+    assert [warning.filename for warning in told] == [__file__]
+
+
+@fxpipe.leaf
+def _hidden(y: torch.Tensor) -> torch.Tensor:
+    return y.square().mean()
+
+
+def _untold_loss(m: Any, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A loss of which the graph shows a call only."""
+    return {"y": y, "loss": _hidden(y)}
+
+
+def test_a_loss_that_the_graph_does_not_tell_is_told() -> None:
+    told_loss = Model(lambda m, y: {"y": y, "loss": y.square().mean()}, _untold_loss)
+    _quiet(told_loss).close()
+    _quiet(Model(_untold_loss, _untold_loss), chunks=1).close()
+    _quiet(Model(_untold_loss, _untold_loss), out_dims={"loss": "mean"}).close()
+    for train in (_untold_loss, None):
+        with pytest.warns(UserWarning, match=r"will be refused: output 1 .*cannot be told.*out_dims") as told:
+            pipe = _pipeline(Model(_untold_loss, train))
+        with pipe.eval(), torch.no_grad(), pytest.raises(FxpipeError) as refused:
+            pipe(torch.randn(6, 4))
+        assert str(told[0].message).endswith(f"will be refused: {refused.value}")
+
+
+class Rolls(nn.Module):
+    """Drawn in Python, so that it is kept whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * (2 if random.random() < 0.5 else 1)
+
+
+class Bank(nn.Module):
+    """Its own forward goes by a buffer that it changes, so that it is continued as one node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("bank", torch.zeros(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        slot = int(self.pointer)
+        self.bank[slot] = y.detach().mean(0)
+        self.pointer.copy_(torch.tensor((slot + 1) % 3))
+        return self.second(y) + self.bank.sum(0)
+
+
+def _grows_lazily(m: Any, y: torch.Tensor) -> torch.Tensor:
+    if m.scale is None:
+        m.scale = y.shape[1] ** -0.5
+    if not hasattr(m, "positions"):
+        m.positions = torch.arange(4.0)
+    return y * m.scale + m.positions
+
+
+def _is_not_for_two(m: Any, y: torch.Tensor) -> torch.Tensor:
+    if y.shape[0] < 3:
+        raise ValueError("too few samples")
+    return y
+
+
+def _is_not_for_evaluation(m: Any, y: torch.Tensor) -> torch.Tensor:
+    raise ValueError("only for training")
+
+
+WORKING: dict[str, tuple[Any, bool]] = {  # model, whether all of it is seen without the graph being made
+    "nothing else": (lambda: Model(), True),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), True),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), True),
+    "a softmax in evaluation": (lambda: Model(lambda m, y: (y, y.softmax(-1))), True),
+    "a module kept whole": (lambda: nn.Sequential(nn.Linear(4, 4), Rolls(), nn.Linear(4, 4)), True),
+    "a forward that is continued": (Bank, True),
+    "the batch size as a number": (lambda: Model(lambda m, y: y.view(int(y.shape[0]), 2, 2)), False),
+    "state that evaluation makes": (lambda: Model(_grows_lazily, scale=None), False),
+    "not of two samples": (lambda: Model(_is_not_for_two), False),
+    "only for training": (lambda: Model(_is_not_for_evaluation), False),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How far evaluation was looked into."""
+    found: list[str] = []
+
+    def seen(name: str) -> None:
+        function = getattr(evaluation, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(evaluation, name, called)
+
+    seen("_can_be_recorded")
+    seen("prepare_beside")
+    return found
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_nothing_is_said_of_models_that_are_not_refused(name: str, asked: list[str]) -> None:
+    make, is_seen = WORKING[name]
+    _quiet(make()).close()
+    assert asked == ["_can_be_recorded", *([] if is_seen else ["prepare_beside"])]
+
+
+def test_only_a_pipe_that_trains_and_plans_for_itself_is_asked(asked: list[str]) -> None:
+    model, x = Model(REFUSED["a similarity of all samples"]), torch.randn(6, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, profile_budget=0.0)
+        with fxpipe.pipeline(model, example_args=(x,), plan=plan):
+            pass
+        with torch.device("meta"):
+            without_values = Model(REFUSED["a similarity of all samples"])
+        fxpipe.pipeline(without_values, ["cpu", "cpu"], 2, example_args=(x,)).close()
+        _quiet(Model().eval()).close()
+    assert asked == []
+    with pytest.warns(UserWarning, match="its evaluation"):
+        pipe = _pipeline(model, x)
+    assert asked == ["_can_be_recorded", "prepare_beside"]
+    with pipe, _copied(pipe) as copied:
+        copied(x).sum().backward()
+    assert len(asked) == 2
+
+
+def _copied(pipe: fxpipe.Pipeline) -> fxpipe.Pipeline:
+    return copy.deepcopy(pipe)
+
+
+SEEN: list[bool] = []  # modes in which it ran
+
+
+def _leaves_things(m: Any, y: torch.Tensor) -> torch.Tensor:
+    SEEN.append(torch.is_grad_enabled())
+    print("evaluating")
+    warnings.warn("evaluating", stacklevel=2)
+    m.running += 1
+    if 4 not in m.cache:
+        m.cache[4] = torch.ones(4)
+    if not hasattr(m, "made"):
+        m.made = torch.ones(4)
+    m.number = 3
+    return m.extra(y + torch.rand(4)) + m.made + m.cache[4]
+
+
+def _leaves_things_and_is_refused(m: Any, y: torch.Tensor) -> torch.Tensor:
+    random.random()
+    y = _leaves_things(m, y)
+    return y @ y.t()
+
+
+@pytest.mark.parametrize("evaluate", [_leaves_things, _leaves_things_and_is_refused])
+def test_it_leaves_no_trace(evaluate: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Model(evaluate, running=torch.zeros(2), cache={}, number=0)
+    model.extra = nn.Linear(4, 4)
+    model.second.eval()  # frozen
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    held, flags = dict(model.__dict__), [module.training for module in model.modules()]
+    x, dice, states = torch.randn(6, 4), random.getstate(), torch.get_rng_state()
+    SEEN.clear()
+    if evaluate is _leaves_things:
+        _quiet(model, x).close()
+    else:
+        with pytest.warns(UserWarning, match="its evaluation") as told:
+            _pipeline(model, x).close()
+        assert len(told) == 1
+    assert SEEN
+    assert not any(SEEN)
+    assert capsys.readouterr() == ("", "")
+    assert random.getstate() == dice
+    assert torch.equal(torch.get_rng_state(), states)
+    assert [module.training for module in model.modules()] == flags
+    assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
+    assert all(bool((gradient == 1).all()) for gradient in gradients)
+    assert model.__dict__.keys() == held.keys()
+    assert model.number == 0
+    assert model.cache == {}
+    assert not model.running.any()
