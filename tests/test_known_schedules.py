@@ -313,7 +313,7 @@ def test_placements():
         (
             ("zbv", 4, 2, "never", (0, 1, 0, 1)),
             r"schedule 'zbv' needs 2 stages on each device, placed as in \(0, 1, 1, 0\), but is given 4 stages on 2 "
-            r"devices, placed as in \(0, 1, 0, 1\): give as many \(stages_per_device=2\), or use '1f1b' or",
+            r"devices, placed as in \(0, 1, 0, 1\): put them there, or use '1f1b' or",
         ),
         (("zbv", 6, 2, "never", (0, 1, 1, 0, 0, 1)), "'zbv' needs 2 stages on each device, .* is given 6 stages on 2"),
         (("zbv", 2, 2, "never", (0, 1)), r"'zbv' needs 2 stages on each device, .* placed as in \(0, 1\)"),

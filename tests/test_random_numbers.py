@@ -429,7 +429,7 @@ NOW_AND_THEN = {
     "poisson": lambda m, h: h + torch.poisson(h.detach().abs() * 0),
     "dropout": lambda m, h: h.index_add(0, _chosen(h), F.dropout(h[_chosen(h)], 0.5, m.training)),
     "dropout1d": lambda m, h: h.index_add(0, _chosen(h), F.dropout1d(h[_chosen(h)][:, None], 0.5, m.training)[:, 0]),
-    "randperm": lambda m, h: h[torch.randperm(len(_chosen(h)) + 1)[:1]].expand_as(h),
+    "randperm": lambda m, h: h[torch.randperm(_chosen(h).shape[0] + 1)[:1]].expand_as(h),
 }
 
 
