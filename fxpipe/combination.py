@@ -83,7 +83,6 @@ class Untold:
 
     place: int  # among the leaves of the model's output
     why: str
-    is_opaque: bool  # Python makes it: training relies on what gradients say of its sums and means
 
 
 def count_of_targets(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:

@@ -176,6 +176,7 @@ class EveryCut:
             traced.out_spec,
             traced.state,
             traced.constants,
+            left_dims=traced.left_dims,
         )
         engine = Engine(model, WithGrad(seed))
         leaves = pytree.tree_leaves((args, {}))

@@ -323,7 +323,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "scaled by the micro-batch": (
         lambda m, x: m.lin(x) / len(x), ArgumentError, "outputs of micro-batches, put together, are not the output",
     ),
-    "not a mean": (lambda m, x: m.lin(x).sum() / (len(x) - 0.5), ArgumentError, "put together, are not the output"),
     "rows that hang on values": (
         lambda m, x: m.lin(x[x > 0].new_zeros(len(x[x > -9]) // 24, T, 6)), TraceError,
         "size that hangs on the values of tensors",

@@ -211,3 +211,25 @@ def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_asked_for_a_call_b
             x = torch.randn(4, 4) * 3
             torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
             torch.testing.assert_close(model[1].largest, twin[1].largest)
+
+
+def test_an_attribute_that_is_none_and_made_of_the_first_samples_is_refused():
+    """Each micro-batch would make its own, and one of them would stay."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin, self.scale = nn.Linear(4, 4), None
+
+        def forward(self, x):
+            if self.scale is None:
+                self.scale = x.detach().std()
+            return self.lin(x / self.scale)
+
+    torch.manual_seed(0)
+    model = Scaled()
+    with pytest.raises(TraceError, match=r"makes 'scale' when it is first called.*call the model once"):
+        fxpipe.trace(model, (torch.randn(6, 4),))
+    assert model.scale is None
+    model(torch.randn(6, 4))
+    fxpipe.trace(model, (torch.randn(6, 4),))

@@ -247,6 +247,8 @@ LARGE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 @pytest.mark.parametrize("gradient", [False, True], ids=["data", "input requires grad"])
 @pytest.mark.parametrize("name", SMALL)
 def test_stages_of_small_functions_save_what_is_said(name: str, gradient: bool) -> None:
+    if gradient and SMALL[name] is input_in_place:
+        pytest.skip("torch lets nobody write to a leaf that requires grad")
     assert_exact(Of(SMALL[name]), ROWS.clone().requires_grad_(gradient))
 
 

@@ -65,7 +65,7 @@ def refusal_of_evaluation(
                 return None, ()
     if settings.micro_batches(_batch_of(first, args, kwargs)) == 1:
         return None, ()
-    known = {one.place for one in first.traced.untold if not one.is_opaque}  # the first step of training says so
+    known = {one.place for one in first.traced.untold}  # the first step of training says so
     return None, tuple(one for one in evaluated.traced.untold if one.place not in known)
 
 

@@ -29,7 +29,7 @@ from fxpipe.runtime.commit import Gradients, committed
 from fxpipe.runtime.drivers import Driver, close_all
 from fxpipe.runtime.known_losses import KnownLosses
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses, text_of, untold
+from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses, text_of
 from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
 from fxpipe.runtime.record import StepRecord, record_of
 from fxpipe.runtime.rollback import roll_back_with_caller, rolled_back
@@ -135,8 +135,8 @@ class Engine:
     ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(assembly.devices), min(chunks, batch)
-        if m > 1 and (unknown := untold(assembly)):
-            raise LossError(text_of(unknown[0]))
+        if m > 1 and assembly.untold:
+            raise LossError(text_of(assembly.untold[0]))
         name = "gpipe" if assembly.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
         kind = self._losses.of_call(assembly)

@@ -17,7 +17,7 @@ from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.loss_draws import generators_held, generators_put_back
-from fxpipe.runtime.losses import Losses, text_of, untold
+from fxpipe.runtime.losses import Losses, text_of
 from fxpipe.runtime.resting import InForward
 from fxpipe.runtime.verifying import Output, verify
 from fxpipe.thread_state import applied
@@ -161,7 +161,7 @@ class OutputTree:
     def of(cls, assembly: Assembly) -> OutputTree:
         link = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
         places = tuple(o if isinstance(o, Constant) else link[o] for o in assembly.program.outputs)
-        is_weighed = bool(assembly.combinations or untold(assembly)) or "sum" in assembly.out_dims
+        is_weighed = bool(assembly.combinations or assembly.untold) or "sum" in assembly.out_dims
         return cls(assembly, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
@@ -178,7 +178,7 @@ class OutputTree:
         handed_out = self._handed_out(values)
         combined = {one.output: _share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations}
         if weight != 1:
-            for one in untold(self.assembly):
+            for one in self.assembly.untold:
                 handed_out[one.place] = _refused(handed_out[one.place], text_of(one))
         if reduction == "mean" and weight != 1:
             leaves = self.assembly.out_spec.num_leaves

@@ -22,7 +22,6 @@ import torch
 
 from fxpipe.combination import Untold
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
-from fxpipe.runtime.assembly import Assembly
 from fxpipe.trees import mapped
 
 REDUCTIONS = ("mean", "sum")
@@ -143,14 +142,6 @@ class Losses:
             return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
         scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
-
-
-def untold(assembly: Assembly) -> tuple[Untold, ...]:
-    """The outputs of which nothing says how they go together.
-
-    With gradients those that Python makes are none of them: gradients say more of their sums and means (`elements`).
-    """
-    return tuple(one for one in assembly.untold if not (assembly.state.grad and one.is_opaque))
 
 
 def text_of(one: Untold) -> str:

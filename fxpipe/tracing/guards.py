@@ -100,13 +100,19 @@ def refuse_unanswerable(traced: Traced) -> None:
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_needed, reads))
     found = {read: error for read in reads if (error := _unanswerable(traced, read, known)) is not None}
-    errors = [error for error in found.values() if error.modules or not (traced.asks_in_stages and error.in_stages)]
-    if not errors:
+    stopping = [
+        read
+        for read, error in found.items()
+        # What would raise for other values may as well be compared: nothing else is made of it.
+        if not (error.in_stages and (read.meta.get("validates") or (traced.asks_in_stages and not error.modules)))
+    ]
+    if not stopping:
         expected_in_stages(list(found))
     else:
+        errors = [found[read] for read in stopping]
         modules = frozenset[str]().union(*(e.modules for e in errors))
         raise CannotRecord(
-            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest(traced, found)
+            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest(traced, stopping)
         )
 
 

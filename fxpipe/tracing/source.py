@@ -21,6 +21,9 @@ _NOT_THE_USERS = tuple(
     os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
 )
 
+_BETWEEN = (_NOT_THE_USERS[1], os.path.join(_NOT_THE_USERS[0], "_tensor"), os.path.join(_NOT_THE_USERS[0], "overrides"))
+_DISTRIBUTIONS = os.path.join(_NOT_THE_USERS[0], "distributions", "")
+
 
 def is_users(file: str) -> bool:
     """Is this a file that is neither torch's nor fxpipe's?"""
@@ -33,6 +36,14 @@ def user_line() -> str:
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN
+
+
+def is_validation() -> bool:
+    """Is it a distribution of torch that asks for a value, to raise where its arguments are wrong?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
 
 
 def line_of_function(function: Callable[..., Any]) -> str:

@@ -71,12 +71,13 @@ class LazyState:
 
 
 def new_attributes(traced: Traced) -> list[str]:
-    """Those that forward sets and the model does not have."""
+    """Those that forward sets and the model does not have, or has as a None that forward asks for."""
+    asked = {(id(kept.owner), kept.name) for kept in traced.attributes_read if kept.value is None}
     found = []
     for name in traced.assigned:
         path, _, key = name.rpartition(".")
-        module = traced.model.get_submodule(path)
-        if key not in module.__dict__ and key not in module._buffers:
+        own, buffers = (module := traced.model.get_submodule(path)).__dict__, module._buffers
+        if (key not in own and key not in buffers) or ((id(own), key) in asked and own.get(key) is None):
             found.append(name)
     return found
 

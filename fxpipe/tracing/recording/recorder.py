@@ -52,7 +52,7 @@ from fxpipe.tracing.recording.origins import Origins
 from fxpipe.tracing.recording.refusals import CannotRecord, calls_before, refused, written_parameter
 from fxpipe.tracing.recording.sizes import Place, Shape, Size, SizeRead, as_numbers, length
 from fxpipe.tracing.snapshot import dice, same_dice
-from fxpipe.tracing.source import user_line
+from fxpipe.tracing.source import is_validation, user_line
 from fxpipe.tracing.traced import Graph
 
 OTHER_DIGITS = str.maketrans("0123456789", "1234567890")
@@ -495,7 +495,7 @@ class Recorder(TorchFunctionMode):
         else:
             node = self._call(func, name, args, kwargs)
             node.meta["read"] = value
-        node.meta["text"] = name.strip("_")
+        node.meta.update(text=name.strip("_"), validates=is_validation())
 
     def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
@@ -544,7 +544,9 @@ class Recorder(TorchFunctionMode):
         return error
 
     def _refuse_hook(self) -> None:
-        raise self.refuse(WHAT, REMEDY)
+        error = self.refuse(WHAT, REMEDY)
+        error.calls.clear()  # the node may be of what came before, which runs elsewhere if forward is continued
+        raise error
 
     def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
         name = self.made.unexplained(tensor)

@@ -74,7 +74,7 @@ _SUMS = frozenset(("add", "radd", "sub", "rsub", "subtract"))
 _PRODUCTS = frozenset(("mul", "rmul", "multiply"))
 _QUOTIENTS = frozenset(("truediv", "div", "divide", "true_divide", "rtruediv", "rdiv"))
 _ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | frozenset(("pow", "rpow"))
-_FUNCTIONS = _KEEPING | _JOINING | _OTHER | _SUMS | _PRODUCTS | _QUOTIENTS
+_FUNCTIONS = _KEEPING | _JOINING | _OTHER | {"full"} | _SUMS | _PRODUCTS | _QUOTIENTS
 _REDUCING = frozenset(
     "sum nansum mean nanmean count_nonzero prod var std var_mean std_mean norm vector_norm logsumexp dot".split()
 )
@@ -102,14 +102,7 @@ class Piece:
 
 
 class Unknown(Exception):
-    """The graph does not tell. The text says where.
-
-    `is_opaque`: Python makes the value of which it does not tell, and it may well be a mean over samples.
-    """
-
-    def __init__(self, text: str, is_opaque: bool = False):
-        super().__init__(text)
-        self.is_opaque = is_opaque
+    """The graph does not tell. The text says where."""
 
 
 @dataclass(slots=True)
@@ -177,6 +170,8 @@ def _terms_of(name: str, call: Call, known: Sequence[Terms | None]) -> Terms | N
         return None
     if name in _JOINING:
         return everything
+    if name == "full":  # of a number: `torch.tensor(len(x))` is recorded so
+        return of(call.args[1])
     if name in _KEEPING:
         rest = (call.args[1:], call.kwargs)
         return everything if _joined([known[ref.number] for ref in _refs(rest)]) in (frozenset(), CONSTANT) else None
@@ -668,5 +663,4 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _unknown(node: fx.Node, why: str) -> Unknown:
-    is_opaque = node.op in WORKING and is_python(node)
-    return Unknown(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}", is_opaque)
+    return Unknown(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}")

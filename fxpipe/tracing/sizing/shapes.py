@@ -389,9 +389,9 @@ def _out_dim(
     try:
         return walk.combination(output, place)
     except Unknown as unknown:
-        told, is_opaque = str(unknown), unknown.is_opaque
+        told = str(unknown)
     if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
-        traced.untold += (Untold(place, f"output {place} ({output.name}) is made of {told}", is_opaque),)
+        traced.untold += (Untold(place, f"output {place} ({output.name}) is made of {told}"),)
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
     if any(s is not None and not s.free_symbols <= batch for s in sizes):
