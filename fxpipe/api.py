@@ -138,13 +138,13 @@ def pipeline(
             that `fxpipe.tune` found, with its schedule. What says how to plan (balance, pin, memory_limit,
             optimizer_state, hardware, profile, profile_budget) is refused beside it.
 
-    Warns:
-        UserWarning: the model can be trained so, but will be refused when it is evaluated; says why. Told with the
-            plan, unless the plan was given.
-
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the example inputs, with a note.
+
+    Warns:
+        UserWarning: the model can be trained so, but will be refused when it is evaluated; says why. Told with the
+            plan, unless the plan was given.
     """
     options = Options.among(locals())
     if isinstance(model, Pipeline):
