@@ -83,6 +83,10 @@ class Case:
         return any(operation.per_part for operation in self.operations)
 
     @property
+    def reads_size(self) -> bool:
+        return any(operation.reads_size for operation in self.operations)
+
+    @property
     def is_random(self) -> bool:
         return any(operation.is_random for operation in self.operations)
 
@@ -173,7 +177,7 @@ def source(case: Case, is_oracle: bool = False) -> str:
     """The model as a Python module with a class M.
 
     `is_oracle`: the same for the judge, run on micro-batches: values of inputs are read from the mini-batch (`WHOLE`),
-    and what each loss weighs goes into `WEIGHTS`.
+    sizes that depend on them from `SIZED`, and what each loss weighs goes into `WEIGHTS`.
     """
     texts = [_Text(case, number, line, is_oracle) for number, line in enumerate(case.program)]
     inputs = ", ".join(case.inputs)
@@ -183,7 +187,7 @@ def source(case: Case, is_oracle: bool = False) -> str:
     tied = "self.tied = nn.Linear(4, 4)" if any(line.name == "tied" for line in case.program) else ""
     forward = "\n".join(text.forward for text in texts)
     last = f"h{len(texts)}"
-    marks = ("WHOLE, WEIGHTS = {}, []",) if is_oracle else ()
+    marks = ("WHOLE, SIZED, WEIGHTS = {}, {}, []",) if is_oracle else ()
     model = "\n".join(
         (
             "class M(nn.Module):",
@@ -246,6 +250,7 @@ class _Text:
 
     def _filled(self, text: str, v: str = "v", w: str = "w", o: str = "o") -> str:
         reads = {name: f'WHOLE["{name}"]' if self.is_oracle else name for name in ("ids", "x", "scale")}
+        reads |= {f"sized_{name}": f'SIZED["{name}"]' if self.is_oracle else name for name in ("ids", "x")}
         lines = [self._weighed(line) for line in text.splitlines()]
         return Template("\n".join(line for line in lines if line is not None)).substitute(
             reads, k=self.number, v=v, w=w, o=o

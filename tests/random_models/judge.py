@@ -3,7 +3,8 @@
 Two plain models say what is right. One runs on the whole mini-batch. The other runs on the micro-batches, one after the
 other, with values of inputs read from the mini-batch, and losses put together by what they weigh: that is the other
 right answer where micro-batches see what earlier ones left behind (running statistics, memory banks), are normalised by
-themselves, or branch on values of their own. Elsewhere both have to agree, or the case is at fault.
+themselves, or branch on values of their own; a size that depends on values of inputs may then be the mini-batch's or
+each micro-batch's. Elsewhere the first one alone is right. What only a first call makes may be there after planning.
 
 Outputs, gradients, buffers, parameters, inputs and attributes are compared after each step. A step that is refused must
 have changed nothing.
@@ -33,6 +34,7 @@ from fxpipe.rewriting.random_nodes import mixed
 from random_models.case import DOUBLED, Batch, Case, source
 
 Inputs = dict[str, Tensor]
+State = dict[str, dict[str, Any]]  # by kind and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,9 @@ class _Parts:
 
     name = "the micro-batches"
 
-    def __init__(self, case: Case, module: ModuleType):
+    def __init__(self, case: Case, module: ModuleType, own_sizes: bool = False):
         self.case, self.module, self.model = case, module, _built(case, module)
+        self.own_sizes = own_sizes  # are sizes that depend on values of inputs those of each micro-batch?
         self.attributes: list[dict[str, Any]] = []
 
     def step(self, inputs: Inputs, batch: Batch, kept_whole: tuple[str, ...]) -> Any:
@@ -165,6 +168,7 @@ class _Parts:
         with _mode(self.model, batch), _deferred(self.model, self.case.deferred and batch.mode != "eval"):
             for i in range(count):
                 part = {name: _part(name, value, count, i) for name, value in inputs.items()}
+                self.module.SIZED.update(part if self.own_sizes else inputs)
                 self.module.WEIGHTS.clear()
                 with Seeded(mixed(seed, i)) as mode, as_one_node(self.model, kept_whole, mode):
                     outputs.append(self.model(**part))
@@ -307,10 +311,9 @@ def _difference(have: dict[str, Any], want: dict[str, Any], tolerance: float) ->
 class Trial:
     def __init__(self, case: Case, plain: ModuleType, oracle: ModuleType, spoil: Change | None):
         self.case, self.plain, self.spoil = case, plain, spoil
-        self.whole, self.parts = _Whole(case, plain), _Parts(case, oracle)
-        self.alive: list[Any] = [self.whole, self.parts] if not case.is_random else [self.parts]
-        if not case.is_per_part and not case.is_random:
-            self.alive = [self.whole]
+        self.alive: list[Any] = [] if case.is_random else [_Whole(case, plain)]
+        if case.is_per_part or case.is_random:
+            self.alive += [_Parts(case, oracle, own) for own in ((False, True) if case.reads_size else (False,))]
         self.refusals: list[str] = []
 
     def run(self) -> Verdict:
@@ -325,13 +328,13 @@ class Trial:
         except InternalError as error:
             return Verdict("crashes", f"planning: {_text(error)}")
         except FxpipeError as error:
-            if text := _difference(state_of(ours), before, 0.0):
+            if text := self._changed_by_planning(state_of(ours), before, first):
                 return Verdict("wrong", f"planning that is refused changes {text}")
             return Verdict("refused", f"planning: {_text(error)}")
         except Exception as error:
             return Verdict("crashes", f"planning: {_text(error)}")
         with closing(pipe):
-            if text := _difference(state_of(ours), before, 0.0):
+            if text := self._changed_by_planning(state_of(ours), before, first):
                 return Verdict("wrong", f"planning changes {text}")
             for number, batch in enumerate((first, *self.case.batches)):
                 verdict = self._batch(pipe, ours, batch)
@@ -340,6 +343,17 @@ class Trial:
                         verdict.kind, f"step {number} ({batch.mode}): {verdict.detail}", tuple(self.refusals)
                     )
         return Verdict("right", "", tuple(self.refusals))
+
+    def _changed_by_planning(self, after: State, before: State, first: Batch) -> str:
+        """What planning must not change: all but what only a first call makes, as that one makes it."""
+        made = {kind: {*values} - {*before[kind]} for kind, values in after.items()}
+        if not any(made.values()):
+            return _difference(after, before, 0.0)
+        twin = _Whole(self.case, self.plain)
+        twin.step(make_inputs(self.case, first), first, ())
+        called = state_of(twin.model)
+        want = {kind: before[kind] | {k: called[kind].get(k) for k in made[kind]} for kind in before}
+        return _difference(after, want, self.case.tolerance)
 
     def _cannot_run(self, batch: Batch) -> str:
         """What plain torch says on the mini-batch, where it does not run it."""

@@ -4,7 +4,8 @@ In the text, `$v` and `$w` are two values that were computed before and `$o` is 
 is the number of the operation, so that names do not meet. `x` [b, t, 4] and `ids` [b, t] are inputs of every model;
 `state` [b, 4], `cache` [b, 9, 4], `labels` [b, t], `scale` and `total` (0-dim, the same for all samples) of those
 whose operations use them. `$ids`, `$x`, `$scale`: the same inputs where their values are read, of which a pipeline
-reads those of the mini-batch. A loss goes into `losses`; the line `#: w` behind it is how much it weighs among
+reads those of the mini-batch. `$sized_ids`, `$sized_x`: where they make a size that is read, which may be that of the
+mini-batch or of each micro-batch. A loss goes into `losses`; the line `#: w` behind it is how much it weighs among
 micro-batches.
 """
 
@@ -23,6 +24,7 @@ class Operation:
     top: str = ""  # outside the model's class
     inputs: tuple[str, ...] = ()  # besides x and ids
     per_part: bool = False  # micro-batches one after the other give another result than the mini-batch
+    reads_size: bool = False  # that depends on values of inputs: the mini-batch's, or each micro-batch's own
     is_random: bool = False
     mixes: bool = False  # samples act on each other: as for the mini-batch, or refused
     needs_root: bool = False  # makes no sense in a submodule

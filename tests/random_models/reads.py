@@ -19,6 +19,7 @@ class Source:
     after: str = ""
     inputs: tuple[str, ...] = ()
     per_part: bool = False
+    reads_size: bool = False
 
 
 SOURCES = {
@@ -56,9 +57,10 @@ SOURCES = {
         "self.gate_$k = nn.Linear(4, 1)",
         per_part=True,
     ),
-    "kinds": Source("tensor_$k = torch.tensor(len($ids.unique()))"),
+    "kinds": Source("tensor_$k = torch.tensor(len($sized_ids.unique()))", reads_size=True),
 }
 
+SIZES = ("length", "repeat", "size")  # the readers that make a tensor of that size first
 READERS = {
     "int": "number = int(tensor_$k)",
     "item": "number = tensor_$k.item()",
@@ -99,9 +101,15 @@ def read(name: str) -> Operation:
     """The operation of that name."""
     source, reader, use = name.removeprefix("read_").rsplit("_", 2)
     of, (text, init) = SOURCES[source], USES[use]
-    lines = (of.text, READERS[reader], text, of.after)
+    is_size = of.reads_size or (reader in SIZES and source in ("input", "mask"))
+    made = of.text.replace("$ids", "$sized_ids").replace("$x", "$sized_x") if is_size else of.text
     return Operation(
-        name, "\n".join(filter(None, lines)), "\n".join(filter(None, (of.init, init))), "", of.inputs, of.per_part
+        name,
+        "\n".join(filter(None, (made, READERS[reader], text, of.after))),
+        "\n".join(filter(None, (of.init, init))),
+        inputs=of.inputs,
+        per_part=of.per_part or is_size,
+        reads_size=is_size,
     )
 
 

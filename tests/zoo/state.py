@@ -318,6 +318,44 @@ class MaskedLoss(_Language):
 # -- made in the first forward, or in each ---------------------------------------------------------------------------
 
 
+@own(STATE, lambda: call(vectors(5, 8)))
+class KeptAttention(nn.Module):
+    """Attributes that forward makes: attention weights to look at later, statistics to undo a normalisation with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = x.mean(1, keepdim=True).detach()
+        x = x - self.mean
+        for layer in self.layers:
+            weights = (layer(x) @ x.mT).softmax(-1)
+            self.attention = weights.detach()
+            x = x + weights @ x
+        return x + self.mean
+
+
+@own(STATE, lambda: call(vectors(5, 8)))
+class LazyState(nn.Module):
+    """A table that is made when it is first needed, and a number that is set once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+        self.table: Tensor | None = None
+        self.width: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.width is None:
+            self.width = x.shape[-1]
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1])[:, None].cos()
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.table[: x.shape[1]] / self.width**0.5
+        return x
+
+
 @own(STATE, lambda: call(vectors()))
 class LeafInForward(nn.Module):
     """A tensor made in forward requires gradients, and nobody asks for them."""
