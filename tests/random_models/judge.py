@@ -295,6 +295,10 @@ def state_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return _copied(_numbers_of(model)) | {"attribute": attributes_of(model)}
 
 
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
+
+
 def _difference(have: dict[str, Any], want: dict[str, Any], tolerance: float) -> str:
     for kind, values in want.items():
         if sorted(have[kind]) != sorted(values):
@@ -346,7 +350,10 @@ class Trial:
 
     def _changed_by_planning(self, after: State, before: State, first: Batch) -> str:
         """What planning must not change: all but what only a first call makes, as that one makes it."""
-        made = {kind: {*values} - {*before[kind]} for kind, values in after.items()}
+        made = {
+            kind: {k for k, v in values.items() if k not in before[kind] or _shape(v) != _shape(before[kind][k])}
+            for kind, values in after.items()
+        }
         if not any(made.values()):
             return _difference(after, before, 0.0)
         twin = _Whole(self.case, self.plain)
