@@ -13,7 +13,7 @@ from oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.errors import FxpipeError, StateError
+from fxpipe.errors import ArgumentError, FxpipeError, StateError
 
 CHUNKS = 2
 
@@ -293,3 +293,22 @@ def test_a_model_that_packs_sequences_is_recorded_up_to_there() -> None:
             return self.head(h)
 
     assert_trains(Packing(), [samples() for _ in range(4)])
+
+
+class Chosen(nn.Module):
+    """A hidden number says which layer runs; each number of samples gives another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        h = self.first(x)
+        count = torch.nonzero(h.square().sum(-1) > -1).shape[0]
+        return self.layers[count % 4](h)
+
+
+def test_planning_ends_where_python_behind_a_read_runs_other_functions_at_other_sizes():
+    torch.manual_seed(0)
+    with pytest.raises(ArgumentError, match="put together, are not the output of the batch"):
+        fxpipe.trace(Chosen(), (torch.randn(6, 4),), chunks=2)

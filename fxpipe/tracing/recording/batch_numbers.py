@@ -234,7 +234,7 @@ def _other_functions(
     longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
     # Both the node that is too many and the one before it are of the loop.
     path = _common(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))
-    while path in base.whole:
+    while path and path in base.whole:  # the model itself may go on as Python, and has no module around it
         path = path.rpartition(".")[0]
     at = next((n for n in (longer, *different, longer.prev) if "source" in n.meta), None)
     where = f" in module {path!r}" if path else ""
