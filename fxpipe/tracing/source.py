@@ -26,8 +26,8 @@ _DISTRIBUTIONS = os.path.join(_NOT_THE_USERS[0], "distributions", "")
 
 
 def is_users(file: str) -> bool:
-    """Is this a file that is neither torch's nor fxpipe's?"""
-    return not file.startswith((*_NOT_THE_USERS, "<frozen "))  # `python -m`
+    """Is this a file that is neither torch's nor fxpipe's, nor of a decorator in between?"""
+    return not file.startswith((*_NOT_THE_USERS, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
 
 
 def user_line() -> str:
@@ -53,10 +53,10 @@ def line_of_function(function: Callable[..., Any]) -> str:
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line of the stack that is neither torch's nor fxpipe's, nor of a decorator in between."""
+    """Warns at the innermost line of the stack that is neither torch's nor fxpipe's."""
     frame: FrameType | None = sys._getframe(1)
     level = 2
-    while frame is not None and not (is_users(file := frame.f_code.co_filename) and file != contextlib.__file__):
+    while frame is not None and not is_users(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 
