@@ -295,6 +295,67 @@ def test_a_model_that_packs_sequences_is_recorded_up_to_there() -> None:
     assert_trains(Packing(), [samples() for _ in range(4)])
 
 
+def untils(plan: Any) -> list[str]:
+    return [name for stage in plan.stages for name in stage.nodes if "until" in name]
+
+
+def check_cut(plan: Any) -> None:
+    assert untils(plan)
+
+
+def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_that_step_and_stays() -> None:
+    class Raising(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x
+            for block in self.blocks:
+                h = block(self.norm(h)) + h
+                if (h.abs().max() > self.limit).item():
+                    self.limit += 1
+                    h = h * 0.5
+            return h
+
+    model = Raising()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))) as pipe:
+        assert untils(pipe.plan)
+        pipe(samples(0.1)).sum().backward()
+        with pytest.raises(FxpipeError, match="writes to 'limit', which it reads before it calls other modules"):
+            pipe(samples(1000.0))
+        assert model.limit.item() == 3
+
+
+def test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece() -> None:
+    class InPlace(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            h += 1
+            for block in self.blocks[1:]:
+                h = block(h) + h
+            return h
+
+    def check(plan: Any) -> None:
+        assert [w.name for w in plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+        assert not untils(plan)
+
+    assert_trains(InPlace(), calm_and_wild(), check)
+
+
+def test_a_module_that_is_called_without_gradients_is_recorded_without_gradients() -> None:
+    class Taught(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            with torch.no_grad():
+                teacher = self.blocks[1](h)
+            if h.abs().max() > 2:
+                h = h - teacher
+            return self.blocks[3](self.blocks[2](h)) + teacher
+
+    assert_trains(Taught(), calm_and_wild(), check_cut)
+
+
 class Chosen(nn.Module):
     """A hidden number says which layer runs; each number of samples gives another one."""
 

@@ -89,6 +89,23 @@ def test_rows_of_zeros_are_cut_evenly() -> None:
     assert sorted(check_blocks([0.0] * 11, 4)) == [2, 3, 3, 3]
 
 
+def test_of_equal_bottlenecks_that_of_the_fewest_items_is_taken() -> None:
+    rng = random.Random(1)
+    for _ in range(1000):
+        n = rng.randint(2, 9)
+        costs = [rng.choice([0, 0, 0, 1, 2]) for _ in range(n)]
+        blocks = rng.randint(2, n)
+        # An item more makes a block larger, by less than any cost does.
+        units = [cost * (n + 1) + 1 for cost in costs]
+        assert max(block_sums(units, block_partition(costs, blocks))) == least_bottleneck(units, blocks)
+
+
+def test_where_the_bottleneck_leaves_a_choice_cuts_are_next_to_even_shares() -> None:
+    # 15 in 3 blocks: 5 each, but for the 8 that cannot be less.
+    assert block_partition([1] * 7 + [8], 3) == (5, 2, 1)
+    assert block_partition([8] + [1] * 7, 3) == (1, 2, 5)
+
+
 def test_zeros_around_one_large_cost_leave_no_block_empty() -> None:
     for place in range(9):
         costs = [0.0] * 9

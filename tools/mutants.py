@@ -28,14 +28,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("fxpipe", "tests", "tools", "examples", "pyproject.toml", "README.md")
-LIMIT = 120.0  # seconds: what takes longer hangs, and is caught
+# What takes longer hangs, and is caught: so many seconds, and so many times what the tests take without a fault. A
+# test file that is slow where much else runs must not count as one that has seen the fault.
+LIMIT, TIMES = 60.0, 6.0
 PRELOADED = (
     "torch hypothesis numpy sympy networkx pytest torch.fx torch.export torch._subclasses.fake_tensor "
     "torch.fx.experimental.symbolic_shapes torch.utils.checkpoint torch.utils.flop_counter torch.profiler"
@@ -566,6 +568,43 @@ SIMULATION = (
 PARTITIONING = (
     Mutant(
         "partitioning/block.py",
+        "            low = middle + 1\n",
+        "            low = middle + 2\n",
+        "test_partitioning.py::test_of_equal_bottlenecks_that_of_the_fewest_items_is_taken",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "    for _ in range(blocks):\n        stop =",
+        "    for _ in range(blocks - 1):\n        stop =",
+        "test_partitioning.py::test_least_bottleneck_and_bound_on_many_small_rows",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "low, high = max(largest, -(-sums[-1] // blocks)), sums[-1]",
+        "low, high = 0, sums[-1]",
+        "test_partitioning.py",
+        "nothing fits into blocks that are smaller, so that the bisection goes on to the same place",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "bisect_right(sums, sums[start] + bottleneck, lo=start) - 1",
+        "bisect_left(sums, sums[start] + bottleneck, lo=start) - 1",
+        "test_partitioning.py::test_of_equal_bottlenecks_that_of_the_fewest_items_is_taken",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "            place -= 1\n",
+        "            place -= 0\n",
+        "test_partitioning.py::test_where_the_bottleneck_leaves_a_choice_cuts_are_next_to_even_shares",
+    ),
+    Mutant(
+        "partitioning/block.py",
+        "bisect_left(sums, sums[starts[-1]] - bottleneck)",
+        "bisect_right(sums, sums[starts[-1]] - bottleneck)",
+        "test_partitioning.py::test_where_the_bottleneck_leaves_a_choice_cuts_are_next_to_even_shares",
+    ),
+    Mutant(
+        "partitioning/block.py",
         "[cost * (len(costs) + 1) + 1 for cost in costs]",
         "[cost for cost in costs]",
         "test_partitioning.py::test_rows_of_zeros_are_cut_evenly",
@@ -645,6 +684,31 @@ PARTITIONING = (
 )
 
 REWRITING = (
+    Mutant(
+        "rewriting/aliases.py",
+        "last = max(found, key",
+        "last = min(found, key",
+        "test_aliases.py::test_a_view_is_made_from_the_nearest_that_is_there_and_not_from_the_first",
+    ),
+    Mutant(
+        "rewriting/aliases.py",
+        "return found.pop(), again[::-1]",
+        "return found.pop(), again",
+        "test_aliases.py::test_several_are_made_from_what_they_have_in_common_each_after_its_source",
+    ),
+    Mutant(
+        "rewriting/aliases.py",
+        "            if last not in self.source:\n                return None\n",
+        "            if last not in self.source:\n                break\n",
+        "test_aliases.py::test_what_may_be_a_copy_is_made_from_nothing",
+    ),
+    Mutant(
+        "rewriting/aliases.py",
+        " or any(map(_is_container, found))",
+        "",
+        "test_inplace.py",
+        "what returned a tuple is in the stage of its parts (`cuts`), so that no tuple is alive at a cut",
+    ),
     Mutant(
         "rewriting/aliases.py", 'if name != "contiguous" else None', 'if name != "clone" else None', "test_inplace.py"
     ),
@@ -798,6 +862,57 @@ TRACING = (
         "test_kept.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
+        "tracing/recording/continuation.py",
+        "                    given[place] = given[place].clone()",
+        "                    pass",
+        (
+            "test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
+            "_is_an_error_of_that_step_and_stays"
+        ),
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        "buffers[name]._version != version]",
+        "buffers[name]._version < version]",
+        (
+            "test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
+            "_is_an_error_of_that_step_and_stays"
+        ),
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        "                buffers[name].copy_(before[name][1])",
+        "                pass",
+        (
+            "test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
+            "_is_an_error_of_that_step_and_stays"
+        ),
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        "if end is not None and any(tensor._version",
+        "if end is None and any(tensor._version",
+        "test_continuation.py::test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece",
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        "        with applied(segment.end.state):\n",
+        "        if True:\n",
+        "test_continuation.py::test_a_module_that_is_called_without_gradients_is_recorded_without_gradients",
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        'self.end is not None and node.meta["random"]',
+        'self.end is None and node.meta["random"]',
+        "test_continuation.py::test_random_numbers_are_drawn_once",
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        "if answers or (self._has_run and end != self.end):",
+        "if answers:",
+        "test_continuation.py::test_calls_that_depend_on_values_are_an_error_of_the_step",
+    ),
+    Mutant(
         "tracing/recording/draws.py",
         "            self._state = generator.get_state()\n",
         "",
@@ -948,6 +1063,7 @@ class Run(NamedTuple):
 
     tests: str
     mutant: Mutant | None = None
+    limit: float = 1800.0  # seconds
 
 
 WITHOUT_TESTS = Run("")
@@ -976,7 +1092,7 @@ class Job:
     def result(self) -> str | None:
         """None while it runs; then "passed", or why not."""
         ended, status = os.waitpid(self.process, os.WNOHANG)
-        is_late = not ended and time.monotonic() - self.begun > LIMIT
+        is_late = not ended and time.monotonic() - self.begun > self.run.limit
         if not ended and not is_late:
             return None
         if is_late:
@@ -1058,13 +1174,25 @@ def results(jobs: Sequence[Job], runs: Sequence[Run]) -> Iterator[tuple[Job, str
             os.waitpid(job.process, 0)
 
 
-def without_faults(jobs: Sequence[Job], mutants: Sequence[Mutant]) -> str:
-    """Why the tests of the list do not pass on the package as it is; "" if they do."""
+def without_faults(jobs: Sequence[Job], mutants: Sequence[Mutant]) -> dict[str, float]:
+    """How many seconds each of the tests takes on the package as it is.
+
+    Raises:
+        SystemExit: one does not pass.
+    """
     tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests.split())
-    for job, result, _ in results(jobs, [Run(test) for test in tests]):
+    times = {}
+    for job, result, seconds in results(jobs, [Run(test) for test in tests]):
         if result != "passed":
-            return f"{job.run.tests} {result}\n{(job.root / 'output.txt').read_text()[-4000:]}"
-    return ""
+            output = (job.root / "output.txt").read_text()[-4000:]
+            raise SystemExit(f"the tests do not pass without a fault: {job.run.tests} {result}\n{output}")
+        times[job.run.tests] = seconds
+    return times
+
+
+def run_of(mutant: Mutant, times: Mapping[str, float]) -> Run:
+    """`times`: how many seconds its tests take without the fault."""
+    return Run(mutant.tests, mutant, LIMIT + TIMES * sum(times[test] for test in mutant.tests.split()))
 
 
 def main() -> int:
@@ -1084,11 +1212,9 @@ def main() -> int:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="fxpipe-mutants-") as folder:
         jobs = [copied(Path(folder) / str(k)) for k in range(max(1, arguments.jobs))]
-        if problem := without_faults(jobs, to_run):
-            print(f"the tests do not pass without a fault: {problem}")
-            return 1
+        times = without_faults(jobs, to_run)
         counts = {"caught": 0, "survived": 0, "equivalent": 0}
-        for job, result, seconds in results(jobs, [Run(mutant.tests, mutant) for mutant in to_run]):
+        for job, result, seconds in results(jobs, [run_of(mutant, times) for mutant in to_run]):
             word = "survived" if result == "passed" else "caught"
             counts[word] += 1
             print(f"{word:8}  {seconds:5.1f} s  {job.run.mutant}  [{job.seen_by() or result}]", flush=True)

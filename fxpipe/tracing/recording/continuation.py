@@ -31,7 +31,7 @@ The alternative, to keep the whole module as one node (`whole`), leaves nothing 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,25 @@ def _is_inside(slot: Slot, names: Collection[str]) -> bool:
     return any(slot.path == name or slot.path.startswith(f"{name}.") for name in names)
 
 
+@contextlib.contextmanager
+def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A block that may not write to these. Where it does, and where it fails, they are what they were before it."""
+    before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
+
+    def written() -> list[str]:
+        return [name for name, (version, _) in before.items() if buffers[name]._version != version]
+
+    try:
+        yield
+        if names := written():
+            raise KeptError(f"writes to {names[0]!r}, which it reads before it calls other modules")
+    except BaseException:
+        with torch.no_grad():
+            for name in written():
+                buffers[name].copy_(before[name][1])
+        raise
+
+
 class _Segment:
     """Forward from its first line on, up to the call of one of `stops`, with results for calls of `names`, in order.
 
@@ -171,12 +190,8 @@ class _Segment:
                 for place, _ in read_only:
                     given[place] = given[place].clone()
                 return run(given, args, kwargs)
-            versions = [given[place]._version for place, _ in read_only]
-            result = run(given, args, kwargs)
-            for (place, name), version in zip(read_only, versions, strict=True):
-                if given[place]._version != version:
-                    raise KeptError(f"writes to {name!r}, which it reads before it calls other modules")
-            return result
+            with _unwritten({name: given[place] for place, name in read_only}):
+                return run(given, args, kwargs)
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
         tensors = [slot.get(self.module) for slot in slots]

@@ -1,0 +1,76 @@
+"""From which node a stage makes again what shares its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.aliases import Aliases
+from fxpipe.tracing import trace
+from fxpipe.tracing.traced import Traced
+
+
+class Written(nn.Module):
+    """`w` is a view of `v`, which is a view of `x`; `y` is `x`, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, h: torch.Tensor) -> Any:
+        x = self.first(h)
+        v = x[:, :3]
+        w = v.unsqueeze(1)
+        z = self.last(h)
+        y = x.add_(1)
+        w.mul_(2)
+        return z + y, v, w
+
+
+def traced_nodes() -> tuple[Traced, dict[str, Any]]:
+    traced = trace(Written(), (torch.randn(6, 4),), chunks=2)
+    x, v, w, _, y, *_ = traced.nodes
+    return traced, {"x": x, "v": v, "w": w, "y": y}
+
+
+def nearest(names: str) -> tuple[str, list[str]]:
+    traced, nodes = traced_nodes()
+    result = Aliases.of(traced.effects).nearest_root([nodes[name] for name in names])
+    assert result is not None
+    name_of = {node: name for name, node in nodes.items()}
+    return name_of[result[0]], [name_of[node] for node in result[1]]
+
+
+def test_what_is_alone_is_made_from_itself() -> None:
+    assert [nearest(name) for name in "xvwy"] == [(name, []) for name in "xvwy"]
+
+
+def test_a_view_is_made_from_the_nearest_that_is_there_and_not_from_the_first() -> None:
+    assert nearest("vw") == ("v", ["w"])
+    assert nearest("xv") == ("x", ["v"])
+
+
+def test_several_are_made_from_what_they_have_in_common_each_after_its_source() -> None:
+    assert nearest("wy") == ("x", ["v", "w", "y"])
+    assert nearest("xw") == ("x", ["v", "w"])
+
+
+def test_a_cut_through_views_that_can_be_made_again_is_allowed() -> None:
+    traced, _ = traced_nodes()
+    assert not forbidden_cuts(traced)
+
+
+def test_what_may_be_a_copy_is_made_from_nothing() -> None:
+    class Reshaped(nn.Module):
+        def forward(self, h: torch.Tensor) -> Any:
+            x = h * 2
+            r = x.reshape(-1)
+            x.add_(1)
+            return x, r.reshape(x.shape)
+
+    traced = trace(Reshaped(), (torch.randn(6, 4),), chunks=2)
+    x, r, *_ = traced.nodes
+    assert Aliases.of(traced.effects).nearest_root([x, r]) is None
