@@ -10,11 +10,16 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.autograd.variable import Variable
 
-# What autograd raises at a function without a derivative. No training step goes back through it, so that planning,
-# which goes back through every node, takes its backward to cost nothing.
-NoDerivative = NotImplementedError
-
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def has_no_way_back(error: RuntimeError) -> bool:
+    """Does torch raise this since no training step goes back through a function at all?
+
+    It has no derivative, or forward has written to what its backward needs. Planning, which goes back through every
+    node, takes such a backward to cost nothing: the model may be there for evaluation only.
+    """
+    return isinstance(error, NotImplementedError) or "modified by an inplace operation" in str(error)
 
 
 def gradients_of(

@@ -573,6 +573,15 @@ def no_derivative(module: Any, x: torch.Tensor) -> torch.Tensor:
     return x * module.weight + torch.nextafter(x * module.weight, x).detach()
 
 
+@fxpipe.leaf
+def written_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().mul_(2)  # which backward of exp needs
+
+
+def no_way_back(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return written_in_place(x * module.weight)
+
+
 MODELS = {
     "norm": (nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), torch.randn(3, 2, 5, 5)),
     "gpt": (Gpt(), torch.randint(50, (2, 8))),
@@ -582,6 +591,7 @@ MODELS = {
     "checkpoint": (Function(checkpointed), torch.randn(3, 4)),
     "autocast": (Function(autocast), torch.randn(3, 4)),
     "no derivative": (Function(no_derivative), torch.randn(3, 4)),
+    "no way back": (Function(no_way_back), torch.randn(3, 4)),
 }
 
 
@@ -613,6 +623,13 @@ def test_model_inputs_and_random_state_stay_as_they_were(name: str, inputs_requi
     assert x.grad is None
     assert [n.name for n in costs.nodes] == [n.name for n in traced.nodes]
     assert all(n.forward.at(1) >= 0 and n.backward.at(1) >= 0 for n in costs.nodes)
+
+
+def test_seconds_of_a_model_that_torch_can_only_evaluate_are_estimated() -> None:
+    traced = trace(Function(no_way_back), (torch.randn(3, 4),))
+    costs = {node.name: node for node in profile(traced, (torch.randn(3, 4),), hardware="h100").nodes}
+    assert costs["written_in_place"].forward.at(3) > 0
+    assert costs["written_in_place"].backward.at(3) == 0
 
 
 def test_hooks_of_tensors_do_not_fire() -> None:

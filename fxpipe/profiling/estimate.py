@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.autograd import NoDerivative
+from fxpipe.autograd import has_no_way_back
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import flops
 from fxpipe.profiling.operations import Called, Ran
@@ -276,7 +276,9 @@ class Roofline(TorchDispatchMode):
         self.take()
         try:
             torch.autograd.grad(ends, starts, ones, allow_unused=True, retain_graph=True)
-        except NoDerivative:
+        except RuntimeError as error:
+            if not has_no_way_back(error):
+                raise
             self.take()
         return self.take()
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe.autograd import NoDerivative
+from fxpipe.autograd import has_no_way_back
 from fxpipe.profiling.flops import flops
 from fxpipe.storages import Storages, storages_of
 from fxpipe.thread_state import applied
@@ -80,7 +80,9 @@ def _once(
             gradients = torch.autograd.grad(list(ends), starts, ones, allow_unused=True)
             back = counter.end()
         del gradients  # until here: what is there at the end is no temporary
-    except NoDerivative:
+    except RuntimeError as error:
+        if not has_no_way_back(error):
+            raise
         back = 0, 0
     return Probe(forward[0], back[0], forward[1], back[1])
 
