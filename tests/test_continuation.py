@@ -373,3 +373,68 @@ def test_planning_ends_where_python_behind_a_read_runs_other_functions_at_other_
     torch.manual_seed(0)
     with pytest.raises(ArgumentError, match="put together, are not the output of the batch"):
         fxpipe.trace(Chosen(), (torch.randn(6, 4),), chunks=2)
+
+
+class Experts(nn.Module):
+    """How many rows a small module is given depends on values, and `ids` is used late or not at all."""
+
+    def __init__(self, uses_ids: bool):
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.embedding, self.uses_ids = nn.Embedding(3, 4), uses_ids
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x).flatten(0, 1)
+        scores, chosen = self.router(rows).softmax(-1).max(-1)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (index,) = torch.where(chosen == number)
+            if index.numel():
+                mixed.index_add_(0, index, expert(rows[index]) * scores[index, None])
+        h = x + mixed.view_as(x)
+        return self.last(h + self.embedding(ids) if self.uses_ids else h)
+
+
+def assert_same_as_parts(model: nn.Module, batches: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    """Outputs and gradients of the pipe are those of the plain model over the same micro-batches."""
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=batches[0])) as pipe:
+        for batch in batches:
+            for one in (plain, pipe):
+                one.zero_grad()
+            want = torch.cat([plain(*part) for part in zip(*(t.tensor_split(CHUNKS) for t in batch), strict=True)])
+            have = pipe(*batch)
+            torch.testing.assert_close(have, want)
+            for outputs in (have, want):
+                outputs.square().mean().backward()
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("uses_ids", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_chosen_by_value_do_not_fix_the_batch_of_the_inputs_behind_them(seed: int, uses_ids: bool) -> None:
+    torch.manual_seed(seed)
+    batches = [(torch.randn(n, 4, 4), torch.randint(0, 3, (n, 4))) for n in (8, 8, 5)]
+    assert_same_as_parts(Experts(uses_ids), batches)
+
+
+class Scaled(nn.Module):
+    """A number of the samples is read before the line that makes the rest Python, and used on both sides of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        number = int(ids.max())
+        h = self.layer(x * number)
+        if (h.abs() > 3).sum().item() > 0:
+            h = h.clamp(-1, 1)
+        return self.last(h) / number
+
+
+def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded() -> None:
+    torch.manual_seed(0)
+    numbers = (4, 4, 4, 4), (1, 2, 3, 4), (4, 2, 1, 1)
+    assert_same_as_parts(Scaled(), [(torch.randn(4, 4), torch.tensor(ids)) for ids in numbers])

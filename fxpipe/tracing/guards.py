@@ -97,6 +97,7 @@ def refuse_unanswerable(traced: Traced) -> None:
     Raises:
         CannotRecord: names the first, and the modules that would have to be kept whole.
     """
+    _refuse_reads_before_python(traced)
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_needed, reads))
     found = {read: error for read in reads if (error := _unanswerable(traced, read, known)) is not None}
@@ -114,6 +115,17 @@ def refuse_unanswerable(traced: Traced) -> None:
         raise CannotRecord(
             str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest(traced, stopping)
         )
+
+
+def _refuse_reads_before_python(traced: Traced) -> None:
+    """Raises where a forward has read values of the samples in its recorded part, and reads them again in the rest."""
+    for node in traced.graph.nodes:
+        if "continued" not in node.meta:
+            continue
+        path, first = node.meta["whole"], node.meta["recorded_calls"]
+        calls = calls_before(traced.graph, path, first)
+        if calls < first:
+            raise CannotRecord(node.meta["why"], frozenset({path} - {""}), calls={path: calls})
 
 
 def _earliest(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:

@@ -21,7 +21,8 @@ Where the rest would be most of the model it is cut at the calls of its large mo
     rest = M_rest(bank, pointer, encoder, decoder, x)
 
 The lines of forward itself, not the modules that it calls, run once in each of these nodes. What they write to buffers
-counts in the last one. So a line that writes or draws random numbers must not be recorded as well (`calls_before`), and
+counts in the last one. So a line that writes, draws random numbers or reads a value of the samples (which would be the
+mini-batch's in the graph, and each micro-batch's own in such a node) must not be recorded as well (`calls_before`), and
 one that draws, or writes to a value that it was given, must not run twice: then the rest stays in one piece. A run that
 calls other modules than the recording did is an error.
 
@@ -206,7 +207,7 @@ class _Segment:
             raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
         if not node.meta["changes"].isdisjoint(recorder.made.storages.name(tensors[place]) for place, _ in read_only):
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
-        node.meta.update(whole=path, why=why, continued=self.names)
+        node.meta.update(whole=path, why=why, continued=self.names, recorded_calls=self.first)
         return result
 
     def _slots_used(self, recorder: Recorder, arguments: Arguments) -> tuple[Slot, ...]:

@@ -213,7 +213,9 @@ class Recorder(TorchFunctionMode):
             self.attributes_read[key] = Kept.now(owner, name)
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
-        self.keep(tensor, self.graph.placeholder(name))
+        node = self.graph.placeholder(name)
+        node.meta["dim"] = tensor.dim()
+        self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         return self.made.node(tensor) is not None

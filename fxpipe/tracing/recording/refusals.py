@@ -43,10 +43,36 @@ class MakesState(CannotRecord):
 
 
 def calls_before(graph: fx.Graph, path: str, calls: int) -> int:
-    """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice."""
-    own = [node.meta for node in graph.nodes if node.meta.get("module") == path]
-    limits: list[int] = [meta["calls"] for meta in own if meta.get("random") or meta.get("changes")]
+    """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice.
+
+    Nor must a value of the samples be read twice: a graph goes by the mini-batch's, Python behind it by each
+    micro-batch's own, and a step that mixes both is neither's.
+    """
+    own = [node for node in graph.nodes if node.meta.get("module") == path]
+    limits: list[int] = [node.meta["calls"] for node in own if node.meta.get("random") or node.meta.get("changes")]
+    of_samples = _of_samples(graph)
+    limits += [node.meta["calls"] for node in own if "read" in node.meta and node in of_samples]
     return min([calls, *limits])
+
+
+def _of_samples(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on inputs by more than their sizes; on a 0-dim input, which is every micro-batch's, none do."""
+    found: set[fx.Node] = set()
+    written: set[int] = set()  # storages
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_of = node.meta.get("dim", 1) > 0
+        else:
+            sources = node.all_input_nodes
+            is_size = node.target in ("size", "stride") and not node.meta.get("of_values")
+            is_of = not is_size and any(
+                n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources
+            )
+            if is_of:
+                written |= node.meta.get("changes", frozenset())
+        if is_of:
+            found.add(node)
+    return found
 
 
 def draws_in_python(modules: frozenset[str] = frozenset()) -> CannotRecord:

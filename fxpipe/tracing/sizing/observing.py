@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fxpipe.errors import TraceError
+from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, run
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import WORKING, Traced, lookup, same_constant
@@ -103,11 +103,15 @@ def observe(
                 runs = [_run(traced, _resized(values, dims, varied, n), node) for n in numbers]
             except Exception as error:
                 why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
+                if isinstance(error, StateError) and _is_of_values(traced, values, dims, varied, node):
+                    raise TraceError(why) from error
                 continue
             try:
                 made = _all_fitted(numbers, runs, node)
             except _NoFormula as error:
                 why = f"in real runs with {_listed(numbers)} samples {error}; sizes must grow evenly with the samples"
+                if _is_of_values(traced, values, dims, varied, node):
+                    raise TraceError(why) from error  # with fewer inputs varied it would look fixed
                 break  # at multiples it may look as if there were one
             return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, made)
     raise TraceError(why)
@@ -144,6 +148,35 @@ def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[in
         index = torch.arange(number, device=value.device) % value.shape[dim]
         resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
     return resized
+
+
+def _is_of_values(
+    traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
+) -> bool:
+    """Does `node` make other sizes, or go another way, with as many other samples?
+
+    Each sample in place of all shows it, wherever a size is a sum over samples.
+    """
+    made: list[Any] = []
+    for k in (None, *range(values[varied[0]].shape[dims[varied[0]]])):
+        samples = list(values)
+        for place in varied if k is not None else ():
+            value = values[place]
+            index = torch.full((value.shape[dims[place]],), k, device=value.device)
+            samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
+        try:
+            made.append(_run(traced, samples, node)[node])
+        except StateError:  # what is kept whole goes another way
+            return True
+        except Exception:  # the model refuses such samples
+            continue
+        if _shapes(made[-1]) != _shapes(made[0]):
+            return True
+    return False
+
+
+def _shapes(made: Any) -> list[Any]:
+    return [seen.shape if isinstance(seen, SeenTensor) else seen for seen in pytree.tree_leaves(made)]
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -88,6 +88,8 @@ def run_on_symbols(
             try:
                 _look(traced, values, dims, known, unknown.node, unknown.groups)
             except TraceError as error:
+                if "continued" in unknown.node.meta:  # which may be right in one piece
+                    raise CannotRecord(str(error), frozenset({unknown.node.meta["whole"]} - {""})) from error
                 if not unknown.is_of_values:
                     raise
                 path = unknown.node.meta["module"]
