@@ -112,6 +112,25 @@ def test_the_judge_finds_a_wrong_output(monkeypatch, mode):
     assert (verdict.kind, "output" in verdict.detail) == ("wrong", True)
 
 
+# What a pipeline reads for each micro-batch; a loss of products of means; an attribute made of random numbers.
+RIGHT = {
+    "a mask in the rest of forward": 40252,
+    "the loss of a router beside a memory bank": 50182,
+    "an attribute of a first call with dropout": 50264,
+}
+
+
+@pytest.mark.parametrize("seed", RIGHT.values(), ids=[*RIGHT])
+def test_the_judge_knows_what_else_is_right(seed):
+    assert judge(draw(seed)).kind == "right"
+
+
+def test_values_of_inputs_are_the_mini_batchs_unless_their_line_runs_as_python(monkeypatch):
+    case = draw(RIGHT["a mask in the rest of forward"])
+    monkeypatch.setattr(judging, "_python", lambda case, pipe: judging.Python())
+    assert judge(case).kind == "wrong"
+
+
 def test_a_step_that_is_refused_must_change_nothing(monkeypatch):
     from fxpipe.errors import DecisionError
 

@@ -87,6 +87,11 @@ class Case:
         return any(operation.reads_size for operation in self.operations)
 
     @property
+    def reading(self) -> frozenset[int]:
+        """The numbers of lines that read values of inputs."""
+        return frozenset(k for k, operation in enumerate(self.operations) if operation.reads_inputs)
+
+    @property
     def is_random(self) -> bool:
         return any(operation.is_random for operation in self.operations)
 
@@ -176,8 +181,8 @@ from torch.utils.checkpoint import checkpoint
 def source(case: Case, is_oracle: bool = False) -> str:
     """The model as a Python module with a class M.
 
-    `is_oracle`: the same for the judge, run on micro-batches: values of inputs are read from the mini-batch (`WHOLE`),
-    sizes that depend on them from `SIZED`, and what each loss weighs goes into `WEIGHTS`.
+    `is_oracle`: the same for the judge, run on micro-batches: by number of the line, values of inputs are read from
+    `WHOLE`, sizes that depend on them from `SIZED`, and what each loss weighs goes into `WEIGHTS`.
     """
     texts = [_Text(case, number, line, is_oracle) for number, line in enumerate(case.program)]
     inputs = ", ".join(case.inputs)
@@ -249,8 +254,9 @@ class _Text:
         )
 
     def _filled(self, text: str, v: str = "v", w: str = "w", o: str = "o") -> str:
-        reads = {name: f'WHOLE["{name}"]' if self.is_oracle else name for name in ("ids", "x", "scale")}
-        reads |= {f"sized_{name}": f'SIZED["{name}"]' if self.is_oracle else name for name in ("ids", "x")}
+        whole, sized = (f"{name}[{self.number}]" for name in ("WHOLE", "SIZED"))
+        reads = {name: f'{whole}["{name}"]' if self.is_oracle else name for name in ("ids", "x", "scale")}
+        reads |= {f"sized_{name}": f'{sized}["{name}"]' if self.is_oracle else name for name in ("ids", "x")}
         lines = [self._weighed(line) for line in text.splitlines()]
         return Template("\n".join(line for line in lines if line is not None)).substitute(
             reads, k=self.number, v=v, w=w, o=o

@@ -4,7 +4,9 @@ Two plain models say what is right. One runs on the whole mini-batch. The other 
 other, with values of inputs read from the mini-batch, and losses put together by what they weigh: that is the other
 right answer where micro-batches see what earlier ones left behind (running statistics, memory banks), are normalised by
 themselves, or branch on values of their own; a size that depends on values of inputs may then be the mini-batch's or
-each micro-batch's. Elsewhere the first one alone is right. What only a first call makes may be there after planning.
+each micro-batch's. So is all that is read by the lines that the pipeline runs as Python (modules kept whole, the rest
+of a forward), and by no other line. Elsewhere the first one alone is right. What only a first call makes may be there
+after planning; what it draws are other numbers than those of the judge.
 
 Outputs, gradients, buffers, parameters, inputs and attributes are compared after each step. A step that is refused must
 have changed nothing.
@@ -57,6 +59,14 @@ class Left:
     inputs: Inputs = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Python:
+    """What of a model a pipeline runs as the Python it is, for each micro-batch."""
+
+    whole: tuple[str, ...] = ()  # paths of modules
+    lines: frozenset[int] = frozenset()  # of the program
+
+
 Change = Callable[[nn.Module], None]
 
 
@@ -81,7 +91,7 @@ def plain_differences(case: Case) -> list[str]:
         parts = _Parts(case, _module(source(case, is_oracle=True), Path(folder, "oracle.py")))
         texts = []
         for batch in case.batches:
-            left = [_run(lambda inputs, c=c, b=batch: c.step(inputs, b, ()), case, batch) for c in (whole, parts)]
+            left = [_run(lambda inputs, c=c, b=batch: c.step(inputs, b, Python()), case, batch) for c in (whole, parts)]
             if errors := [one.error for one in left if one.error is not None]:
                 raise errors[0]
             texts.append(_compared(case.tolerance, left[1], parts.model, left[0], whole))
@@ -145,7 +155,7 @@ class _Whole:
     def __init__(self, case: Case, module: ModuleType):
         self.case, self.model = case, _built(case, module)
 
-    def step(self, inputs: Inputs, batch: Batch, kept_whole: tuple[str, ...]) -> Any:
+    def step(self, inputs: Inputs, batch: Batch, python: Python) -> Any:
         with _mode(self.model, batch):
             return self.model(**inputs)
 
@@ -160,17 +170,18 @@ class _Parts:
         self.own_sizes = own_sizes  # are sizes that depend on values of inputs those of each micro-batch?
         self.attributes: list[dict[str, Any]] = []
 
-    def step(self, inputs: Inputs, batch: Batch, kept_whole: tuple[str, ...]) -> Any:
+    def step(self, inputs: Inputs, batch: Batch, python: Python) -> Any:
         count = min(self.case.chunks, batch.samples)
-        self.module.WHOLE.update(inputs)
         seed, outputs, weights = draw_seed(self.case.is_random), [], []
         self.attributes = []
         with _mode(self.model, batch), _deferred(self.model, self.case.deferred and batch.mode != "eval"):
             for i in range(count):
                 part = {name: _part(name, value, count, i) for name, value in inputs.items()}
-                self.module.SIZED.update(part if self.own_sizes else inputs)
+                for k in range(len(self.case.program)):
+                    self.module.WHOLE[k] = part if k in python.lines else inputs
+                    self.module.SIZED[k] = part if self.own_sizes or k in python.lines else inputs
                 self.module.WEIGHTS.clear()
-                with Seeded(mixed(seed, i)) as mode, as_one_node(self.model, kept_whole, mode):
+                with Seeded(mixed(seed, i)) as mode, as_one_node(self.model, python.whole, mode):
                     outputs.append(self.model(**part))
                 weights.append([*self.module.WEIGHTS])
                 self.attributes.append(attributes_of(self.model))
@@ -229,6 +240,8 @@ def _gathered(outputs: list[Any], weights: list[list[Any]]) -> Any:
         values, factors = [o["losses"][k] for o in outputs], [w[k] for w in weights]
         if factors[0] is sum:
             losses.append(sum(values))
+        elif isinstance(factors[0], tuple):
+            losses.append(factors[0][0](together([value for _, value in factors])))
         else:
             pairs = [(v * f, f) for v, f in zip(values, factors, strict=True) if int(f)]
             losses.append(sum(v for v, _ in pairs) / sum(f for _, f in pairs))
@@ -299,6 +312,10 @@ def _shape(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
 
 
+def _kind(value: Any) -> Any:
+    return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+
+
 def _difference(have: dict[str, Any], want: dict[str, Any], tolerance: float) -> str:
     for kind, values in want.items():
         if sorted(have[kind]) != sorted(values):
@@ -316,8 +333,9 @@ class Trial:
     def __init__(self, case: Case, plain: ModuleType, oracle: ModuleType, spoil: Change | None):
         self.case, self.plain, self.spoil = case, plain, spoil
         self.alive: list[Any] = [] if case.is_random else [_Whole(case, plain)]
+        self.parts = [_Parts(case, oracle, own) for own in ((False, True) if case.reads_size else (False,))]
         if case.is_per_part or case.is_random:
-            self.alive += [_Parts(case, oracle, own) for own in ((False, True) if case.reads_size else (False,))]
+            self.alive += self.parts
         self.refusals: list[str] = []
 
     def run(self) -> Verdict:
@@ -340,6 +358,8 @@ class Trial:
         with closing(pipe):
             if text := self._changed_by_planning(state_of(ours), before, first):
                 return Verdict("wrong", f"planning changes {text}")
+            if self.parts[0] not in self.alive and self.case.reading & _python(self.case, pipe).lines:
+                self.alive += self.parts  # Python reads each micro-batch for itself
             for number, batch in enumerate((first, *self.case.batches)):
                 verdict = self._batch(pipe, ours, batch)
                 if verdict is not None:
@@ -357,15 +377,20 @@ class Trial:
         if not any(made.values()):
             return _difference(after, before, 0.0)
         twin = _Whole(self.case, self.plain)
-        twin.step(make_inputs(self.case, first), first, ())
+        twin.step(make_inputs(self.case, first), first, Python())
         called = state_of(twin.model)
+        if self.case.is_random:
+            called = {
+                kind: values | {k: after[kind][k] for k in made[kind] if _kind(values.get(k)) == _kind(after[kind][k])}
+                for kind, values in called.items()
+            }
         want = {kind: before[kind] | {k: called[kind].get(k) for k in made[kind]} for kind in before}
         return _difference(after, want, self.case.tolerance)
 
     def _cannot_run(self, batch: Batch) -> str:
         """What plain torch says on the mini-batch, where it does not run it."""
         try:
-            left = _run(lambda inputs: _Whole(self.case, self.plain).step(inputs, batch, ()), self.case, batch)
+            left = _run(lambda inputs: _Whole(self.case, self.plain).step(inputs, batch, Python()), self.case, batch)
         except Exception as error:
             return _text(error)
         return _text(left.error) if left.error else ""
@@ -404,8 +429,8 @@ class Trial:
         messages = []
         for candidate in [*self.alive]:
             torch.manual_seed(batch.seed)
-            kept = _kept_whole(pipe)
-            want = _run(lambda inputs, c=candidate, k=kept: c.step(inputs, batch, k), self.case, batch)
+            python = _python(self.case, pipe)
+            want = _run(lambda inputs, c=candidate, p=python: c.step(inputs, batch, p), self.case, batch)
             text = _text(want.error) if want.error else _compared(self.case.tolerance, have, ours, want, candidate)
             if text:
                 messages.append((candidate.name, text, want.error))
@@ -436,7 +461,7 @@ class Trial:
                 torch.manual_seed(batch.seed)
                 twin = copy.copy(candidate)
                 twin.model = copy.deepcopy(candidate.model)
-                failed = _run(lambda inputs, c=twin: c.step(inputs, batch, ()), self.case, batch).error
+                failed = _run(lambda inputs, c=twin: c.step(inputs, batch, Python()), self.case, batch).error
                 kinds.append(type(failed))
             return Verdict("invalid", _text(error)) if type(error) in kinds else Verdict("crashes", _text(error))
         self.refusals.append(_text(error))
@@ -480,9 +505,20 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: joined([part[name] for part in parts if name in part]) for name in parts[-1]}
 
 
-def _kept_whole(pipe: fxpipe.Pipeline) -> tuple[str, ...]:
+def _python(case: Case, pipe: fxpipe.Pipeline) -> Python:
     first = pipe._fxpipe.first
-    return tuple(first.traced.whole) if first is not None else ()
+    assert first is not None
+    found = [node.meta for node in first.traced.graph.nodes if "whole" in node.meta]
+    paths = {meta["whole"] for meta in found}
+    recorded = {
+        name for meta in found if meta["whole"] == "" for name in meta.get("continued", ())
+    }  # calls of the model's
+
+    def is_python(k: int) -> bool:
+        path = f"part_{k}" if case.program[k].is_part else ""
+        return path in paths or ("" in paths and path not in recorded)
+
+    return Python(tuple(first.traced.whole), frozenset(filter(is_python, range(len(case.program)))))
 
 
 def _run(step: Callable[[Inputs], Any], case: Case, batch: Batch, pipe: fxpipe.Pipeline | None = None) -> Left:

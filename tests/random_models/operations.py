@@ -6,7 +6,7 @@ is the number of the operation, so that names do not meet. `x` [b, t, 4] and `id
 whose operations use them. `$ids`, `$x`, `$scale`: the same inputs where their values are read, of which a pipeline
 reads those of the mini-batch. `$sized_ids`, `$sized_x`: where they make a size that is read, which may be that of the
 mini-batch or of each micro-batch. A loss goes into `losses`; the line `#: w` behind it is how much it weighs among
-micro-batches.
+micro-batches; or `#: f, value`: it is `f` of that value of the mini-batch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ class Operation:
     needs_root: bool = False  # makes no sense in a submodule
     tolerance: float = 1e-4
     weight: int = 2  # how often it is drawn
+
+    @property
+    def reads_inputs(self) -> bool:
+        """Does it read values of inputs (`$x` is one, `$x.shape` none)?"""
+        return any(f"${name}" in self.forward for name in ("ids", "x", "sized_ids", "sized_x"))
 
 
 _BANK = """
@@ -486,7 +491,8 @@ LOSSES = _table(
         "loss_router",
         "weights_$k = self.head_$k($v).softmax(-1)\n"
         "losses.append((weights_$k.mean((0, 1)) * F.one_hot(weights_$k.argmax(-1), 3).float().mean((0, 1))).sum())\n"
-        "#: x.shape[0]\n$o = $v",
+        "#: (lambda w: (w.mean((0, 1)) * F.one_hot(w.argmax(-1), 3).float().mean((0, 1))).sum(), weights_$k)\n"
+        "$o = $v",
         _HEAD,
         needs_root=True,
         mixes=True,
