@@ -64,13 +64,21 @@ def test_a_cut_through_views_that_can_be_made_again_is_allowed() -> None:
 
 
 def test_what_may_be_a_copy_is_made_from_nothing() -> None:
-    class Reshaped(nn.Module):
+    """For other strides, which another size may have, they copy."""
+
+    class Shared(nn.Module):
+        def __init__(self, share: Any) -> None:
+            super().__init__()
+            self.share = share
+
         def forward(self, h: torch.Tensor) -> Any:
             x = h * 2
-            r = x.reshape(-1)
+            r = self.share(x)
             x.add_(1)
-            return x, r.reshape(x.shape)
+            return x, r * 1
 
-    traced = trace(Reshaped(), (torch.randn(6, 4),), chunks=2)
-    x, r, *_ = traced.nodes
-    assert Aliases.of(traced.effects).nearest_root([x, r]) is None
+    for share in (lambda x: x.reshape(x.shape[0], 2, 2), lambda x: x.contiguous()):
+        traced = trace(Shared(share), (torch.randn(6, 4),), chunks=2)
+        x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and "number" not in node.meta)
+        assert traced.effects.alias[x] == traced.effects.alias[r]
+        assert Aliases.of(traced.effects).nearest_root([x, r]) is None

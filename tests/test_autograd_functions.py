@@ -194,9 +194,12 @@ def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
         with taken_over(note("inner")):
             tri(torch.ones(2)), Tri.apply(torch.ones(2))
         tri(torch.ones(2))
+        with taken_over(note("middle")), taken_over(note("inner")):
+            Tri.apply(torch.ones(2))
     tri(torch.ones(2))
     is_shared = code is not None  # in torch 2.14 only the attribute is replaced
-    assert seen == (["inner", "outer"] * 2 + ["outer"] if is_shared else ["inner", "outer"])
+    twice = ["inner", "outer"] * 2 + ["outer"] if is_shared else ["inner", "outer"]
+    assert seen == [*twice, "inner", "middle", "outer"]
     assert Function.__dict__["apply"] is apply
     assert getattr(Tri.apply, "__code__", None) is code
     assert "__getattribute__" not in FunctionMeta.__dict__

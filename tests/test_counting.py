@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxpipe.profiling.counting import Count, Counts
-from fxpipe.profiling.formulas import fitted, polynomial
+from fxpipe.profiling.formulas import fitted, output_bytes, polynomial
 from fxpipe.profiling.probing import _Counter
 from fxpipe.profiling.working import Storage, Temporary, larger, peak, working
 from fxpipe.tracing import Traced, trace
@@ -291,6 +291,23 @@ def test_an_input_that_is_written_to_is_the_stages_own() -> None:
 
     counts = count_of(Of(function), torch.randn(3, 4))[1]
     assert [(s.maker, s.savers) for s in counts.saved] == [(0, (1,))]
+
+
+def test_a_value_whose_size_depends_on_values_grows_from_what_was_seen_rounded_up() -> None:
+    class Chosen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[x > 0].sum() + x.sum()
+
+    traced = trace(Chosen(), (torch.randn(3, 4),), out_dims="sum")
+    chosen = next(node for node in traced.nodes if node.meta["shapes"][0].bytes.free_symbols - {traced.batch})
+    found = output_bytes(traced, traced.effects, dict.fromkeys(traced.nodes, 20), 3)
+    assert found[chosen] == 7 * traced.batch
+
+
+def test_what_a_node_writes_and_keeps_is_made_by_it() -> None:
+    """Where a stage begins with it, it writes to a clone: that is what it keeps, and not what it has received."""
+    counts = count_of(Of(lambda m, x: m.linear(x).relu_()), torch.randn(3, 4))[1]
+    assert [(s.maker, s.savers) for s in counts.saved] == [(-1, (0,)), (1, (1,))]
 
 
 def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:

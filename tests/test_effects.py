@@ -40,3 +40,15 @@ def test_a_write_that_no_version_shows():
             torch.testing.assert_close(outputs, want)
             torch.testing.assert_close(model.mean, plain.mean)
             torch.testing.assert_close(model.var, plain.var)
+
+
+def test_what_is_returned_is_alive_behind_the_last_node():
+    class Two(nn.Module):
+        def forward(self, x):
+            h = x * 2
+            return h, h + 1
+
+    traced = trace(Two(), (torch.randn(4, 2),))
+    effects, count = traced.effects, len(traced.nodes)
+    x, h, y = (next(n for n in traced.graph.nodes if n.op == "placeholder"), *traced.nodes)
+    assert [effects.last[node] for node in (x, h, y)] == [0, count, count]

@@ -342,6 +342,25 @@ def test_a_failing_hook_of_a_parameter(run, method, has_gradients):
         run(pipe)
 
 
+@pytest.mark.parametrize("method", HANDED_TO)
+@pytest.mark.parametrize("run", [_step, _drop_in])
+def test_a_hook_that_does_not_fail_leaves_the_gradients_of_the_step(run, method):
+    hooked, plain = Model(), Model()
+    plain.load_state_dict(hooked.state_dict())
+    calls = []
+    getattr(hooked.blocks[0].linear.weight, method)(lambda _: calls.append(True))
+    with _make(hooked) as pipe, _make(plain) as other:
+        for _ in range(2):  # into gradients that are there, too
+            for one in (pipe, other):
+                torch.manual_seed(1)
+                run(one)
+    assert len(calls) == 2
+    for (name, p), q in zip(hooked.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad), name
+    assert hooked.blocks[0].linear.weight.grad.abs().sum() > 0
+
+
 def test_a_failing_hook_of_what_comes_before_the_pipe():
     """`forward_backward` goes back through that as well."""
     x, samples, t = _data()

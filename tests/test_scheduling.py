@@ -32,6 +32,7 @@ from fxpipe.scheduling import (
     parse_schedule,
     validate,
 )
+from fxpipe.scheduling.recomputing import with_recompute
 
 ZERO_BUBBLE = """
     0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2 0U2
@@ -223,6 +224,14 @@ def test_every_schedule_of_shared_devices_is_valid():
     for schedule in every_shared_schedule():
         validate(schedule)
         assert parse_schedule(str(schedule)) == schedule
+
+
+def test_recompute_stands_before_the_backward_of_later_stages_of_its_device_that_keep_what_they_made():
+    row = "0F0 1F0 0F1 1F1 1B1 0B1 1B0 0B0"
+    both = "0F0 1F0 0F1 1F1 0R1 1B1 0B1 0R0 1B0 0B0"
+    assert with_recompute(rows(row), 2, ("always", "never")) == rows(both)
+    own = "0F0 1F0 0F1 1F1 0R1 1B1 0B1 1R0 1B0 0R0 0B0"
+    assert with_recompute(rows(row), 2, ("always", "except_last")) == rows(own)
 
 
 def test_each_stage_may_have_its_own_checkpoint_mode():

@@ -221,6 +221,14 @@ def test_parts_of_memory_over_time() -> None:
     assert memory.peak == 141
 
 
+def test_what_takes_all_of_its_limit_fits() -> None:
+    plan = planned()
+    peaks = [memory.peak for memory in fxpipe.simulate(plan).memory]
+    for less, fits in ((0, True), (1, False)):
+        stages = tuple(replace(s, memory_limit=k - less) for s, k in zip(plan.stages, peaks, strict=True))
+        assert fxpipe.simulate(replace(plan, stages=stages)).fits == (fits,) * 4
+
+
 def test_a_limit_is_held_or_not_by_device() -> None:
     plan = planned()
     limits = [10_000_000, 9_000, 10_000_000, 10_000_000]

@@ -457,6 +457,13 @@ def test_the_default_device_in_a_worker_is_the_stages(look):
         assert found() == ["cpu", "cpu"]
 
 
+def test_nothing_in_inference_mode_records_gradients():
+    with torch.inference_mode(), torch.enable_grad():
+        assert torch.is_grad_enabled()
+        assert not ThreadState.now().grad
+    assert ThreadState.now().grad
+
+
 def test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread():
     """It belongs to the process: a worker that leaves its block would empty it under another one."""
     with torch.autocast("cpu", torch.bfloat16):

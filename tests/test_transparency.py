@@ -174,6 +174,26 @@ def test_inputs_that_require_grad_get_theirs(drop_in):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_the_gradients_of_what_is_returned_twice_add_up():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.last(self.first(x).tanh())
+            return h, {"again": h}
+
+    torch.manual_seed(1)
+    model, x = Twice(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for one in (plain, pipe):
+            first, again = one(x)
+            (first.sum() + 3 * again["again"].square().sum()).backward()
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
 def test_hooks_of_parameters_fire_once_for_a_step():
     case, _, pipe = _pair("two_branch", 2, 3)
     calls = []

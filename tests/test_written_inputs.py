@@ -279,9 +279,33 @@ class ByAWay(Case):
         return self.two(x)
 
 
-@pytest.mark.parametrize(
-    ("case", "text"), [(SumOfSamples, "total +="), (Drawn, "total.add_"), (ByAWay, "total +=")], ids=lambda c: str(c)
-)
+class FromABuffer(Case):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(4))
+
+    def forward(self, x, total):
+        self.steps += 1
+        total.copy_(self.steps)
+        return self.two(x)
+
+
+class NumberOfSamples(Case):
+    def forward(self, x, total):
+        total += x.shape[0]
+        return self.two(x)
+
+
+WRITES_TO_TOTAL = [
+    (SumOfSamples, "total +="),
+    (Drawn, "total.add_"),
+    (ByAWay, "total +="),
+    (FromABuffer, "total.copy_"),
+    (NumberOfSamples, "total +="),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), WRITES_TO_TOTAL, ids=lambda c: str(c))
 def test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused(case, text):
     line = line_of(case, text)
     with pytest.raises(TraceError, match=rf"writes to the input total at .*{re.escape(line)}, which is not cut"):
@@ -404,6 +428,9 @@ def test_memory_that_is_given_twice_is_refused():
     with fxpipe.pipeline(State(), ["cpu"], 2, example_args=(x, x.clone())) as pipe:
         with pytest.raises(ArgumentError, match="overlaps with that of x"):
             pipe(both[:4], both[2:6])
+        row = torch.randn(31)
+        with pytest.raises(ArgumentError, match="overlaps with that of x"):
+            pipe(row[:16].view(4, 4), row[15:].view(4, 4))  # in one element
         with pytest.raises(ArgumentError, match="expanded"):
             pipe(x, torch.zeros(1, 4).expand(4, 4))
         with pytest.raises(ArgumentError, match=r"the model's 'one\.weight'"):

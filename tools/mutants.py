@@ -111,6 +111,30 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/rollback.py",
+        "            leaf.grad = gradient\n",
+        "",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "else leaf.grad.clone())",
+        "else leaf.grad)",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "        engine.queue_callback(_End(_Gradients(leaves)))",
+        "        pass",
+        "test_failures.py::test_a_failing_hook_of_a_parameter",
+    ),
+    Mutant(
+        "runtime/rollback.py",
+        "        self._before = None\n\n",
+        "        pass\n\n",
+        "test_failures.py::test_a_hook_that_does_not_fail_leaves_the_gradients_of_the_step",
+    ),
+    Mutant(
+        "runtime/rollback.py",
         "    except BaseException:\n        before.put_back()",
         "    except AttributeError:\n        before.put_back()",
         "test_failures.py::test_a_failing_hook_of_a_parameter",
@@ -190,7 +214,7 @@ RUNTIME = (
         "runtime/wiring.py",
         "        senders |= {link.later for link in links[j] if link.later is not None}\n",
         "",
-        "test_every_schedule.py::test_any_interleaving_of_the_workers_comes_to_the_same_bits",
+        "test_fences.py::test_a_gradient_comes_from_the_next_later_user_and_is_waited_for",
     ),
     Mutant(
         "runtime/fences.py",
@@ -214,13 +238,13 @@ RUNTIME = (
         "runtime/exchange.py",
         "gradient if key not in self._gradients else self._gradients[key] + gradient",
         "gradient",
-        "test_transparency.py test_losses.py",
+        "test_transparency.py::test_the_gradients_of_what_is_returned_twice_add_up",
     ),
     Mutant(
         "runtime/exchange.py",
         "torch.zeros_like(p) if g is None else g",
         "torch.zeros_like(p) if g is not None else p",
-        "test_transparency.py",
+        "test_transparency.py::test_inputs_that_require_grad_get_theirs",
     ),
     Mutant(
         "runtime/opened.py",
@@ -293,19 +317,19 @@ RUNTIME = (
         "runtime/microbatches.py",
         "[least + 1] * larger + [least] * (count - larger)",
         "[least] * (count - larger) + [least + 1] * larger",
-        "test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+        "test_microbatches.py::test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first",
     ),
     Mutant(
         "runtime/microbatches.py",
         "        return [gradient * weight for weight in weights]",
         "        return [gradient for weight in weights]",
-        "test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
+        "test_microbatches.py::test_the_gradient_of_what_is_put_together_is_that_of_its_parts",
     ),
     Mutant(
         "runtime/microbatches.py",
         "[part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)",
         "list(parts)",
-        "test_transparency.py test_batch.py",
+        "test_microbatches.py::test_parts_are_as_dense_as_the_whole",
     ),
     Mutant(
         "runtime/tracking.py",
@@ -359,7 +383,7 @@ RUNTIME = (
         "thread_state.py",
         "torch.is_grad_enabled() and not torch.is_inference_mode_enabled()",
         "torch.is_grad_enabled()",
-        "test_thread_state.py test_transparency.py",
+        "test_thread_state.py::test_nothing_in_inference_mode_records_gradients",
     ),
 )
 
@@ -471,7 +495,10 @@ SCHEDULING = (
         "scheduling/recomputing.py",
         "i < recomputed[stage] or row",
         "i <= recomputed[stage] or row",
-        "test_scheduling.py test_known_schedules.py test_in_flight.py test_orders.py",
+        (
+            "test_scheduling.py::test_recompute_stands_before_the_backward_of_later_stages"
+            "_of_its_device_that_keep_what_they_made"
+        ),
     ),
     Mutant(
         "scheduling/merging.py",
@@ -561,7 +588,7 @@ SIMULATION = (
         "simulation/results.py",
         "memory.peak <= limit\n",
         "memory.peak < limit\n",
-        "test_simulation.py test_simulate.py",
+        "test_simulate.py::test_what_takes_all_of_its_limit_fits",
     ),
 )
 
@@ -710,7 +737,10 @@ REWRITING = (
         "what returned a tuple is in the stage of its parts (`cuts`), so that no tuple is alive at a cut",
     ),
     Mutant(
-        "rewriting/aliases.py", 'if name != "contiguous" else None', 'if name != "clone" else None', "test_inplace.py"
+        "rewriting/aliases.py",
+        'if name != "contiguous" else None',
+        'if name != "clone" else None',
+        "test_aliases.py::test_what_may_be_a_copy_is_made_from_nothing",
     ),
     Mutant(
         "rewriting/cuts.py",
@@ -723,6 +753,7 @@ REWRITING = (
         "if first < last_write and",
         "if first <= last_write and",
         "test_inplace.py test_rewriting.py",
+        "where they are the same the span ends where it begins, and forbids nothing",
     ),
     Mutant(
         "rewriting/cuts.py",
@@ -847,7 +878,7 @@ TRACING = (
         "tracing/checking/effects.py",
         "last |= {o: len(nodes) for o",
         "last |= {o: len(nodes) - 1 for o",
-        "test_inplace.py test_rewriting.py",
+        "test_effects.py::test_what_is_returned_is_alive_behind_the_last_node",
     ),
     Mutant(
         "tracing/expectations.py",
@@ -913,6 +944,162 @@ TRACING = (
         "test_continuation.py::test_calls_that_depend_on_values_are_an_error_of_the_step",
     ),
     Mutant(
+        "tracing/recording/continuation.py",
+        "                self._left_out.discard(name)\n",
+        "",
+        "test_continuation.py::test_a_buffer_that_counts_before_the_blocks_keeps_the_rest_in_one_piece",
+    ),
+    Mutant(
+        "tracing/recording/continuation.py",
+        '            outside = [slot for slot in outside if slot.kind == "parameter"]',
+        "            pass",
+        "test_continuation.py::test_a_forward_that_looks_between_its_blocks_is_cut_between_them",
+    ),
+    Mutant(
+        "tracing/recording/lazy_state.py",
+        "_same(first, later) and _same(first_of_others, later_of_others) and",
+        "_same(first, later) and",
+        "test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
+    ),
+    Mutant(
+        "tracing/recording/lazy_state.py",
+        "    _put_back(made, before)\n    if is_once",
+        "    if is_once",
+        "test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
+    ),
+    Mutant(
+        "tracing/recording/lazy_state.py",
+        "            del one.owner[one.key]",
+        "            one.owner[one.key] = None",
+        "test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
+    ),
+    Mutant(
+        "tracing/recording/containers_changed.py",
+        "for name in (*now, *old):",
+        "for name in now:",
+        "test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
+    ),
+    Mutant(
+        "tracing/recording/containers_changed.py",
+        "        return left is right\n",
+        "        return True\n",
+        "test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
+    ),
+    Mutant(
+        "tracing/recording/containers_changed.py",
+        ':{lines[frame]}"',
+        ':{frame.f_lineno}"',
+        "test_written_inputs.py::test_a_container_that_forward_changes_is_refused",
+    ),
+    Mutant(
+        "tracing/checking/two_calls.py",
+        "            if gradient is other:\n                continue\n",
+        "            continue\n",
+        "test_two_calls.py::test_a_gradient_that_is_missing_is_none_that_is_zero",
+    ),
+    Mutant(
+        "tracing/checking/two_calls.py",
+        "<= 100 * gradient",
+        "<= 1e9 * gradient",
+        "test_two_calls.py::test_a_recording_with_a_wrong_backward_is_refused",
+    ),
+    Mutant(
+        "tracing/checking/two_calls.py",
+        "        if not agree(w, h, _tolerance(w)):",
+        "        if False:",
+        "test_two_calls.py::test_what_the_second_call_makes_of_the_state_is_compared",
+    ),
+    Mutant(
+        "tracing/checking/two_calls.py",
+        "(rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype))",
+        "(rows.sum(0, dtype=dtype),)",
+        "test_two_calls.py::test_large_gradients_are_compared_by_their_sums",
+    ),
+    Mutant(
+        "tracing/checking/micro_batches.py",
+        "return frozenset({batch // parts, -(-batch // parts)})",
+        "return frozenset({-(-batch // parts)})",
+        "test_micro_batch_sizes.py::test_a_size_of_the_last_micro_batch_is_asked_as_well",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        "own[1] < extent[2] and extent[1] < own[2]",
+        "own[1] <= extent[2] and extent[1] <= own[2]",
+        "test_written_inputs.py::test_memory_that_is_given_twice_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        "zip(tensor.shape, tensor.stride(), strict=True)) + 1",
+        "zip(tensor.shape, tensor.stride(), strict=True))",
+        "test_written_inputs.py::test_memory_that_is_given_twice_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        "differs = alias in changed or",
+        "differs =",
+        "test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        'bool(node.meta.get("random")) or any',
+        "any",
+        "test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        "source in nodes or effects.alias.get(source) in classes for",
+        "source in nodes for",
+        "test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        "classes |= {alias, *(effects.writes[place] if place >= 0 else ())} - {None}",
+        "classes |= {alias} - {None}",
+        "test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
+    ),
+    Mutant(
+        "tracing/written_inputs.py",
+        '            differs = bool(node.meta["number"].free_symbols)',
+        "            differs = False",
+        "test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
+    ),
+    Mutant(
+        "tracing/autograd_functions.py",
+        "outer = _blocks[-1]",
+        "outer = _blocks[0]",
+        "test_autograd_functions.py::test_applying_is_as_it_was_after_a_block_and_for_nested_ones",
+    ),
+    Mutant(
+        "tracing/autograd_functions.py",
+        "        shared.__code__ = code\n        _blocks.pop()",
+        "        _blocks.pop()",
+        "test_autograd_functions.py::test_applying_is_as_it_was_after_a_block_and_for_nested_ones",
+    ),
+    Mutant(
+        "combination.py",
+        "return torch.where(count == 0, torch.zeros((), dtype=wide, device=mean.device), mean.to(wide) * count)",
+        "return mean.to(wide) * count",
+        "test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
+    ),
+    Mutant(
+        "combination.py",
+        "                piece = piece / weight",
+        "                pass",
+        "test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
+    ),
+    Mutant(
+        "planning/evaluation.py",
+        "    return not found.untold",
+        "    return True",
+        "test_evaluation_ahead.py::test_a_loss_that_the_graph_does_not_tell_is_told",
+    ),
+    Mutant(
+        "planning/evaluation.py",
+        " if one.place not in known)",
+        ")",
+        "test_evaluation_ahead.py::test_a_loss_that_the_graph_does_not_tell_is_told",
+    ),
+    Mutant(
         "tracing/recording/draws.py",
         "            self._state = generator.get_state()\n",
         "",
@@ -958,13 +1145,13 @@ PROFILING = (
         "profiling/counting.py",
         "saved[s.savers[0]].append(s.bytes)",
         "saved[s.savers[-1]].append(s.bytes)",
-        "test_profiling.py::test_what_is_written_requires_grad_from_then_on",
+        "test_counting.py::test_a_storage_counts_once_and_as_a_whole",
     ),
     Mutant(
         "profiling/counting.py",
         "if w <= seen.savers[0]]",
         "if w < seen.savers[0]]",
-        "test_saved_bytes.py::test_stages_of_small_functions_save_what_is_said",
+        "test_counting.py::test_what_a_node_writes_and_keeps_is_made_by_it",
     ),
     Mutant(
         "profiling/coefficients.py",
@@ -988,7 +1175,7 @@ PROFILING = (
         "profiling/formulas.py",
         "-(-seen[node] // samples) * traced.batch",
         "(seen[node] // samples) * traced.batch",
-        "test_profiling.py::test_what_is_written_requires_grad_from_then_on",
+        "test_counting.py::test_a_value_whose_size_depends_on_values_grows_from_what_was_seen_rounded_up",
     ),
 )
 

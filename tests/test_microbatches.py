@@ -1,0 +1,47 @@
+"""A mini-batch cut into parts, and put together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes
+
+
+def test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first() -> None:
+    assert sizes(7, 3) == [3, 2, 2]
+    for batch in range(9):
+        for count in range(1, 6):
+            assert sizes(batch, count) == [len(part) for part in torch.arange(batch).tensor_split(count)]
+
+
+def test_parts_are_as_dense_as_the_whole() -> None:
+    whole = torch.randn(3, 8)
+    (first, turned), (second, _) = scatter([whole, whole.t()], [1, 0], 2)
+    assert first.is_contiguous()
+    assert second.is_contiguous()
+    assert torch.equal(torch.cat([first, second], 1), whole)
+    assert not turned.is_contiguous()
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "stack", 0, 1, None])
+def test_the_gradient_of_what_is_put_together_is_that_of_its_parts(how: Any) -> None:
+    weights = [3 / 7, 2 / 7, 2 / 7]
+    shapes = [torch.Size((size, 2)) for size in (3, 2, 2)] if how == 0 else [torch.Size((2, 2))] * 3
+    parts = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    like = gather(parts, how, weights)
+    gradient = torch.randn(like.shape)
+    # `gather` detaches: here what it does, with autograd.
+    whole = {
+        "mean": lambda: sum(part * weight for part, weight in zip(parts, weights, strict=True)),
+        "sum": lambda: sum(parts),
+        "stack": lambda: torch.stack(parts),
+        None: lambda: parts[0],
+    }.get(how, lambda: torch.cat(parts, how))()
+    assert torch.equal(whole, like)
+    want = torch.autograd.grad(whole, parts, gradient, allow_unused=True)
+    for w, h in zip(want, scatter_gradient(gradient, shapes, how, weights), strict=True):
+        assert (w is None) == (h is None)
+        assert w is None or torch.equal(w, h)
