@@ -199,6 +199,7 @@ def test_a_case_that_crashes_or_hangs_is_a_verdict_and_the_next_goes_on():
         assert (unheard["kind"], "unheard-of" in unheard["detail"]) == ("crashes", True)
         assert worker.judge(good)["kind"] == "right"
         worker.limit = 0.001
-        assert worker.judge(good)["kind"] == "hangs"
+        hanging = worker.judge(good)
+        assert (hanging["kind"], "; File " in hanging["detail"]) == ("hangs", True)  # it says where
     finally:
         worker.close()

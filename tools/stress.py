@@ -125,7 +125,9 @@ class Tally:
                 self.refused[_reason(str(verdict["detail"]))] += 1
             self.refused_steps.update(_reason(text) for text in verdict["refused_steps"])  # type: ignore[attr-defined]
         if kind in FAULTS:
-            small = shrunk(case, verdict, worker.judge, self.attempts)
+            # Each try that hangs as well takes as long as a case may.
+            attempts = self.attempts if kind != "hangs" else min(self.attempts, 10)
+            small = shrunk(case, verdict, worker.judge, attempts)
             final = worker.judge(small)
             with self.lock:
                 self._print(case, small, final if final["kind"] in FAULTS else verdict)

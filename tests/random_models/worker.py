@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import IO
@@ -48,8 +51,9 @@ class Worker:
                     verdict: dict[str, object] = json.loads(line.removeprefix(MARK))
                     return verdict
         except queue.Empty:
+            detail = f"no verdict after {self.limit:.0f} s{self._where(process)}"
             self.close()
-            return {"kind": "hangs", "detail": f"no verdict after {self.limit:.0f} s", "refused_steps": []}
+            return {"kind": "hangs", "detail": detail, "refused_steps": []}
         except BrokenPipeError:
             pass
         status = process.wait()
@@ -57,6 +61,14 @@ class Worker:
         last = (self.errors.read().strip().splitlines() or [""])[-1]
         self.close()
         return {"kind": "crashes", "detail": f"exit status {status}: {last}", "refused_steps": []}
+
+    def _where(self, process: subprocess.Popen[str]) -> str:
+        """What the process is at, as it says itself when it is asked."""
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        self.errors.seek(0)
+        frames = [line.strip() for line in self.errors.read().splitlines() if line.startswith("  File ")]
+        return "".join(f"; {frame}" for frame in frames[:12])
 
     def _start(self) -> None:
         self.close()
@@ -101,6 +113,7 @@ def main() -> None:
 
     from random_models.judge import judge
 
+    faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for line in sys.stdin:
