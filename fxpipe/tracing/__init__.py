@@ -35,7 +35,7 @@ from fxpipe.tracing.checking.micro_batches import (
     holds_for_parts,
     sizes_of_parts,
 )
-from fxpipe.tracing.checking.two_calls import check_two_calls
+from fxpipe.tracing.checking.two_calls import FirstCalls, check_two_calls
 from fxpipe.tracing.guards import lifted, refuse_unanswerable
 from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
 from fxpipe.tracing.print_calls import lost_prints, printing_once
@@ -122,8 +122,9 @@ def trace(
             refuse_unanswerable(traced)
             traced.guards = lifted(traced)
             if check:
-                traced.effects = check_against_model(traced, leaves, chunks)
-                check_two_calls(traced, leaves, chunks)
+                calls = FirstCalls(traced, leaves)
+                traced.effects = check_against_model(traced, leaves, chunks, calls)
+                check_two_calls(traced, leaves, chunks, calls.begun)
                 excuse(traced, leaves)
                 with undone(model):
                     check_gathering(traced, leaves)

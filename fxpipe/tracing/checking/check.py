@@ -7,8 +7,8 @@ recording on a part of the samples has been compared with those of other sizes b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.forgetting import forgetting, refuses_hooks
-from fxpipe.tracing.checking.effects import Effects, Run, Seen, effects_of, watch
+from fxpipe.tracing.checking.effects import Effects, Ended, Run, Seen, effects_of, watch
 from fxpipe.tracing.containers import storage_of
-from fxpipe.tracing.evaluation import copy_of_input
+from fxpipe.tracing.evaluation import leaf_copy, writable
 from fxpipe.tracing.expectations import expectations
 from fxpipe.tracing.products import WithoutProducts
+from fxpipe.tracing.recording import hooks
 from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.draws import Drawing, Draws
-from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, slots_of, undone
 from fxpipe.tracing.traced import Traced, is_python
 from fxpipe.trees import DiffersError, leaves_like, untouched
@@ -51,7 +51,23 @@ def samples_of(leaves: Sequence[Any], dims: Sequence[int | None], start: int, st
     return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
 
 
-def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> Effects:
+class Calls(Protocol):
+    """Goes on from where a run has ended, before the model is put back: each method once, the model's first."""
+
+    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None: ...
+    def go_on_from_graph(self, ended: Ended) -> None: ...
+
+
+def _nothing_more(size: int, sample: list[Any]) -> Calls | None:
+    return None
+
+
+def check_against_model(
+    traced: Traced,
+    leaves: Sequence[Any],
+    chunks: int = 1,
+    going_on: Callable[[int, list[Any]], Calls | None] = _nothing_more,
+) -> Effects:
     """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
 
     One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
@@ -60,6 +76,10 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
     and on one more: it is compared at the sizes of micro-batches, and watched at that of a larger part.
 
     Returns what the nodes were seen to do.
+
+    Args:
+        going_on: (size, samples) -> what goes on from the runs of model and graph on these samples, so that they need
+            not run again for it; None: nothing.
 
     Raises:
         TraceError: an output or a buffer differs; names it, the size and the remedy.
@@ -74,7 +94,7 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
         raise TraceError("forward does something else with all samples than with a part of them")
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
     compared = {size for size, found in watched.items() if found is not None}
-    wanted: list[tuple[int, list[Any], Run | None]] = []  # size, samples, what the model makes of them
+    wanted: list[tuple[int, list[Any], Run | None, Calls | None]] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not is_same_graph(traced, size):
             continue
@@ -86,11 +106,13 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
             )
         if sample is None:
             continue
-        want = None
-        is_known = size == example != batch and bool(compared)  # the recording was a run of the model
+        want = calls = None
+        if all(read.holds(size) for read in traced.mini_batch_reads) and not watched.get(size):
+            calls = going_on(size, sample)
+        is_known = size == example != batch and bool(compared) and calls is None  # the recording was a run of the model
         if not is_known and all(read.holds(size) for read in traced.mini_batch_reads):
             try:
-                want = _run_model(traced, sample, size, batch, seed)
+                want = run_model(traced, sample, size, batch, seed, calls)
             except TraceError:
                 raise
             except Exception:
@@ -98,12 +120,12 @@ def check_against_model(traced: Traced, leaves: Sequence[Any], chunks: int = 1) 
                     raise
                 continue  # it will say so itself when it meets such a batch
             compared.add(size)
-        wanted.append((size, sample, want))
+        wanted.append((size, sample, want, calls))
     ours = [
-        watched.get(size) or _watch_seeded(traced, sample, seed, needs_values=want is not None)
-        for size, sample, want in wanted
+        watched.get(size) or watch_seeded(traced, sample, seed, want is not None, calls)
+        for size, sample, want, calls in wanted
     ]
-    for (size, _, want), (have, _) in zip(wanted, ours, strict=True):
+    for (size, _, want, _), (have, _) in zip(wanted, ours, strict=True):
         if size < batch or not traced.mini_batch_reads:
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
@@ -122,8 +144,8 @@ def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, s
     if sample is None:
         return None
     try:
-        want = _run_model(traced, sample, size, batch, seed)
-        have, seen = _watch_seeded(traced, sample, seed)
+        want = run_model(traced, sample, size, batch, seed)
+        have, seen = watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         _compare(traced, want, have, size, batch)
     except Exception:
@@ -141,8 +163,8 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
         return True  # forward is asked about the mini-batch, and would be another with so few
     try:
         is_model = all(read.holds(size) for read in traced.mini_batch_reads)
-        want = _run_model(traced, sample, size, batch, seed) if is_model else None
-        have, _ = _watch_seeded(traced, sample, seed)
+        want = run_model(traced, sample, size, batch, seed) if is_model else None
+        have, _ = watch_seeded(traced, sample, seed)
         _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare(traced, want, have, size, batch)
@@ -153,7 +175,7 @@ def agree_at(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
 
 def watched(traced: Traced, leaves: Sequence[Any]) -> Effects:
     """What the nodes are seen to do, with no comparison."""
-    return effects_of(traced, [_watch_seeded(traced, leaves, 0)[1]])
+    return effects_of(traced, [watch_seeded(traced, leaves, 0)[1]])
 
 
 def sample_that_holds(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
@@ -163,7 +185,7 @@ def sample_that_holds(traced: Traced, leaves: Sequence[Any], size: int, batch: i
         if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
             with contextlib.suppress(DecisionError):
                 if expectations(traced):
-                    _watch_seeded(traced, sample, seed)
+                    watch_seeded(traced, sample, seed)
                 return sample
     return None
 
@@ -172,18 +194,21 @@ def is_same_graph(traced: Traced, size: int) -> bool:
     return traced.holds_at(size)
 
 
-def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True) -> tuple[Run, Seen]:
+def watch_seeded(
+    traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True, calls: Calls | None = None
+) -> tuple[Run, Seen]:
     def run_with(products: contextlib.AbstractContextManager[object]) -> tuple[Run, Seen]:
-        with undone(traced.model), products:  # a hook, or a module kept whole, may write to what is not its own
+        # A hook, or a module kept whole, may write to what is not its own.
+        with undone(traced.model), gradients_aside(traced.model), products:
             torch.manual_seed(seed)
-            return watch(traced, sample)
+            return watch(traced, sample, None if calls is None else calls.go_on_from_graph)
 
     if not (needs_values or expectations(traced) or any(map(is_python, traced.nodes))):
         with contextlib.suppress(Exception):  # an inverse of zeros, say
             return run_with(WithoutProducts())
     try:
         return run_with(contextlib.nullcontext())
-    except DecisionError:
+    except (DecisionError, TraceError):
         raise
     except Exception as error:
         raise TraceError(
@@ -192,28 +217,33 @@ def _watch_seeded(traced: Traced, sample: Sequence[Any], seed: int, needs_values
         ) from error
 
 
-def _run_model(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
-    if not any(map(is_python, traced.nodes)):  # else it may go back inside
+def run_model(
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+) -> Run:
+    if calls is None and not any(map(is_python, traced.nodes)):  # else it may go back inside
         block = forgetting()
         try:
             with block:
-                found = _run_model_now(traced, sample, size, batch, seed)
+                found = _run_now(traced, sample, size, batch, seed)
             if not block.was_asked:
                 return found
         except Exception as error:
             if not (block.was_asked or refuses_hooks(error)):
                 raise
-    return _run_model_now(traced, sample, size, batch, seed)
+    return _run_now(traced, sample, size, batch, seed, calls)
 
 
-def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int) -> Run:
-    copies = list(map(copy_of_input, sample))
+def _run_now(
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+) -> Run:
+    given = list(map(leaf_copy, sample))
+    copies = list(map(writable, given))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
-    with undone(traced.model), gradients_aside(traced.model), untouched(traced.in_spec):
+    with undone(traced.model) as snapshot, gradients_aside(traced.model), untouched(traced.in_spec):
         torch.manual_seed(seed)
         with Drawing(Draws(traced.seed), traced.lots):
-            result = run_model(traced.model, args, kwargs)
+            result = hooks.run_model(traced.model, args, kwargs)
         if changed := changed_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
             raise changed_container(changed)
         try:
@@ -229,6 +259,11 @@ def _run_model_now(traced: Traced, sample: Sequence[Any], size: int, batch: int,
         slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
         buffers = {s.name: t.detach().clone() for s, t in slots.items()}
         inputs = {p: _alone(copies[p], own) for p in traced.placeholders}
+        if calls is not None:
+            del args, kwargs, result, copies
+            calls.go_on_from_model(leaves, given)
+    if calls is not None:
+        snapshot.refuse_changes()
     return Run(outputs, buffers, inputs)
 
 

@@ -11,7 +11,8 @@ The same runs serve to compare the graph with the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from fxpipe.forgetting import forgetting, forgetting_in
 from fxpipe.progress import progress
 from fxpipe.storages import Storages
 from fxpipe.tracing.containers import tensors_in
-from fxpipe.tracing.evaluation import Values, copy_of_input, evaluate, last_uses, outputs_in, run
+from fxpipe.tracing.evaluation import Values, evaluate, last_uses, leaf_copy, outputs_in, run, writable
 from fxpipe.tracing.recording.draws import Draws
 from fxpipe.tracing.recording.fake import running
 from fxpipe.tracing.snapshot import same_values
@@ -73,9 +74,25 @@ class Seen:
     requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # does any tensor of the value
 
 
-def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
-    """Runs the graph on flattened inputs. The model does not change."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run of the graph that has just ended, with all that autograd has saved of it."""
+
+    outputs: list[Any]
+    inputs: dict[int, Any]  # by place: the leaves that were given
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, and what stood for it
+    assigned: dict[str, torch.Tensor]  # by name: what forward sets attributes to
+
+
+def watch(traced: Traced, sample: Sequence[Any], then: Callable[[Ended], None] | None = None) -> tuple[Run, Seen]:
+    """Runs the graph on flattened inputs. The model does not change.
+
+    Args:
+        then: is called with the run when it has ended. Autograd saves nothing for others.
+    """
     values: Values = {}
+    leaves: dict[int, Any] = {}
+    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: of the model, and what stands for it
     storages = Storages()
     buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
     draws, seen = Draws(traced.seed), Seen()
@@ -83,19 +100,24 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
 
     def given(node: fx.Node) -> Any:
         place = traced.place_of(node)
-        inputs[place] = copy_of_input(sample[place])
+        leaves[place] = leaf_copy(sample[place])
+        inputs[place] = writable(leaves[place])
         return inputs[place]
 
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = lookup(traced, node)
+        if id(tensor) in stand_ins:
+            return stand_ins[id(tensor)][1]
         if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
-            return tensor.detach().requires_grad_(tensor.requires_grad)
-        copy = tensor.detach().clone()
-        buffers[storages.name(copy)] = node, copy
+            copy = tensor.detach().requires_grad_(tensor.requires_grad)
+        else:
+            copy = tensor.detach().clone()
+            buffers[storages.name(copy)] = node, copy
+        stand_ins[id(tensor)] = tensor, copy
         return copy
 
     def work(node: fx.Node, values: Values) -> Any:
-        value, seen.changed[node] = _observed(node, values, buffers, storages, draws)
+        value, seen.changed[node] = _observed(node, values, buffers, storages, draws, saves=then is not None)
         is_one = isinstance(value, torch.Tensor)
         seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
         return value
@@ -116,8 +138,13 @@ def watch(traced: Traced, sample: Sequence[Any]) -> tuple[Run, Seen]:
             step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}
-    outputs = [_bare(output) for output in outputs_in(traced, values)]
-    return Run(outputs, after, {place: _bare(tensor) for place, tensor in inputs.items()}), seen
+    outputs = outputs_in(traced, values)
+    result = Run(list(map(_bare, outputs)), after, {place: _bare(tensor) for place, tensor in inputs.items()})
+    if then is not None:
+        assigned = {name: values[node].detach() for name, node in traced.assigned.items()}
+        del values, inputs
+        then(Ended(outputs, leaves, [*stand_ins.values()], assigned))
+    return result, seen
 
 
 def effects_of(traced: Traced, seen: Sequence[Seen]) -> Effects:
@@ -180,12 +207,13 @@ def _observed(
     buffers: dict[int, tuple[fx.Node, torch.Tensor]],
     storages: Storages,
     draws: Draws,
+    saves: bool,
 ) -> tuple[Any, set[int]]:
     """What a node makes, and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [t._version for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
-    with running(), forgetting_in(node.target, forgetting()):
+    with running(), contextlib.nullcontext() if saves else forgetting_in(node.target, forgetting()):
         value = run_drawing(node, values, draws)
     changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if t._version != v}
     changed |= {key for key, old in before.items() if not same_values(buffers[key][1], old)}

@@ -24,19 +24,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxpipe.autograd import hooks_asleep
 from fxpipe.errors import DecisionError, TraceError
 from fxpipe.tracing.attributes import are_as_before
-from fxpipe.tracing.checking.check import agree, is_same_graph, sample_that_holds, take
-from fxpipe.tracing.checking.effects import run_drawing
+from fxpipe.tracing.checking.check import agree, is_same_graph, run_model, sample_that_holds, take, watch_seeded
+from fxpipe.tracing.checking.effects import Ended, watch
 from fxpipe.tracing.containers import storage_of
-from fxpipe.tracing.evaluation import Values, evaluate, last_uses, leaf_copy, outputs_in, writable
+from fxpipe.tracing.evaluation import leaf_copy, writable
 from fxpipe.tracing.flags import flags
+from fxpipe.tracing.recording import hooks
 from fxpipe.tracing.recording.draws import Drawing, Draws
-from fxpipe.tracing.recording.hooks import run_model
 from fxpipe.tracing.snapshot import (
     dice,
     gradients_aside,
@@ -47,11 +46,12 @@ from fxpipe.tracing.snapshot import (
     slots_of,
     undone,
 )
-from fxpipe.tracing.traced import Traced, lookup
+from fxpipe.tracing.traced import Traced
 from fxpipe.trees import DiffersError, leaves_like
 
 FEW = 2  # samples; a single one has shapes of its own
 SMALL = 1 << 16  # numbers of a gradient that is kept as it is
+PERIOD = 65537  # after so many numbers a direction repeats; a prime, so that rows of no matrix are alike
 FACTOR = 4 / 3  # by which gradients are scaled to see how they round; a power of two would change no bit
 
 
@@ -67,7 +67,7 @@ class _Gradient:
     def of(cls, gradient: torch.Tensor) -> _Gradient:
         dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
         dtype = torch.promote_types(dense.dtype, torch.float32)
-        scale = float(torch.linalg.vector_norm(dense, torch.inf, dtype=dtype)) if dense.numel() else 0.0
+        scale = _largest(dense) if dense.numel() else 0.0
         if dense.numel() <= SMALL or dense.dim() < 2:
             return cls(scale, (dense.to(dtype, copy=True),), 1)
         rows = dense.flatten(1)
@@ -87,6 +87,13 @@ class _Gradient:
         return max((float((own - its / factor).abs().max()) for own, its in pairs if own.numel()), default=0.0)
 
 
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest number by magnitude; NaN where there is one."""
+    if tensor.is_complex():
+        return float(torch.linalg.vector_norm(tensor, torch.inf))
+    return max(map(abs, map(float, torch.aminmax(tensor))))  # a norm takes ten times as long
+
+
 _Gradients = dict[str, _Gradient | None]
 
 
@@ -99,16 +106,106 @@ class _Call:
     gradients: _Gradients | None = None  # None: nobody has asked, or the model's own backward raises
 
 
-@dataclass(frozen=True, slots=True)
 class _Calls:
-    first: _Call
-    again: Sequence[Any] | None  # the samples of the second call; None: it would be another graph's
-    second: _Call | None
-    is_changed: bool  # has the first call left another state
+    """Two calls in a row, on some samples, of the model and then of its graph.
+
+    The first one of each is a run of `check`, which compares what it makes; here is what comes after it.
+
+    Attributes:
+        again: the samples of the second call; None: there is none. A model that the first has left as it was needs
+            none: the first was one in a row already, behind that of the recording.
+        want, have: what the calls of the model and of the graph have made, and left behind.
+        error: what backward through the graph has raised.
+    """
+
+    def __init__(self, traced: Traced, sample: Sequence[Any], other: Sequence[Any], seed: int):
+        self.traced, self.sample, self.other, self.seed = traced, sample, other, seed
+        self.held = held_in_containers(traced.model)
+        self.before = _state(traced, self.held)
+        self.again: Sequence[Any] | None = None
+        self.want: list[_Call] = []
+        self.have: list[_Call] = []
+        self.error: TraceError | None = None
+
+    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None:
+        traced = self.traced
+        gradients = _gradients_of_model(traced, outputs, inputs, self.sample) if traced.state.grad else None
+        state = _state(traced, self.held)
+        self.want.append(_Call([], state, gradients))
+        if _differ(self.before, state):
+            self.again = next((s for s in (self.other, self.sample) if _is_its_graph(traced, s)), None)
+        if self.again is not None:
+            try:
+                self.want.append(_call_model(traced, self.again, self.seed, self.held))
+            except TraceError:
+                raise
+            except Exception:
+                self.again = None  # it will say so itself when it is called so
+
+    def go_on_from_graph(self, ended: Ended) -> None:
+        traced = self.traced
+        gradients = None
+        if self.want[0].gradients is not None:
+            try:
+                gradients = _gradients_of_graph(traced, ended, self.sample)
+            except Exception as error:
+                self.error = TraceError(
+                    f"backward through {_maker(traced)} raises, and through the model it does not: "
+                    f"{type(error).__name__}: {error}{_lost(traced)}"
+                )
+                self.error.__cause__ = error
+                return
+        _leave(traced, ended)
+        self.have.append(_Call([], _state(traced, self.held), gradients))
+        if self.again is None:
+            return
+
+        def go_on(ended: Ended) -> None:
+            _leave(traced, ended)
+            outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in ended.outputs]
+            self.have.append(_Call(outputs, _state(traced, self.held)))
+
+        del ended
+        with _seeded(self.seed), contextlib.suppress(DecisionError):  # and so will such a micro-batch be
+            watch(traced, self.again, go_on)
+
+    def compare(self) -> None:
+        """Raises TraceError where the graph's calls have done something else than the model's."""
+        if self.error is not None:
+            raise self.error
+        _refuse_other_gradients(self.traced, self.want[0], self.have[0], self.sample, self.seed)
+        _refuse_other_state(self.traced, self.want[0].state, self.have[0].state, "")
+        for want, have in zip(self.want[1:], self.have[1:], strict=False):
+            remedy = "keep what forward remembers from call to call in buffers (register_buffer)"
+            for place, (w, h) in enumerate(zip(want.outputs, have.outputs, strict=True)):
+                if not agree(w, h, _tolerance(w)):
+                    raise TraceError(
+                        f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
+                        f"{remedy}"
+                    )
+            _refuse_other_state(self.traced, want.state, have.state, " in the second of two calls in a row")
 
 
-def check_two_calls(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> None:
+class FirstCalls:
+    """Begins two calls where outputs are compared on as few samples as they need."""
+
+    def __init__(self, traced: Traced, leaves: Sequence[Any]):
+        self.traced, self.leaves = traced, leaves
+        self.begun: dict[int, _Calls] = {}  # by size
+
+    def __call__(self, size: int, sample: list[Any]) -> _Calls | None:
+        if size == min(FEW, self.traced.batch_of(self.leaves)):
+            self.begun[size] = _begin(self.traced, self.leaves, size, sample)
+        return self.begun.get(size)
+
+
+def check_two_calls(
+    traced: Traced, leaves: Sequence[Any], chunks: int = 1, begun: Mapping[int, _Calls] | None = None
+) -> None:
     """Compares gradients and state on the fewest samples that the graph holds for and the model runs on.
+
+    Args:
+        begun: by size: calls that were made before, where outputs were compared.
 
     Raises:
         TraceError: something differs; names it.
@@ -118,42 +215,27 @@ def check_two_calls(traced: Traced, leaves: Sequence[Any], chunks: int = 1) -> N
     sizes = {min(FEW, batch), batch // parts, -(-batch // parts)} | ({batch} if traced.recorded_on is None else set())
     seed = torch.default_generator.initial_seed() % 2**31
     for size in sorted(sizes, key=lambda size: (size < FEW, size)):
-        if not is_same_graph(traced, size) or not all(read.holds(size) for read in traced.mini_batch_reads):
-            continue
-        sample = sample_that_holds(traced, leaves, size, batch, seed)
-        if sample is None:
-            continue
-        start = size if size < batch else min(1, batch - 1)
-        try:
-            want = _of_model(traced, sample, take(traced, leaves, start, start + size), seed)
-        except TraceError:
-            raise
-        except Exception:
-            continue  # the model will say so itself when it meets such a batch
-        _compare(traced, want, sample, seed)
-        return
-
-
-def _compare(traced: Traced, want: _Calls, sample: Sequence[Any], seed: int) -> None:
-    with undone(traced.model), gradients_aside(traced.model):
-        held = held_in_containers(traced.model)
-        have = _call_graph(traced, sample, seed, held, is_trained=want.first.gradients is not None)
-        _refuse_other_gradients(traced, want.first, have, sample, seed)
-        _refuse_other_state(traced, want.first.state, have.state, "")
-        if want.second is None or want.again is None:
+        calls = (begun or {}).get(size)
+        if calls is None and is_same_graph(traced, size) and all(r.holds(size) for r in traced.mini_batch_reads):
+            sample = sample_that_holds(traced, leaves, size, batch, seed)
+            if sample is not None:
+                calls = _begin(traced, leaves, size, sample)
+                try:
+                    run_model(traced, sample, size, batch, seed, calls)
+                except TraceError:
+                    raise
+                except Exception:
+                    continue  # the model will say so itself when it meets such a batch
+                watch_seeded(traced, sample, seed, calls=calls)
+        if calls is not None and calls.want:
+            calls.compare()
             return
-        if want.is_changed:
-            try:
-                have = _call_graph(traced, want.again, seed, held, is_trained=False)
-            except DecisionError:
-                return  # and so will such a micro-batch be
-    remedy = "keep what forward remembers from call to call in buffers (register_buffer)"
-    for place, (w, h) in enumerate(zip(want.second.outputs, have.outputs, strict=True)):
-        if not agree(w, h, _tolerance(w)):
-            raise TraceError(
-                f"output {place} of the second of two calls in a row is not the model's in the traced graph; {remedy}"
-            )
-    _refuse_other_state(traced, want.second.state, have.state, " in the second of two calls in a row")
+
+
+def _begin(traced: Traced, leaves: Sequence[Any], size: int, sample: Sequence[Any]) -> _Calls:
+    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
+    start = size if size < batch else min(1, batch - 1)
+    return _Calls(traced, sample, take(traced, leaves, start, start + size), seed)
 
 
 def _refuse_other_gradients(traced: Traced, want: _Call, have: _Call, sample: Sequence[Any], seed: int) -> None:
@@ -214,19 +296,6 @@ def _tolerance(value: Any) -> float | None:
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
-def _of_model(traced: Traced, sample: Sequence[Any], other: Sequence[Any], seed: int) -> _Calls:
-    """Two calls in a row. A model that the first has left as it was is called again with the same samples."""
-    with undone(traced.model) as snapshot, gradients_aside(traced.model):
-        held = held_in_containers(traced.model)
-        before = _state(traced, held)
-        first = _call_model(traced, sample, seed, held, is_trained=traced.state.grad)
-        is_changed = _differ(before, first.state)
-        again = next((s for s in (other, sample) if _is_its_graph(traced, s)), None) if is_changed else sample
-        second = None if again is None else _call_model(traced, again, seed, held)
-    snapshot.refuse_changes()
-    return _Calls(first, again, second, is_changed)
-
-
 def _differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
     return left.keys() != right.keys() or not all(same_values(left[name], right[name]) for name in left)
 
@@ -241,43 +310,45 @@ def _is_its_graph(traced: Traced, sample: Sequence[Any]) -> bool:
     )
 
 
-def _call_model(
-    traced: Traced,
-    sample: Sequence[Any],
-    seed: int,
-    held: Mapping[str, torch.Tensor],
-    is_trained: bool = False,
-    factor: float = 1.0,
-) -> _Call:
-    inputs = list(map(leaf_copy, sample))
+def _gradients_of_model(
+    traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any], sample: Sequence[Any], factor: float = 1.0
+) -> _Gradients | None:
+    try:
+        return _gradients(outputs, _leaves(traced, inputs, sample), factor)
+    except Exception as error:
+        if traced.tracer == "record":
+            return None
+        raise TraceError(
+            f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "
+            f"backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() if it is not to "
+            "be trained, or leave it to recording (tracer='record')"
+        ) from error
+
+
+def _call_model(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _Call:
+    outputs = _outputs_of_model(traced, list(map(leaf_copy, sample)), seed)
+    own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
+    return _Call([_bare(x, own) for x in outputs], _state(traced, held))
+
+
+def _outputs_of_model(traced: Traced, inputs: Sequence[Any], seed: int) -> list[Any]:
     args, kwargs = pytree.tree_unflatten(map(writable, inputs), traced.in_spec)
     with _seeded(seed), Drawing(Draws(traced.seed), traced.lots):
-        result = run_model(traced.model, args, kwargs)
+        result = hooks.run_model(traced.model, args, kwargs)
     try:
-        outputs = leaves_like(result, traced.out_spec)
+        return leaves_like(result, traced.out_spec)
     except DiffersError as error:
         raise TraceError(
             f"the model's output has another structure than when it was recorded: {error}; return the same structure "
             "in every call"
         ) from error
-    gradients = None
-    if is_trained:
-        try:
-            gradients = _gradients(outputs, _leaves(traced, inputs, sample), factor)
-        except Exception as error:
-            if traced.tracer != "record":
-                raise TraceError(
-                    f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, "
-                    f"since backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() "
-                    "if it is not to be trained, or leave it to recording (tracer='record')"
-                ) from error
-    own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
-    return _Call([_bare(x, own) for x in outputs], _state(traced, held), gradients)
 
 
 def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _Gradients:
+    inputs = list(map(leaf_copy, sample))
     with undone(traced.model), gradients_aside(traced.model):
-        found = _call_model(traced, sample, seed, {}, is_trained=True, factor=FACTOR).gradients
+        outputs = _outputs_of_model(traced, inputs, seed)
+        found = _gradients_of_model(traced, outputs, inputs, sample, FACTOR)
     assert found is not None
     return found
 
@@ -306,50 +377,21 @@ def _state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.
 # -- the graph -------------------------------------------------------------------------------------------------------
 
 
-def _call_graph(
-    traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor], is_trained: bool
-) -> _Call:
-    """Runs the graph, and writes into the model what a step would."""
-    inputs = list(map(leaf_copy, sample))
-    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: a tensor of the model, what stands for it
-    draws = Draws(traced.seed)
+def _gradients_of_graph(traced: Traced, ended: Ended, sample: Sequence[Any]) -> _Gradients:
+    inputs = [ended.inputs.get(place) for place in range(len(sample))]
+    stand_ins = {id(tensor): copy for tensor, copy in ended.tensors}
+    leaves = {name: stand_ins.get(id(leaf), leaf) for name, leaf in _leaves(traced, inputs, sample).items()}
+    return _gradients(ended.outputs, leaves)
 
-    def given(node: fx.Node) -> Any:
-        return writable(inputs[traced.place_of(node)])
 
-    def attribute(node: fx.Node) -> torch.Tensor:
-        tensor = lookup(traced, node)
-        if id(tensor) not in copies:
-            copy = tensor.detach().requires_grad_() if tensor.requires_grad else tensor.detach().clone()
-            copies[id(tensor)] = tensor, copy
-        return copies[id(tensor)][1]
-
-    values: Values = {}
-    nodes = [*traced.graph.nodes]
-    last = last_uses(nodes, [n for n in (*traced.outputs, *traced.assigned.values()) if isinstance(n, fx.Node)])
-    with _seeded(seed):
-        for node in evaluate(nodes, values, given, attribute, lambda n, known: run_drawing(n, known, draws)):
-            for used in last.get(node, ()):
-                del values[used]
-    outputs = outputs_in(traced, values)
-    gradients = None
-    if is_trained:
-        leaves = _leaves(traced, inputs, sample)
-        stand_ins = {n: copies[id(leaf)][1] if id(leaf) in copies else leaf for n, leaf in leaves.items()}
-        try:
-            gradients = _gradients(outputs, stand_ins)
-        except Exception as error:
-            raise TraceError(
-                f"backward through {_maker(traced)} raises, and through the model it does not: "
-                f"{type(error).__name__}: {error}{_lost(traced)}"
-            ) from error
+def _leave(traced: Traced, ended: Ended) -> None:
+    """Writes into the model what a step would."""
     with torch.no_grad():
-        for tensor, copy in copies.values():
+        for tensor, copy in ended.tensors:
             if not tensor.requires_grad and not same_values(tensor, copy):
                 tensor.copy_(copy)
-        for name, node in traced.assigned.items():
-            set_tensor(traced.model, name, values[node].detach())
-    return _Call([x.detach() if isinstance(x, torch.Tensor) else x for x in outputs], _state(traced, held), gradients)
+        for name, tensor in ended.assigned.items():
+            set_tensor(traced.model, name, tensor)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -386,16 +428,23 @@ def _backward_now() -> int:
     return int(tell()) if tell else 0
 
 
+def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
+    """Random numbers for an output, the same in each call; those of a large one repeat, which takes far less time."""
+    generator = torch.Generator().manual_seed(number)
+    noise = factor * torch.randn(min(output.numel(), PERIOD), generator=generator, dtype=torch.float64)
+    noise = noise.to(output.device, output.dtype)
+    if output.numel() > PERIOD:
+        noise = noise.repeat(-(-output.numel() // PERIOD))[: output.numel()]
+    return noise.view(output.shape)
+
+
 def _gradients(outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], factor: float = 1.0) -> _Gradients:
     """By name, for one direction of the outputs, `factor` times as long."""
     found: _Gradients = dict.fromkeys(leaves)
     ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not ends or not leaves:
         return found
-    generator = torch.Generator().manual_seed(0)
-    directions = [
-        (factor * torch.randn(o.shape, generator=generator, dtype=torch.float64)).to(o.device, o.dtype) for o in ends
-    ]
+    directions = [_direction(end, number, factor) for number, end in enumerate(ends)]
 
     outer: list[int] = []  # an autograd.Function may run backward in its own: those are no gradients of the outputs
 
