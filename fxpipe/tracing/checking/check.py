@@ -93,7 +93,6 @@ def check_against_model(
     if traced.recorded_on is not None and not is_same_graph(traced, batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
-    compared = {size for size, found in watched.items() if found is not None}
     wanted: list[tuple[int, list[Any], Run | None, Calls | None]] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not is_same_graph(traced, size):
@@ -107,10 +106,8 @@ def check_against_model(
         if sample is None:
             continue
         want = calls = None
-        if all(read.holds(size) for read in traced.mini_batch_reads) and not watched.get(size):
+        if not watched.get(size) and all(read.holds(size) for read in traced.mini_batch_reads):
             calls = going_on(size, sample)
-        is_known = size == example != batch and bool(compared) and calls is None  # the recording was a run of the model
-        if not is_known and all(read.holds(size) for read in traced.mini_batch_reads):
             try:
                 want = run_model(traced, sample, size, batch, seed, calls)
             except TraceError:
@@ -119,7 +116,6 @@ def check_against_model(
                 if size == example:
                     raise
                 continue  # it will say so itself when it meets such a batch
-            compared.add(size)
         wanted.append((size, sample, want, calls))
     ours = [
         watched.get(size) or watch_seeded(traced, sample, seed, want is not None, calls)
