@@ -82,3 +82,22 @@ def test_what_may_be_a_copy_is_made_from_nothing() -> None:
         x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and "number" not in node.meta)
         assert traced.effects.alias[x] == traced.effects.alias[r]
         assert Aliases.of(traced.effects).nearest_root([x, r]) is None
+
+
+def test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it() -> None:
+    class UsedBefore(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            x = h * 2
+            r = x.reshape(-1)
+            s = r.exp().view(-1, 4)
+            z = self.last(s)
+            x.add_(1)
+            return x + z
+
+    traced = trace(UsedBefore(), (torch.randn(6, 4),), chunks=2)
+    names = [node.name for node in traced.nodes]
+    assert [names[place] for place in forbidden_cuts(traced)] == ["exp"]

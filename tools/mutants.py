@@ -759,7 +759,7 @@ REWRITING = (
         "rewriting/cuts.py",
         "if effects.last[n] > first]",
         "if effects.last[n] >= first]",
-        "test_inplace.py test_rewriting.py",
+        "test_aliases.py::test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it",
     ),
     Mutant(
         "rewriting/stages.py",
@@ -794,7 +794,13 @@ REWRITING = (
         "if effects.alias",
         "test_copies.py::test_what_hangs_on_an_input_that_requires_grad_may_not",
     ),
-    Mutant("rewriting/copies.py", "touched[node].isdisjoint(changing)", "True", "test_copies.py"),
+    Mutant(
+        "rewriting/copies.py",
+        "touched[node].isdisjoint(changing)",
+        "True",
+        "test_copies.py",
+        "all that it reads is in `everywhere`, which nothing changes, and a tuple is of one alias class with its parts",
+    ),
     Mutant(
         "rewriting/rows.py",
         "            last = max(map(middle.__getitem__, value.users))",
