@@ -127,13 +127,14 @@ def trace(
                 check_two_calls(traced, leaves, chunks, calls.begun)
                 excuse(traced, leaves)
                 with undone(model):
-                    check_gathering(traced, leaves)
+                    is_told = check_gathering(traced, leaves)
             else:
+                is_told = True
                 traced.effects = watched(traced, leaves)
             refuse_differing(traced)
             refuse_unwritable(traced, leaves)
             sizes = sizes_of_parts(traced.batch_of(leaves), chunks)
-            traced.compares_parts = out_dims is None and compares_parts(traced)
+            traced.compares_parts = out_dims is None and (not is_told or compares_parts(traced))
             if not holds_for_parts(traced, leaves, sizes, out_dims is not None):
                 raise OtherMicroBatchesError(traced, leaves, sizes)
             return traced

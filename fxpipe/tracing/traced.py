@@ -122,6 +122,7 @@ class Traced:
     assumed: tuple[Assumption, ...] = ()  # of sizes of inputs, by what has made the graph without recording the model
     batch_reads: tuple[BatchRead, ...] = ()  # of mini-batch and micro-batches
     mini_batch_reads: tuple[BatchRead, ...] = ()  # what need not hold for micro-batches
+    not_followed: str = ""  # the line where forward took the batch size in a way that leaves no condition (`len(x)`)
     # Sizes of micro-batches for which reads need not hold: graph and model were compared there. And mini-batches with
     # such sizes for which the outputs were; of others it is remembered that this was tried.
     excused: set[int] = field(default_factory=set)

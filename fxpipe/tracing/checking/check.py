@@ -7,9 +7,10 @@ recording on a part of the samples has been compared with those of other sizes b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
+import sympy
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -25,7 +26,7 @@ from fxpipe.tracing.recording import hooks
 from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
 from fxpipe.tracing.recording.draws import Drawing, Draws
 from fxpipe.tracing.snapshot import gradients_aside, held_in_containers, slots_of, undone
-from fxpipe.tracing.traced import Traced, is_python
+from fxpipe.tracing.traced import BatchRead, Traced, is_python
 from fxpipe.trees import DiffersError, leaves_like, untouched
 
 PIECE = 1 << 18  # numbers that are compared at a time: what is made for many takes longer to get than to fill
@@ -126,7 +127,19 @@ def check_against_model(
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare(traced, want, have, size, batch)
+    _hold_for_compared(traced, {batch, *compared, *((example, batch + 1) if example != batch else ())})
     return effects_of(traced, [seen for _, seen in ours])
+
+
+def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
+    """Makes a graph hold for these sizes only, where Python went by the batch size and nobody saw how.
+
+    At another size it may be another graph also where those compared are one: `h[: len(x) // 2 * 2]` is `h[:8]` with 4
+    samples, with 8 and with 9. Sizes of micro-batches may be excused later, by a comparison like these.
+    """
+    if traced.not_followed and not traced.recorded_sizes:
+        condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
+        traced.batch_reads += (BatchRead(condition, traced.not_followed),)
 
 
 def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> tuple[Run, Seen] | None:

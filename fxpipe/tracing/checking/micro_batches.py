@@ -154,9 +154,9 @@ def _make_the_same(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: C
 
 
 def _cut(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
-    """Where the micro-batches of these sizes begin and end: the larger ones come first."""
+    """Where micro-batches of these sizes, of each of them one at least, begin and end: the larger ones come first."""
     least, most = min(sizes), max(sizes)
-    count = -(-batch // most)
+    count = batch // most + 1 if most > least else -(-batch // most)
     larger = batch - least * count if most > least else count
     bounds = [0]
     for number in range(count):

@@ -5,9 +5,11 @@ of the right value (torch's C++ functions take nothing else) whose arithmetic ad
 integers, a comparison, `float(size)` or `size / 2`, gives a plain value and leaves a `SizeRead`: what the model saw.
 Whether that holds for other batch sizes is asked later, when the symbolic value of the node is known.
 
-What cannot be seen is what becomes of `range(size)` and `len(x)`: for these every graph is also compared with the
-model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`). A size that depends
-on the values of tensors is a value itself, and what was read of it is a read like any other (`guards`).
+What cannot be seen is what becomes of `range(size)`, `len(x)` and `size.bit_length()`: for these every graph is also
+compared with the model at other batch sizes, and what was computed is found by recording at these (`batch_numbers`).
+Where forward took such a number, the graph holds for the sizes compared and no others: a slice clips its bounds, and
+many a number is the same for several sizes (`h[: len(x) // 2 * 2]`, `h / len(x).bit_length()`). A size that depends on
+the values of tensors is a value itself, and what was read of it is a read like any other (`guards`).
 """
 
 from __future__ import annotations
@@ -55,6 +57,14 @@ def length(tensor: torch.Tensor, dim: int) -> int:
     return tensor.size(dim)
 
 
+def plain_number(size: int) -> int:
+    """What a method of an integer takes of a size that nothing follows: its bits, its text."""
+    return size
+
+
+NOT_FOLLOWED = (length, plain_number)
+
+
 class Size(int):
     """`shown` is what code that asks no method sees, `value` what the size is: they differ in `untracked` only."""
 
@@ -90,13 +100,17 @@ class Size(int):
     def __rdivmod__(self, other: Any) -> tuple[int, int]:
         return other // self, other % self
 
+    def __invert__(self) -> int:
+        return self * -1 - 1
+
     def __pos__(self) -> int:
         return self
 
     def __round__(self, digits: Any = None) -> int:
         return self
 
-    __trunc__ = __ceil__ = __floor__ = __pos__
+    __trunc__ = __ceil__ = __floor__ = conjugate = __pos__
+    real = numerator = property(__pos__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> int:
         return self.shown
@@ -182,6 +196,21 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Size, f"__{_name}__", _mixed(f"__{_name}__", _reading(getattr(operator, _name))))
 for _function in (float, int, bool, abs):
     setattr(Size, f"__{_function.__name__}__", _reading(_function))
+
+
+def _not_followed(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: Size, *args: Any, **kwargs: Any) -> Any:
+        if self.recorder.recording:
+            self.recorder.read_size(plain_number, (self,), self.value)
+        return plain(self.shown, *args, **kwargs)
+
+    return method
+
+
+for _name in ("bit_length", "bit_count", "to_bytes", "as_integer_ratio", "__str__", "__repr__", "__format__"):
+    setattr(Size, _name, _not_followed(_name))
 
 
 class Shape(tuple[int, ...]):

@@ -25,7 +25,7 @@ from fxpipe.combination import Combination, Untold
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.containers import tensors_in
 from fxpipe.tracing.recording.refusals import CannotRecord
-from fxpipe.tracing.recording.sizes import SizeRead, length
+from fxpipe.tracing.recording.sizes import NOT_FOLLOWED, SizeRead, length
 from fxpipe.tracing.sizing.batch_reductions import Unknown, Walk
 from fxpipe.tracing.sizing.squeezing import tell_squeezes
 from fxpipe.tracing.sizing.symbolic_run import SymbolicRun, run_on_symbols
@@ -211,7 +211,8 @@ def _batch_read(traced: Traced, read: SizeRead) -> BatchRead | None:
     operands = _operands(read)
     if not any(o.free_symbols for o in operands):
         return None
-    if read.function is length:
+    if read.function in NOT_FOLLOWED:
+        traced.not_followed = traced.not_followed or read.where
         return None  # what became of it shows at other sizes
     if read.function in RELATIONS or read.function is bool:
         holds = RELATIONS[read.function](*operands) if read.function in RELATIONS else sympy.Ne(operands[0], 0)
