@@ -46,6 +46,7 @@ from fxpipe.tracing.recording.own_dice import standing_still
 from fxpipe.tracing.recording.record import input_leaves
 from fxpipe.tracing.recording.refusals import CannotRecord, MakesState
 from fxpipe.tracing.recording.untracked import read_untracked
+from fxpipe.tracing.sizing.batch_mixing import refuse_mixing
 from fxpipe.tracing.sizing.shapes import add_shapes
 from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
@@ -126,11 +127,13 @@ def trace(
                 traced.effects = check_against_model(traced, leaves, chunks, calls)
                 check_two_calls(traced, leaves, chunks, calls.begun)
                 excuse(traced, leaves)
+                refuse_mixing(traced)
                 with undone(model):
                     is_told = check_gathering(traced, leaves)
             else:
                 is_told = True
                 traced.effects = watched(traced, leaves)
+                refuse_mixing(traced)
             refuse_differing(traced)
             refuse_unwritable(traced, leaves)
             sizes = sizes_of_parts(traced.batch_of(leaves), chunks)

@@ -286,7 +286,7 @@ class Walk:
             sources, name = node.all_input_nodes, plain_name(node)
             is_met = not reduced.isdisjoint(sources) or (name in _ARITHMETIC and any(map(self._is_size, sources)))
             if self._holds_batch(node):
-                if is_met or not mixed.isdisjoint(sources) or (name in _ALONG and self._goes_along_samples(node)):
+                if is_met or not mixed.isdisjoint(sources) or (name in _ALONG and goes_along_samples(node)):
                     mixed.add(node)
                 continue
             if not mixed.isdisjoint(sources):
@@ -299,20 +299,6 @@ class Walk:
     def _is_size(self, node: fx.Node) -> bool:
         number = node.meta.get("number")
         return number is not None and bool(number.free_symbols)
-
-    def _goes_along_samples(self, node: fx.Node) -> bool:
-        name, shapes = plain_name(node), node.all_input_nodes[0].meta.get("shapes", ())
-        if len(shapes) != 1:
-            return False
-        rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
-        given = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
-        if given is None:
-            given = {"normalize": 1, "msort": 0}.get(name, -1)
-            if name == "roll":
-                return True  # all elements in one row
-        shape = shapes[0].shape
-        dims = [dim for dim in pytree.tree_leaves(given) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
-        return any(shape[dim].free_symbols for dim in dims)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -636,6 +622,22 @@ def needed(node: fx.Node) -> dict[fx.Node, None]:
             if "number" not in node.meta:
                 todo.extend(node.all_input_nodes)
     return found
+
+
+def goes_along_samples(node: fx.Node) -> bool:
+    """Does a function of one dimension (`softmax`, `cumsum`) go along one that holds samples?"""
+    name, shapes = plain_name(node), node.all_input_nodes[0].meta.get("shapes", ())
+    if len(shapes) != 1:
+        return False
+    rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
+    given = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
+    if given is None:
+        given = {"normalize": 1, "msort": 0}.get(name, -1)
+        if name == "roll":
+            return True  # all elements in one row
+    shape = shapes[0].shape
+    dims = [dim for dim in pytree.tree_leaves(given) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
+    return any(shape[dim].free_symbols for dim in dims)
 
 
 def plain_name(node: fx.Node) -> str:

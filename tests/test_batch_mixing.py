@@ -1,0 +1,163 @@
+"""Samples that act on each other where the graph says so, whatever the values say; and models that merely look so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError
+
+X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Between(nn.Module):
+    """A function between two maps, behind a gate that is closed at first."""
+
+    def __init__(self, function, gate=0.0):
+        super().__init__()
+        self.before, self.after, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.gate = nn.Parameter(torch.tensor(gate))
+        self.function = function
+
+    def forward(self, x):
+        h = torch.tanh(self.before(x))
+        return self.after(self.norm(h + self.gate * self.function(h)))
+
+
+def whitened(h):
+    return (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt()
+
+
+def gram(h):
+    flat = h.flatten(1)
+    return ((flat @ flat.T / 30).softmax(-1) @ flat).view_as(h)
+
+
+def attention(h):
+    return F.scaled_dot_product_attention(*[h.transpose(0, 1)] * 3).transpose(0, 1)
+
+
+def in_place(h):
+    centred = h.clone()
+    centred -= centred.mean(0)
+    return centred
+
+
+MIXING = {
+    "mean": lambda h: h - h.mean(0),
+    "rows": lambda h: h.view(-1, 8).mean(0).expand_as(h),
+    "whitened": whitened,
+    "largest": lambda h: h / h.abs().amax((0, 1)),
+    "squeeze and excite": lambda h: h * h.mean((0, 1)).sigmoid(),
+    "softmax": lambda h: h.softmax(0),
+    "sum so far": lambda h: h.cumsum(0),
+    "sorted": lambda h: h.sort(0).values,
+    "attention": attention,
+    "all against all": gram,
+    "in place": in_place,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_gate_that_is_closed_hides_nothing(name):
+    with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+.*put together"):
+        fxpipe.trace(Between(MIXING[name]), (X,))
+
+
+def test_a_single_sample_tells_as_much():
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        fxpipe.trace(Between(MIXING["softmax"], 1.0), (X[:1],))
+
+
+def test_random_numbers_hide_nothing():
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        fxpipe.trace(Between(lambda h: h - h.mean(0) + torch.rand_like(h), 1.0), (X,))
+
+
+def test_a_model_without_values_tells_as_much():
+    with pytest.raises(ArgumentError, match="samples act on each other"):
+        fxpipe.trace(Between(MIXING["mean"]).to("meta"), (X.to("meta"),))
+
+
+def test_it_is_allowed_where_the_user_says_so():
+    assert fxpipe.trace(Between(MIXING["mean"]), (X,), out_dims=0).out_dims == (0,)
+
+
+def stable(h):
+    shifted = torch.exp(h - h.amax((0, 2), keepdim=True))
+    return shifted / shifted.sum(-1, keepdim=True)
+
+
+def rescaled(h):
+    return F.linear(h / h.abs().amax((0, 1)), torch.eye(8)) * h.abs().amax((0, 1))
+
+
+def of_the_same_sample(h):
+    flat = h.reshape(-1, 8)
+    sample = torch.arange(flat.shape[0]) // 5
+    scores = (flat @ flat.T).masked_fill(sample[:, None] != sample, float("-inf"))
+    return (scores.softmax(-1) @ flat).view_as(h)
+
+
+def ordered_and_back(h):
+    order = h[:, 0, 0].argsort()
+    return torch.empty_like(h).index_copy(0, order, h[order].relu())
+
+
+def counted(h):
+    seen = (h > 0).float().mean(0)
+    return h * (seen * 0 + 1)
+
+
+RIGHT = {
+    "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
+    "a softmax written out": stable,
+    "one number for all": lambda h: h + h.amax() - h.amax(),
+    "scaled and back": rescaled,
+    "times zero": lambda h: h + 0.0 * h.mean(0),
+    "attention within each sample": of_the_same_sample,
+    "ordered and back": ordered_and_back,
+    "counted": counted,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_taken_out_again_is_no_mixing(name):
+    assert fxpipe.trace(Between(RIGHT[name], 1.0), (X,), chunks=2).out_dims == (0,)
+
+
+class Running(nn.Module):
+    """Batch norm, written out."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        h = self.lin(x)
+        mean = h.mean((0, 1))
+        self.mean.mul_(0.9).add_(mean.detach(), alpha=0.1)
+        return torch.relu(h - mean)
+
+
+@pytest.mark.parametrize("model", [Running(), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(5), nn.ReLU())])
+def test_batch_norm_sees_micro_batches(model):
+    assert fxpipe.trace(model.train(), (X,)).out_dims == (0,)
+
+
+def test_a_router_whose_means_are_in_the_loss_alone():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.router, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            weights = self.router(x).softmax(-1)
+            out = sum(expert(x) * weights[..., n : n + 1] for n, expert in enumerate(self.experts))
+            return out, (weights.mean((0, 1)) * (weights > 0.3).float().mean((0, 1))).sum()
+
+    assert fxpipe.trace(Experts(), (X,)).out_dims == (0, "combined")
