@@ -225,3 +225,36 @@ def test_what_a_backend_raises_reaches_the_caller_with_the_stage_and_changes_not
 def test_what_cannot_be_compiled_so_is_refused(given, error, words):
     with pytest.raises(error, match=words.replace("(", r"\(")):
         fxpipe.pipeline(nn.Linear(2, 2), ["cpu", "cpu"], 2, compile=given)
+
+
+def test_a_stage_whose_forward_goes_on_as_python_is_that_of_the_plain_model():
+    class Bank(nn.Module):
+        """Writes to one row after the other."""
+
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+            self.register_buffer("rows", torch.ones(3, 8))
+            self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            h = self.encoder(x)
+            place = int(self.place)
+            self.rows[place] = h.detach().mean(0)
+            self.place.fill_((place + 1) % 3)
+            return self.head(h) @ self.rows.t().clone()
+
+    plain = Bank()
+    pipe = fxpipe.pipeline(
+        copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(4, 6),), compile={"backend": "eager"}
+    )
+    with pipe:
+        for _ in range(2):
+            x = torch.randn(4, 6)
+            want = torch.cat([plain(part) for part in x.split(2)])
+            have = pipe(x)
+            torch.testing.assert_close(have, want)
+            have.square().mean().backward()
+            want.square().mean().backward()
+        assert_same_state(pipe, plain, exact=False)
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])

@@ -1,4 +1,6 @@
-"""Random nodes in code for `torch.compile`, which refuses generators.
+"""Code for `torch.compile`, with what it cannot have in it taken out of its sight.
+
+Random nodes: it refuses generators.
 
 Dropout, the commonest, multiplies by noise that an operator of our own makes when the code runs. The compiler looks
 into neither seed nor generator, so its graph neither breaks nor changes from step to step, and on a CPU the numbers are
@@ -6,6 +8,9 @@ those of code that is not compiled. All other random nodes run as they are, betw
 
 The operator's tag keeps the compiler from making the noise once more in backward, when another micro-batch may be
 running.
+
+A forward that goes on as Python (`recording.continuation`) runs as it is: calls of modules have results in their place
+there, by a way that the compiler does not heed.
 """
 
 from __future__ import annotations
@@ -33,15 +38,18 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 
 
 def for_compiler(run: fx.GraphModule) -> fx.GraphModule:
-    """The code with random nodes that a compiler can have in it; the same code if there are none."""
+    """The code with nodes that a compiler can have in it; the same code if there are no others."""
     drawing = [node for node in run.graph.nodes if isinstance(_drawing_of(node), Drawing)]
-    if not drawing:
+    continued = [node for node in run.graph.nodes if "continued" in node.meta and node not in drawing]
+    if not drawing and not continued:
         return run
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(run.graph, made))
     for node in drawing:
         made[node].target = _compilable(node.target)
+    for node in continued:
+        made[node].target = torch.compiler.disable(node.target)
     return fx.GraphModule({}, graph, class_name=type(run).__name__)
 
 

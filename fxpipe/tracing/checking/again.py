@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fxpipe.tracing.checking.check import agree_at, is_same_graph
-from fxpipe.tracing.checking.micro_batches import holds_for_parts
+from fxpipe.tracing.checking.micro_batches import holds_for_parts, refuse_uneven
 from fxpipe.tracing.print_calls import printing_once
 from fxpipe.tracing.recording.fake import faked, is_faked
 from fxpipe.tracing.recording.own_dice import standing_still
@@ -29,8 +29,14 @@ def agrees(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes:
 def holds_again(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], is_told: bool
 ) -> bool:
-    """Whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_parts`."""
+    """Whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_parts`.
+
+    Raises:
+        ArgumentError: the micro-batches do not make as many rows as the mini-batch.
+    """
     with _as_when_traced(traced, args, kwargs) as leaves:
+        if traced.holds_for(traced.batch_of(leaves)):
+            refuse_uneven(traced, leaves, sizes)
         return holds_for_parts(traced, leaves, sizes, is_told)
 
 

@@ -99,6 +99,7 @@ def graph_of_parts(error: OtherMicroBatchesError, leaves: Sequence[Any], record:
 
     Raises:
         OtherMicroBatchesError: it cannot.
+        ArgumentError: micro-batches do not make as many rows as the mini-batch.
     """
     whole, batch = error.traced, error.traced.batch_of(leaves)
     try:
@@ -109,11 +110,23 @@ def graph_of_parts(error: OtherMicroBatchesError, leaves: Sequence[Any], record:
         is_right = guards_hold and all(map(parts.holds_at, error.sizes))
         is_right = is_right and bool(_make_the_same(whole, parts, leaves, error.sizes))
     except Exception as failure:
+        refuse_uneven(whole, leaves, error.sizes)
         raise error from failure
     if not is_right:
+        refuse_uneven(whole, leaves, error.sizes)
         raise error
     parts.accepted.add((batch, error.sizes))
     return parts
+
+
+def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
+    """Says so where micro-batches do not even make as many rows as the mini-batch.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    batch = traced.batch_of(leaves)
+    traced.check_parts(batch, [stop - start for start, stop in _cut(batch, sizes)])
 
 
 def _make_the_same(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
@@ -184,6 +197,12 @@ def _same(left: Any, right: Any) -> bool:
 
 def _why(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     failing = [(s, r) for s in sizes for r in traced.batch_reads if not r.holds(s)]
+    if not failing and not traced.recorded_sizes:
+        return (
+            f"micro-batches of {' and '.join(map(str, sorted(sizes)))} do not make, put together, what the model makes "
+            f"of the mini-batch of {batch}: some samples belong together (x[: len(x) // 2 * 2]), or act on each other; "
+            "choose the batch size and chunks so that those stay together (chunks=1)"
+        )
     if not failing:
         return (
             f"what forward computes with the batch size (as in {_where(traced)}) is another number in micro-batches "
