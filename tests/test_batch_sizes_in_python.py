@@ -25,6 +25,9 @@ NUMBERS: dict[str, Any] = {
     "ceil": lambda x: math.ceil(x.shape[0] / 2) * 2,
     "real": lambda x: x.shape[0].real // 2 * 2,
     "text": lambda x: int(f"{x.shape[0]}") // 2 * 2,
+    "range": lambda x: len(range(x.shape[0])) // 2 * 2,
+    "list": lambda x: len([0] * x.shape[0]) & ~1,
+    "percent": lambda x: int("%d" % x.shape[0]) // 2 * 2,  # noqa: UP031
     "len // 2 * 2": lambda x: len(x) // 2 * 2,
     "len & ~1": lambda x: len(x) & ~1,
     "len min": lambda x: min(len(x), 4),

@@ -7,6 +7,7 @@ recording on a part of the samples has been compared with those of other sizes b
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from fxpipe.tracing.checking.effects import Effects, Ended, Run, Seen, effects_o
 from fxpipe.tracing.containers import storage_of
 from fxpipe.tracing.evaluation import leaf_copy, writable
 from fxpipe.tracing.expectations import expectations
+from fxpipe.tracing.functions import opname
 from fxpipe.tracing.products import WithoutProducts
 from fxpipe.tracing.recording import hooks
 from fxpipe.tracing.recording.containers_changed import changed_container, changed_item
@@ -135,11 +137,35 @@ def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
     """Makes a graph hold for these sizes only, where Python went by the batch size and nobody saw how.
 
     At another size it may be another graph also where those compared are one: `h[: len(x) // 2 * 2]` is `h[:8]` with 4
-    samples, with 8 and with 9. Sizes of micro-batches may be excused later, by a comparison like these.
+    samples, with 8 and with 9. So is a slice of samples whose bound is a plain number, wherever that is from: nothing
+    tells `h[:8]` from `h[: len(range(size)) // 2 * 2]`. Sizes of micro-batches may be excused later, by a comparison
+    like these.
     """
-    if traced.not_followed and not traced.recorded_sizes:
+    where = traced.not_followed or next((n.meta["source"] for n in traced.nodes if _cuts_samples(n)), "")
+    if where and not traced.recorded_sizes:
         condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
-        traced.batch_reads += (BatchRead(condition, traced.not_followed),)
+        traced.batch_reads += (BatchRead(condition, where),)
+
+
+def _cuts_samples(node: fx.Node) -> bool:
+    """Does it take, or write to, samples from or up to a plain number?"""
+    if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
+        return False
+    shapes, index = node.args[0].meta.get("shapes", ()), node.args[1]
+    if len(shapes) != 1:
+        return False
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = itertools.takewhile(lambda part: isinstance(part, (slice, int)), parts)
+    return any(
+        isinstance(part, slice)
+        and bool(size.free_symbols)
+        and any(type(bound) is int and bound for bound in _bounds(part))
+        for part, size in zip(plain, shapes[0].shape, strict=False)
+    )
+
+
+def _bounds(part: slice[Any, Any, Any]) -> tuple[Any, Any]:
+    return part.start, part.stop
 
 
 def excuse_reads(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> tuple[Run, Seen] | None:
