@@ -129,6 +129,7 @@ def check_against_model(
             _refuse_other_dimensions(traced, have, size, batch)
         if want is not None:
             _compare(traced, want, have, size, batch)
+    compared = {size for size, _, want, _ in wanted if want is not None or watched.get(size)}
     _hold_for_compared(traced, {batch, *compared, *((example, batch + 1) if example != batch else ())})
     return effects_of(traced, [seen for _, seen in ours])
 
