@@ -96,6 +96,7 @@ def check_against_model(
     if traced.recorded_on is not None and not is_same_graph(traced, batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
+    refused = set[int]()
     wanted: list[tuple[int, list[Any], Run | None, Calls | None]] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
         if (size > batch + 1 and len(wanted) > 1) or not is_same_graph(traced, size):
@@ -118,6 +119,7 @@ def check_against_model(
             except Exception:
                 if size == example:
                     raise
+                refused.add(size)
                 continue  # it will say so itself when it meets such a batch
         wanted.append((size, sample, want, calls))
     ours = [
@@ -130,7 +132,7 @@ def check_against_model(
         if want is not None:
             _compare(traced, want, have, size, batch)
     compared = {size for size, _, want, _ in wanted if want is not None or watched.get(size)}
-    _hold_for_compared(traced, {batch, *compared, *((example, batch + 1) if example != batch else ())})
+    _hold_for_compared(traced, {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())})
     return effects_of(traced, [seen for _, seen in ours])
 
 
