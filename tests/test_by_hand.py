@@ -12,7 +12,7 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.deciding import decide
+from fxpipe.deciding.cuts import decide
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
 from fxpipe.options import Options
 from fxpipe.settings import make_settings

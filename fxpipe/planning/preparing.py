@@ -11,7 +11,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
 
 if TYPE_CHECKING:
-    from fxpipe.deciding import Cut
+    from fxpipe.deciding.outcomes import Cut
     from fxpipe.planning.studying import Studied
     from fxpipe.rewriting import Program
     from fxpipe.settings import Settings
@@ -31,7 +31,8 @@ class Prepared:
 
 def planned(studied: Studied, settings: Settings) -> Prepared:
     """Decides and rewrites: a plan of what was studied, for workers of which the study holds."""
-    from fxpipe.deciding import decide, is_by_hand
+    from fxpipe.deciding.cases import is_by_hand
+    from fxpipe.deciding.cuts import decide
 
     orders = studied.orders[:1] if is_by_hand(studied.traced, settings) else studied.orders
     cut = decide(orders, studied.profiles_for(settings), studied.batch, settings)
@@ -40,7 +41,7 @@ def planned(studied: Studied, settings: Settings) -> Prepared:
 
 def prepared(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> Prepared:
     """The stages of a cut, and the plan that describes them."""
-    from fxpipe.deciding import copies_of, describe
+    from fxpipe.deciding.describing import copies_of, describe
     from fxpipe.rewriting import split
 
     traced = cut.traced

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
-from fxpipe.deciding import Cut, decide, is_by_hand
+from fxpipe.deciding.cases import is_by_hand
+from fxpipe.deciding.cuts import decide
+from fxpipe.deciding.outcomes import Cut
 from fxpipe.demands import demands_of
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import block_partition
