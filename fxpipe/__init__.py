@@ -15,34 +15,34 @@ if TYPE_CHECKING:
     from fxpipe.api import pipeline
     from fxpipe.hardware import Hardware
     from fxpipe.partitioning import partition
-    from fxpipe.pipes import Pipeline
+    from fxpipe.pipeline_module import Pipeline
     from fxpipe.planning import plan
     from fxpipe.plans import Plan
-    from fxpipe.plans.simulating import simulate
+    from fxpipe.plans.simulate_plan import simulate
     from fxpipe.profiling import Profile, profile
-    from fxpipe.recomputing import is_recomputing
+    from fxpipe.runtime.recomputing import is_recomputing
     from fxpipe.tracing import trace
-    from fxpipe.tracing.recording.marks import cut
-    from fxpipe.tracing.recording.one_node import leaf
-    from fxpipe.tuning.result import Tuning
+    from fxpipe.tracing.record.cut_marker import cut
+    from fxpipe.tracing.record.opaque_call import leaf
     from fxpipe.tuning.tuner import tune
+    from fxpipe.tuning.tuning_result import Tuning
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Hardware": "fxpipe.hardware",
-    "Pipeline": "fxpipe.pipes",
+    "Pipeline": "fxpipe.pipeline_module",
     "Plan": "fxpipe.plans",
-    "Tuning": "fxpipe.tuning.result",
+    "Tuning": "fxpipe.tuning.tuning_result",
     "Profile": "fxpipe.profiling",
-    "cut": "fxpipe.tracing.recording.marks",
-    "is_recomputing": "fxpipe.recomputing",
-    "leaf": "fxpipe.tracing.recording.one_node",
+    "cut": "fxpipe.tracing.record.cut_marker",
+    "is_recomputing": "fxpipe.runtime.recomputing",
+    "leaf": "fxpipe.tracing.record.opaque_call",
     "partition": "fxpipe.partitioning",
     "pipeline": "fxpipe.api",
     "plan": "fxpipe.planning",
     "profile": "fxpipe.profiling",
-    "simulate": "fxpipe.plans.simulating",
+    "simulate": "fxpipe.plans.simulate_plan",
     "trace": "fxpipe.tracing",
     "tune": "fxpipe.tuning.tuner",
 }

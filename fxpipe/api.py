@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.hardware import Hardware
-from fxpipe.options import Options
-from fxpipe.pipes import Pipeline
+from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.settings import make_settings
-from fxpipe.tracing.recording.fake import without_values
-from fxpipe.tracing.ways import Tracer
-from fxpipe.tuning.choosing import with_schedule_for
+from fxpipe.tracing.fake_tensors import names_without_values
+from fxpipe.tracing.strategies import TracerOption
+from fxpipe.tuning.auto_options import with_best_schedule
 
 
 def pipeline(
@@ -39,7 +38,7 @@ def pipeline(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
-    tracer: Tracer = "auto",
+    tracer: TracerOption = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
@@ -80,7 +79,8 @@ def pipeline(
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
             micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
             default 1, or what the schedule wants: 2 for "interleaved_1f1b" and "zbv".
-        schedule: of `forward_backward`; the drop-in always runs gpipe's order. `fxpipe.scheduling.known` compares them:
+        schedule: of `forward_backward`; the drop-in always runs gpipe's order. `fxpipe.scheduling.registry` compares
+        them:
 
             "gpipe"             all forwards, then all backwards: keeps every micro-batch
             "1f1b"              backward as soon as it can be: keeps few, idles as long
@@ -90,8 +90,8 @@ def pipeline(
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
             "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
-                                per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how many
-                                there are; with a plan, whose stages stay where they are, the best for them
+                                per device unless `stages_per_device`, `pin`, `balance_section` or `checkpoint` say how
+                                many there are; with a plan, whose stages stay where they are, the best for them
 
             Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
             (micro_batches, stages) -> text or rows. This is 1f1b of two stages and two micro-batches (stage, F or B,
@@ -105,8 +105,8 @@ def pipeline(
             "except_last", "always", or a list with a mode for each stage. "auto": all in those stages that would not
             fit into their memory otherwise, and no more of such a stage than has to be, where that makes a step
             shorter: it is then cut into two parts on its device, of which one keeps and one recomputes. Each is a stage
-            of the plan, as its `placement` shows. Not where `balance`, `fxpipe.cut()`, `stages_per_device` or the
-            schedule say how many stages there are.
+            of the plan, as its `placement` shows. Not where `balance_section`, `fxpipe.cut()`, `stages_per_device` or
+            the schedule say how many stages there are.
         memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
             the memory of a GPU less a margin; none on the CPU. Reckoned for `schedule`: the drop-in, which keeps all
             micro-batches, needs schedule="gpipe" for its limit to hold.
@@ -146,7 +146,7 @@ def pipeline(
         UserWarning: the model can be trained so, but will be refused when it is evaluated; says why. Told with the
             plan, unless the plan was given.
     """
-    options = Options.among(locals())
+    options = PipelineOptions.among(locals())
     if isinstance(model, Pipeline):
         raise ArgumentTypeError("model is a Pipeline already; give the model it was made from: pipe.model")
     if not isinstance(model, nn.Module):
@@ -161,10 +161,10 @@ def pipeline(
         )
     settings = make_settings(options, plan)
     if plan is not None and settings.left:
-        settings = with_schedule_for(plan, settings)
+        settings = with_best_schedule(plan, settings)
     pipe = Pipeline(model, settings, plan)
     if example_args or example_kwargs:
-        if without_values(model):
+        if names_without_values(model):
             pipe._fxpipe.plan_ahead(example_args, example_kwargs or {})
         else:
             pipe._fxpipe.assembly_for(example_args, example_kwargs or {})

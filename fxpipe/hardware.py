@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.partitioning.chain import Link
+from fxpipe.utils.polynomial import Polynomial
 
 if TYPE_CHECKING:
     import torch
 
+
 GiB = 2**30
-MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
+MEMORY_MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own, what nobody has counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Hardware:
     @property
     def usable_memory(self) -> int:
         """Bytes of a device that stages may take."""
-        return int(self.memory * (1 - MARGIN))
+        return int(self.memory * (1 - MEMORY_MARGIN))
 
     def update_seconds(self, gradient_bytes: float, optimizer_bytes: float) -> float:
         """How long an optimizer takes: it reads parameters, gradients and its state, and writes all but gradients."""
@@ -218,7 +220,7 @@ def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | Non
     return hardware.within if is_one_node else hardware.between
 
 
-def shared_between(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
+def shared_adapters(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
     """What the way from a device to another shares with other ways: the adapters of two nodes, out and in, by name.
 
     >>> shared_between(HARDWARE["cpu"], 1, 2)
@@ -234,17 +236,17 @@ def shared_between(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[st
 
 # -- devices at hand ---------------------------------------------------------------------------------------------------
 
-_SMALL, _LARGE = 2**12, 2**26  # bytes of the two copies by which a way is known
+_SMALL_COPY, _LARGE_COPY = 2**12, 2**26  # bytes of the two copies by which a way is known
 _COPIES = 7
 
 
-def link_at_hand(a: torch.device, b: torch.device) -> Link | None:
+def local_link(a: torch.device, b: torch.device) -> Link | None:
     """The way from one device of this machine to another, measured once; None where a value is handed over."""
     a, b = _with_index(a), _with_index(b)
-    return None if a == b or "cuda" not in (a.type, b.type) else _measured_link(a, b)
+    return None if a == b or "cuda" not in (a.type, b.type) else _measure_link(a, b)
 
 
-def memory_at_hand(device: torch.device) -> int | None:
+def local_memory(device: torch.device) -> int | None:
     """Bytes of a GPU that this process can have: all but what others use. None for other devices: nobody knows."""
     import torch
 
@@ -254,7 +256,7 @@ def memory_at_hand(device: torch.device) -> int | None:
     return free + int(torch.cuda.memory_reserved(device))  # what torch holds is used by its tensors, or will be
 
 
-def fitted_link(small: float, large: float, small_bytes: int = _SMALL, large_bytes: int = _LARGE) -> Link:
+def fit_link(small: float, large: float, small_bytes: int = _SMALL_COPY, large_bytes: int = _LARGE_COPY) -> Link:
     """The link over which copies of these two sizes take `small` and `large` seconds."""
     if large <= small:  # too noisy to tell
         return Link(large_bytes / large)
@@ -271,26 +273,53 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 @functools.cache
-def _measured_link(a: torch.device, b: torch.device) -> Link:
+def _measure_link(a: torch.device, b: torch.device) -> Link:
     import torch
 
     def copy_seconds(size: int) -> float:
         source = torch.zeros(size, dtype=torch.uint8, device=a)
         seconds = []
         for _ in range(_COPIES):
-            _wait(a, b)
+            _synchronize(a, b)
             start = time.perf_counter()
             source.to(b)
-            _wait(a, b)
+            _synchronize(a, b)
             seconds.append(time.perf_counter() - start)
         return median(seconds[1:])  # the first opens the way
 
-    return fitted_link(copy_seconds(_SMALL), copy_seconds(_LARGE))
+    return fit_link(copy_seconds(_SMALL_COPY), copy_seconds(_LARGE_COPY))
 
 
-def _wait(*devices: torch.device) -> None:
+def _synchronize(*devices: torch.device) -> None:
     import torch
 
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+
+
+# The work of nodes and stages, whatever the hardware: the operations that run, as formulas in the micro-batch size.
+#
+# An operation has an arithmetic, in a type, and a traffic: with the figures of some hardware that makes seconds
+# (`Hardware.seconds`). So what was measured here can be reckoned for hardware that is elsewhere.
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One call of a kernel."""
+
+    dtype: str  # in which it computes, by name; "" where it only moves
+    flops: Polynomial
+    moved: Polynomial  # bytes read and written
+
+    def seconds(self, hardware: Hardware, b: int) -> float:
+        return hardware.seconds(self.flops(b), self.dtype, self.moved(b))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """What a node runs, in order."""
+
+    forward: tuple[Operation, ...] = ()
+    backward: tuple[Operation, ...] = ()
+    to_inputs: tuple[Operation, ...] = ()  # what backward would run, had no parameter a gradient

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hardly any test hangs on how well times are known."""
-    monkeypatch.setattr("fxpipe.arguments.PROFILE_BUDGET", 0.05)
+    monkeypatch.setattr("fxpipe.config.parse.PROFILE_BUDGET", 0.05)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from fxpipe.plans import Plan, Portal, Sending, StageBytes, StagePlan, StageSeconds
-from fxpipe.polynomials import Polynomial
+from fxpipe.plans import Plan, PlannedTransfer, Portal, StageBytes, StagePlan, StageSeconds
+from fxpipe.utils.polynomial import Polynomial
 
 MIB = 2**20
 
@@ -41,7 +41,7 @@ def drawn_plan(
         tracer="record",
         fingerprint="0123456789abcdef",
         placement=placed,
-        sendings=tuple(Sending(source, target, MIB * samples, 0.0) for source, target in ways),
+        sendings=tuple(PlannedTransfer(source, target, MIB * samples, 0.0) for source, target in ways),
         batch=batch,
     )
 

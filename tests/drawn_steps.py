@@ -1,18 +1,19 @@
 """Steps to draw, and what tests ask a picture."""
 
-from fxpipe.drawing.letters import text_width
-from fxpipe.drawing.scene import Area, Bars, Line, Rect, Scene, Text, flat
 from fxpipe.runtime import ActionRecord, DeviceRecord, StepRecord, TransferRecord
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule, transfers_of
+from fxpipe.viz.scene import Area, Bars, Line, Rect, Scene, Text, flatten_items
+from fxpipe.viz.style import text_width
 
 GIB = 2.0**30
 
 
 # A step that ran.
 F0, F1, B1, B0 = (
-    Action(k, j, 0) for k, j in ((Kind.FORWARD, 0), (Kind.FORWARD, 1), (Kind.BACKWARD, 1), (Kind.BACKWARD, 0))
+    Action(k, j, 0)
+    for k, j in ((ActionKind.FORWARD, 0), (ActionKind.FORWARD, 1), (ActionKind.BACKWARD, 1), (ActionKind.BACKWARD, 0))
 )
 KNOWN = StepRecord(
     "1f1b",
@@ -69,7 +70,7 @@ def bounds(item) -> tuple[float, float, float, float]:
 
 def check_scene(scene: Scene) -> None:
     """All is inside, and no text covers another."""
-    items = list(flat(scene.items))
+    items = list(flatten_items(scene.items))
     for item in items:
         left, top, right, bottom = bounds(item)
         assert left >= 0, item

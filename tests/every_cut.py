@@ -12,16 +12,16 @@ from oracle import Seeded, draw_seed, parts_of
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting import forbidden_cuts, split
-from fxpipe.rewriting.random_nodes import mixed
-from fxpipe.runtime import Assembly, Engine, wire
-from fxpipe.runtime.drivers import Interleaved
+from fxpipe.rewriting import forbidden_cuts, split_into_stages
+from fxpipe.rewriting.rng import mix_seed
+from fxpipe.runtime import BoundProgram, Engine, wire_program
+from fxpipe.runtime.executors import InterleavedExecutor
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
 
 
-class WithGrad(Interleaved):
+class WithGrad(InterleavedExecutor):
     """Like a worker's thread, whatever the thread of the caller (autograd's own, in a backward) has set."""
 
     def drive(self, step: Any, rows: Rows) -> None:
@@ -54,13 +54,13 @@ class EveryCut:
     ):
         self.model, self.args, self.loose, self.tolerance = model, args, loose, tolerance
         self.traced = trace(model, args, chunks=chunks)
-        self.forbidden = forbidden_cuts(self.traced)
+        self.forbidden_cuts = forbidden_cuts(self.traced)
         self.batch = self.traced.batch_of(pytree.tree_leaves((args, {})))
         self._wanted: dict[Any, Result] = {}
 
     @property
     def allowed(self) -> list[int]:
-        return [place for place in range(1, len(self.traced.nodes)) if place not in self.forbidden]
+        return [place for place in range(1, len(self.traced.nodes)) if place not in self.forbidden_cuts]
 
     def cuts(self, stages: int, every: int = 1) -> list[tuple[int, ...]]:
         """Every `every`-th way to cut into so many stages."""
@@ -70,7 +70,7 @@ class EveryCut:
         return [n.name for n in self.traced.nodes].index(name)
 
     def program(self, starts: tuple[int, ...]) -> Any:
-        return split(self.traced, starts, [CPU] * len(starts))
+        return split_into_stages(self.traced, starts, [CPU] * len(starts))
 
     def check(
         self, starts: tuple[int, ...], chunks: int, schedule: str, checkpoint: str = "never", seed: int = 0
@@ -137,10 +137,10 @@ class EveryCut:
         made, left = [], []
         # Products of matrices may come out with other bits where memory begins elsewhere: a part that nobody writes to
         # is a part of the mini-batch's memory, as it is for a stage.
-        writes = set().union(*self.traced.effects.writes)
+        writes = set().union(*self.traced.effects.written_classes)
         is_written = any(self.traced.effects.alias[n] in writes for n in self.traced.placeholders.values())
         for i, part in enumerate(parts_of(args, m, self.batch)):
-            with Seeded(mixed(seed, i)):
+            with Seeded(mix_seed(seed, i)):
                 given = pytree.tree_map_only(torch.Tensor, torch.clone, part) if is_written else part
                 made.append(model(*given))
                 left.append([x.detach() for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)])
@@ -167,16 +167,16 @@ class EveryCut:
     def _have(self, program: Any, chunks: int, schedule: str, checkpoint: str, seed: int) -> Result:
         model, args, traced = copy.deepcopy(self.model), self._inputs(), self.traced
         devices, m = (CPU,) * len(program.stages), min(chunks, self.batch)
-        assembly = Assembly(
+        assembly = BoundProgram(
             program,
-            wire(program),
+            wire_program(program),
             devices,
             traced.in_dims,
             traced.out_dims,
             traced.out_spec,
             traced.state,
             traced.constants,
-            left_dims=traced.left_dims,
+            left_attribute_dims=traced.left_attribute_dims,
         )
         engine = Engine(model, WithGrad(seed))
         leaves = pytree.tree_leaves((args, {}))

@@ -127,7 +127,9 @@ class FakeMachine:
         assert runs is not None, "a copy from CPU to CPU needs no stream"
         assert runs.name.startswith("copy"), f"a copy runs on {runs}, where it stops what is computed"
         assert read.device.type != "cpu" or read.is_pinned, "a copy from memory that is not pinned"
-        assert read.written is None or runs.clock.is_behind(read.written), f"{runs} reads before {read.written} wrote"
+        assert read.written_inputs is None or runs.clock.is_behind(read.written_inputs), (
+            f"{runs} reads before {read.written_inputs} wrote"
+        )
         mark = runs.tick()
         read.read.append(mark)
         if source and sink:
@@ -172,7 +174,9 @@ class FakeMachine:
         clock = self.host if memory.device.type == "cpu" else self.current(memory.device).clock
         who = "the host" if memory.device.type == "cpu" else self.current(memory.device)
         assert self.here == memory.device or self.here == CPU, f"{self.here} uses what is on {memory.device}"
-        assert memory.written is None or clock.is_behind(memory.written), f"{who} reads before {memory.written} wrote"
+        assert memory.written_inputs is None or clock.is_behind(memory.written_inputs), (
+            f"{who} reads before {memory.written_inputs} wrote"
+        )
         if memory.device.type == "cuda":
             memory.read.append(self.current(memory.device).tick())
 

@@ -6,7 +6,7 @@ import pytest
 
 from fxpipe.inspect.cli import main
 from fxpipe.plans import Plan, Portal, StageBytes, StagePlan
-from fxpipe.polynomials import ZERO, Polynomial
+from fxpipe.utils.polynomial import ZERO, Polynomial
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.random_nodes import mixed
+from fxpipe.rewriting.rng import mix_seed
 
 
 class Seeded(TorchFunctionMode):
@@ -33,7 +33,7 @@ class Seeded(TorchFunctionMode):
         """A block that is one random node: a function, or a module that is kept whole."""
         generator = torch.default_generator
         before = generator.get_state()
-        generator.manual_seed(mixed(self.seed, self.ordinal))
+        generator.manual_seed(mix_seed(self.seed, self.ordinal))
         seeded, self.is_inside = generator.get_state(), True
         try:
             yield
@@ -76,7 +76,7 @@ def train_step(
     inputs, targets = parts_of((args, kwargs), m, batch), parts_of(target, m, batch)
     losses = []
     for i, (a, k) in enumerate(inputs):
-        with Seeded(mixed(seed, i)):
+        with Seeded(mix_seed(seed, i)):
             output = model(*a, **k)
         size = batch // m + (i < batch % m)
         losses.append(loss_fn(output, targets[i]) * (size / batch))

@@ -9,16 +9,15 @@ from typing import Any
 from every_cut import CPU, EveryCut
 from torch import nn
 
-from fxpipe.rewriting import forbidden_cuts, split
-from fxpipe.rewriting.constraints import Units
-from fxpipe.rewriting.copies import cones
-from fxpipe.rewriting.ordering import in_order
+from fxpipe.rewriting import forbidden_cuts, split_into_stages
+from fxpipe.rewriting.rematerialize import rematerializable_nodes
+from fxpipe.rewriting.reorder import OrderConstraints, with_node_order
 from fxpipe.tracing import Traced
 
 
 def shuffled(traced: Traced, seed: int) -> Traced:
     """The graph in one of all the orders that its constraints allow."""
-    rng, units = random.Random(seed), Units.of_graph(traced)
+    rng, units = random.Random(seed), OrderConstraints.of_graph(traced)
     missing = [0] * len(units.nodes)
     for later in units.after:
         for unit in later:
@@ -30,7 +29,7 @@ def shuffled(traced: Traced, seed: int) -> Traced:
             missing[unit] -= 1
             if not missing[unit]:
                 ready.append(unit)
-    return in_order(traced, [node for unit in order for node in units.nodes[unit]])
+    return with_node_order(traced, [node for unit in order for node in units.nodes[unit]])
 
 
 class Reordered(EveryCut):
@@ -41,12 +40,12 @@ class Reordered(EveryCut):
     ):
         super().__init__(model, *args, **settings)
         self.as_traced, self.traced = self.traced, order(self.traced)
-        self.forbidden, self.copied = forbidden_cuts(self.traced), copied
+        self.forbidden_cuts, self.copied = forbidden_cuts(self.traced), copied
 
     def program(self, starts: tuple[int, ...]) -> Any:
         rng = random.Random(sum(starts))
-        copies = [[name for name in cones(self.traced) if rng.random() < self.copied] for _ in starts]
-        return split(self.traced, starts, [CPU] * len(starts), copies)
+        copies = [[name for name in rematerializable_nodes(self.traced) if rng.random() < self.copied] for _ in starts]
+        return split_into_stages(self.traced, starts, [CPU] * len(starts), copies)
 
     def some_cuts(self, count: int, seed: int = 0) -> list[tuple[int, ...]]:
         """Cuts into 1 to 5 stages."""

@@ -9,14 +9,14 @@ import torch
 from every_cut import CPU
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.rewriting import INPUT, split
-from fxpipe.rewriting.program import Received
-from fxpipe.storages import storages_of
-from fxpipe.thread_state import applied
+from fxpipe._torch.storages import storages_of
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.rewriting import PIPE_INPUT, split_into_stages
+from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.tracing import Traced
-from fxpipe.tracing.checking.check import take
-from fxpipe.tracing.traced import lookup
-from fxpipe.trees import flatten
+from fxpipe.tracing.traced import attribute_tensor
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.pytree import flatten
 
 
 class Stages:
@@ -27,20 +27,20 @@ class Stages:
 
     def __init__(self, traced: Traced, starts: tuple[int, ...], device: torch.device = CPU, copied: bool = False):
         self.traced, self.starts, self.copied = traced, starts, copied
-        self.program = split(traced, starts, [device] * len(starts))
-        self.attributes = {str(n.target): lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
+        self.program = split_into_stages(traced, starts, [device] * len(starts))
+        self.attributes = {str(n.target): attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr"}
 
     def run(self, leaves: list[Any], around: Callable[..., tuple[Any, Any]]) -> list[Any]:
         """Of `around(run the stage, the model's tensors, what it received)`, which gives for each stage what the stage
         returns and an answer, the answers."""
         values: dict[tuple[int, str | None], Any] = {
-            (INPUT, name): leaf for name, leaf in zip(self.program.inputs, leaves, strict=True)
+            (PIPE_INPUT, name): leaf for name, leaf in zip(self.program.inputs, leaves, strict=True)
         }
         answers = []
         for index, stage in enumerate(self.program.stages):
             own = [self._attribute(stage, name) for name in stage.attributes]
             received = [self._received(values, r) for r in stage.receives]
-            with applied(self.traced.state):
+            with set_thread_state(self.traced.state):
                 made, answer = around(lambda s=stage, o=own, r=received: s.run.forward(*o, *r), own, received)
             answers.append(answer)
             values |= {(index, name): value for name, value in zip(stage.sends, made, strict=False)}
@@ -49,13 +49,13 @@ class Stages:
     def _attribute(self, stage: Any, name: str) -> torch.Tensor:
         tensor = self.attributes[name]
         bare = tensor.detach()
-        return bare.clone() if name in stage.changes else bare.requires_grad_(tensor.requires_grad)
+        return bare.clone() if name in stage.changed_buffers else bare.requires_grad_(tensor.requires_grad)
 
-    def _received(self, values: dict[tuple[int, str | None], Any], received: Received) -> Any:
+    def _received(self, values: dict[tuple[int, str | None], Any], received: ReceivedValue) -> Any:
         value = values[received.source, received.name]
         if not isinstance(value, torch.Tensor):
             return value
-        bare = value.detach().clone() if self.copied and received.source != INPUT else value.detach()
+        bare = value.detach().clone() if self.copied and received.source != PIPE_INPUT else value.detach()
         return bare.requires_grad_(value.requires_grad)
 
 
@@ -82,5 +82,5 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> li
 def sample(traced: Traced, leaves: list[Any], size: int) -> list[Any]:
     return [
         x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-        for x in take(traced, leaves, 0, size)
+        for x in take_samples(traced, leaves, 0, size)
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.rewriting.aliases import Aliases
+from fxpipe.rewriting.aliasing import Aliases
 from fxpipe.tracing import trace
 from fxpipe.tracing.traced import Traced
 

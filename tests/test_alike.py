@@ -12,8 +12,8 @@ from test_shapes import shapes, traced
 from torch import fx, nn
 
 from fxpipe import trace
-from fxpipe.tracing.sizing import symbolic_run
-from fxpipe.tracing.sizing.alike import Alike
+from fxpipe.tracing.shapes import symbolic_run
+from fxpipe.tracing.shapes.node_cache import NodeCache
 from fxpipe.tracing.traced import Traced
 
 
@@ -26,8 +26,8 @@ def runs(monkeypatch) -> list[str]:
         names.append(node.name)
         return call(node, value_of)
 
-    call = symbolic_run.call
-    monkeypatch.setattr(symbolic_run, "call", counted)
+    call = symbolic_run.call_node
+    monkeypatch.setattr(symbolic_run, "call_node", counted)
     return names
 
 
@@ -58,7 +58,7 @@ def test_shapes_are_those_of_running_each_call(name, monkeypatch):
     (case,) = [case for case in CASES if case.name == name]
     model, (args, kwargs) = case.make(), case.inputs(4)
     ours = told(trace(model, args, kwargs))
-    monkeypatch.setattr(Alike, "known", lambda self, key: None)
+    monkeypatch.setattr(NodeCache, "known", lambda self, key: None)
     assert ours == told(trace(model, args, kwargs))
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import StateError
-from fxpipe.runtime import Alone, Interleaved, Workers, driver_for
+from fxpipe.runtime import InlineExecutor, InterleavedExecutor, ThreadedExecutor, executor_for
 
 CPU = torch.device("cpu")
 NAMES = ("loss", "outputs", "drop-in")
@@ -39,7 +39,7 @@ def _pipe(driver=None, checkpoint="never", **options):
     x, _ = _data()
     pipe = fxpipe.pipeline(Model(), ["cpu"], 3, example_args=(x,), checkpoint=checkpoint, **options)
     if driver is not None:
-        pipe._fxpipe.engine.driver = driver
+        pipe._fxpipe.engine.executor = driver
     return pipe
 
 
@@ -55,9 +55,9 @@ def _steps(pipe):
 
 
 def test_who_drives():
-    assert isinstance(driver_for([CPU]), Alone)
-    assert isinstance(driver_for([CPU, CPU]), Workers)
-    assert isinstance(driver_for([torch.device("cuda:0")]), Workers)
+    assert isinstance(executor_for([CPU]), InlineExecutor)
+    assert isinstance(executor_for([CPU, CPU]), ThreadedExecutor)
+    assert isinstance(executor_for([torch.device("cuda:0")]), ThreadedExecutor)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -65,7 +65,7 @@ def test_who_drives():
 def test_the_same_bits_as_workers(checkpoint, stages):
     with (
         _pipe(checkpoint=checkpoint, stages_per_device=stages) as alone,
-        closing(Workers([CPU])) as workers,
+        closing(ThreadedExecutor([CPU])) as workers,
         _pipe(workers, checkpoint, stages_per_device=stages) as other,
     ):
         have, want = _steps(alone), _steps(other)
@@ -138,7 +138,7 @@ def test_an_exception_in_a_stage_leaves_nothing_set(error):
         assert all(p.grad is not None for p in pipe.parameters())
 
 
-@pytest.mark.parametrize("driver", [None, Interleaved(0)])
+@pytest.mark.parametrize("driver", [None, InterleavedExecutor(0)])
 def test_what_loss_fn_leaves_set_does_not_outlast_it(driver):
     def loss_fn(y, t):
         loss = F.cross_entropy(y, t)
@@ -219,7 +219,7 @@ def test_closing_while_another_thread_runs_a_step():
     thread = threading.Thread(target=run)
     thread.start()
     assert at_work.wait(10)
-    pipe._fxpipe.engine.driver.close()
+    pipe._fxpipe.engine.executor.close()
     closed.set()
     thread.join(10)
     assert not thread.is_alive()

@@ -13,7 +13,7 @@ from oracle import assert_same_gradients, closing
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.assembly import Tensors
+from fxpipe.runtime.bound_program import ModelTensors
 
 
 class Counting(nn.Module):
@@ -69,7 +69,7 @@ def test_what_was_replaced_between_steps_is_followed(replaced: str) -> None:
 
 def test_a_tensor_that_is_set_is_set_where_it_was_found() -> None:
     model = Counting()
-    tensors = Tensors(model, {"table": torch.zeros(1)})
+    tensors = ModelTensors(model, {"table": torch.zeros(1)})
     tensors.set("body.1.running_mean", torch.full((4,), 3.0))
     tensors.set("table", torch.ones(1))
     assert model.body[1].running_mean.tolist() == [3.0] * 4

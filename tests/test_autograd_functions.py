@@ -19,8 +19,8 @@ from torch.autograd.function import FunctionMeta, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe._torch.autograd_functions import intercept_apply
 from fxpipe.errors import TraceError
-from fxpipe.tracing.autograd_functions import taken_over
 
 
 class Tri(Function):
@@ -190,11 +190,11 @@ def test_applying_is_as_it_was_after_a_block_and_for_nested_ones() -> None:
 
         return call
 
-    with taken_over(note("outer")):
-        with taken_over(note("inner")):
+    with intercept_apply(note("outer")):
+        with intercept_apply(note("inner")):
             tri(torch.ones(2)), Tri.apply(torch.ones(2))
         tri(torch.ones(2))
-        with taken_over(note("middle")), taken_over(note("inner")):
+        with intercept_apply(note("middle")), intercept_apply(note("inner")):
             Tri.apply(torch.ones(2))
     tri(torch.ones(2))
     is_shared = code is not None  # in torch 2.14 only the attribute is replaced

@@ -15,9 +15,15 @@ from torch import nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.checking.micro_batches import holds_for_parts, sizes_of_parts
-from fxpipe.tracing.recording.fitting import Formula, gives, polynomial, simplest, value_of
-from fxpipe.tracing.recording.one_node import leaf
+from fxpipe.tracing.record.fit_formula import (
+    SizeFormula,
+    formula_fits,
+    formula_value,
+    polynomial_through,
+    simplest_formula,
+)
+from fxpipe.tracing.record.opaque_call import leaf
+from fxpipe.tracing.verify.micro_batch_sizes import holds_for_micro_batches, sizes_of_micro_batches
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 
@@ -135,7 +141,12 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if traced.matches([x[:n]], traced.in_spec, traced.flags)] == [2, 3, 4, 5, 6]
-    assert [n for n in range(3, 9) if holds_for_parts(traced, [x[:n]], sizes_of_parts(n, 2))] == [3, 4, 5, 6]
+    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], sizes_of_micro_batches(n, 2))] == [
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_a_model_that_is_right_as_recorded_is_recorded_once():
@@ -407,22 +418,22 @@ FORMULAS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_simple_formulas_hold_beyond_what_was_seen(name):
-    formula = simplest([(b, FORMULAS[name](b)) for b in (4, 2, 3, 5, 6, 7)])
+    formula = simplest_formula([(b, FORMULAS[name](b)) for b in (4, 2, 3, 5, 6, 7)])
     assert formula is not None
-    assert gives(formula, [(b, FORMULAS[name](b)) for b in range(1, 100)])
+    assert formula_fits(formula, [(b, FORMULAS[name](b)) for b in range(1, 100)])
 
 
 @pytest.mark.parametrize("number", [lambda b: min(b, 4), lambda b: b * b, lambda b: 2**b, lambda b: math.log(b)])
 def test_polynomial_through_whatever_was_seen(number):
     points = [(b, number(b)) for b in (4, 2, 3, 5)]
-    assert simplest(points) is None
-    assert gives(polynomial(points), points)
+    assert simplest_formula(points) is None
+    assert formula_fits(polynomial_through(points), points)
 
 
 def test_constant_is_itself():
-    found: Formula | None = simplest([(4, 7), (5, 7), (6, 7)])
+    found: SizeFormula | None = simplest_formula([(4, 7), (5, 7), (6, 7)])
     assert found == 7
-    assert value_of(found, 9) == 7
+    assert formula_value(found, 9) == 7
 
 
 def test_the_batch_size_as_an_output_is_that_of_the_mini_batch():

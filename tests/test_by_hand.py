@@ -12,10 +12,9 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.deciding.cuts import decide
+from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
-from fxpipe.options import Options
-from fxpipe.settings import make_settings
+from fxpipe.planning.choose import choose_cut
 
 BATCH, CHUNKS = 6, 3
 
@@ -188,9 +187,11 @@ def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
     traced = fxpipe.trace(Tied(), (ids,))
     on_cpu = fxpipe.profile(traced, (ids,), hardware="cpu")
     on_gpu = fxpipe.profile(traced, (ids,), hardware="h100")
-    options = Options(devices=["cpu", "cuda:0"], chunks=2, pin={"": 1}, stages_per_device=1, memory_limit="1GiB")
+    options = PipelineOptions(
+        devices=["cpu", "cuda:0"], chunks=2, pin={"": 1}, stages_per_device=1, memory_limit="1GiB"
+    )
     settings = make_settings(options, anywhere=True)
-    cut = decide([traced], [on_cpu, on_gpu], BATCH, settings)
+    cut = choose_cut([traced], [on_cpu, on_gpu], BATCH, settings)
     assert [str(worker) for worker in cut.settings.workers] == ["cuda:0"]
     assert cut.profiles == (on_gpu,)
     assert cut.loads[0].forward_seconds == pytest.approx(on_gpu.forward_seconds)

@@ -17,13 +17,13 @@ from test_ordering import Parts, Tied, Towers, Translation, tokens, vectors
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fxpipe.deciding.chains import chain_of
-from fxpipe.partitioning import Chain, Link, Site, stage_loads
+from fxpipe._torch.storages import storages_of
+from fxpipe.partitioning import Chain, Link, StageSite, stage_loads
+from fxpipe.planning.cost_model import chain_of
 from fxpipe.profiling import Profile, profile
-from fxpipe.rewriting import INPUT, forbidden_cuts, split
-from fxpipe.rewriting.ordering import ordered
+from fxpipe.rewriting import PIPE_INPUT, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.reorder import reorder_nodes
 from fxpipe.simulation import transfers_of
-from fxpipe.storages import storages_of
 from fxpipe.tracing import Traced, trace
 
 BATCH, SAMPLES = 6, 3
@@ -68,7 +68,7 @@ def run(stages: Stages, leaves: list[Any]) -> list[Seen]:
         from_others = {
             r.name: value
             for r, value in zip(stage.receives, given, strict=True)
-            if r.source != INPUT and isinstance(value, torch.Tensor)
+            if r.source != PIPE_INPUT and isinstance(value, torch.Tensor)
         }
         came = {s._cdata: s for v in from_others.values() for s in storages_of(v)}
         leaf = {s._cdata: s for v in from_others.values() if v.requires_grad for s in storages_of(v)}
@@ -130,14 +130,14 @@ def idle(chain: Chain) -> Chain:
     return replace(chain, forward=nothing, backward=nothing)
 
 
-@pytest.mark.parametrize("order", [lambda traced: traced, ordered], ids=["as traced", "ordered"])
+@pytest.mark.parametrize("order", [lambda traced: traced, reorder_nodes], ids=["as traced", "ordered"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], Traced]) -> None:
     traced, costs, leaves = case(name)
     traced = order(traced)
     chain, exact = idle(chain_of(traced, [costs], SAMPLES, {})), 0
     for starts in cuts(traced):
-        sites = [Site(link=Link(1.0), state=3.0)] * len(starts)  # a byte takes a second
+        sites = [StageSite(link=Link(1.0), state=3.0)] * len(starts)  # a byte takes a second
         stages = Stages(traced, starts, copied=True)
         seen = run(stages, sample(traced, leaves, SAMPLES))
         kept, again = (stage_loads(chain, sites, starts, [way] * len(starts)) for way in (False, True))
@@ -178,12 +178,12 @@ def test_an_input_that_is_written_to_is_sent_by_the_stage_that_does_so() -> None
     model, x = WritesToItsInput(), torch.randn(3, 4)
     traced = trace(model, (x, x.clone()))
     assert traced.effects is not None
-    writer = next(place for place, writes in enumerate(traced.effects.writes) if writes)
+    writer = next(place for place, writes in enumerate(traced.effects.written_classes) if writes)
     later = next(place for place, node in enumerate(traced.nodes) if node.name == "three")
     chain = chain_of(traced, [profile(traced, (x, x.clone()), budget=0.0)], 3, forbidden_cuts(traced))
-    program = split(traced, (0, later), [torch.device("cpu")] * 2)
+    program = split_into_stages(traced, (0, later), [torch.device("cpu")] * 2)
     received = {value.name: value.source for value in program.stages[1].receives}
-    assert sorted(received.values()) == [INPUT, 0, 0]
+    assert sorted(received.values()) == [PIPE_INPUT, 0, 0]
     arriving = [flow for flow in chain.flows if 0 <= flow.maker < later <= flow.users[-1]]
     # What is left in the input goes to the end as well, back to the caller.
     assert [(flow.bytes, flow.returns) for flow in arriving] == [(48, True)] * 3

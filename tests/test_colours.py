@@ -5,8 +5,8 @@ from math import dist
 
 import pytest
 
-from fxpipe.drawing import colours
-from fxpipe.timelines.terminal import INKS, SHADES
+from fxpipe.viz import style as colours
+from fxpipe.viz.terminal import KIND_INKS, KIND_SHADES
 
 EYES = {
     "usual": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
@@ -55,8 +55,8 @@ def _seen(colour: str, eye: str) -> tuple[float, float, float]:
 @pytest.mark.parametrize(
     "palette",
     [
-        {**{str(kind): colour for kind, colour in colours.KINDS.items()}, "bubble": colours.PAPER},
-        {name: colours.MEMORY[name] for name in ("activations", "portals", "working")},
+        {**{str(kind): colour for kind, colour in colours.KIND_COLOURS.items()}, "bubble": colours.PAPER},
+        {name: colours.MEMORY_COLOURS[name] for name in ("activations", "portals", "working")},
     ],
     ids=["kinds of actions", "parts of memory"],
 )
@@ -66,21 +66,21 @@ def test_any_two_are_told_apart(palette, eye):
 
 
 def test_parts_of_memory_that_lie_on_each_other_are_told_apart():
-    shown = list(colours.MEMORY.values())
+    shown = list(colours.MEMORY_COLOURS.values())
     for eye in EYES:
         for one, two in pairwise(shown):
             assert dist(_seen(one, eye), _seen(two, eye)) > APART
 
 
 def test_kinds_of_actions_differ_in_lightness_so_that_grey_will_do():
-    lightness = sorted(_seen(colour, "usual")[0] for colour in colours.KINDS.values())
+    lightness = sorted(_seen(colour, "usual")[0] for colour in colours.KIND_COLOURS.values())
     assert all(two - one > 10 for one, two in pairwise(lightness))
 
 
 def test_letters_are_legible_on_every_colour():
-    for colour in (*colours.KINDS.values(), colours.RECEIVING):
-        assert colours.contrast(colours.letters_on(colour), colour) >= 4.5
-    for colour in (colours.INK, colours.FAINT, colours.LIMIT):
+    for colour in (*colours.KIND_COLOURS.values(), colours.RECEIVING_COLOUR):
+        assert colours.contrast(colours.text_colour_on(colour), colour) >= 4.5
+    for colour in (colours.INK, colours.FAINT, colours.LIMIT_COLOUR):
         assert colours.contrast(colour, colours.PAPER) >= 4.5
 
 
@@ -93,9 +93,9 @@ def _of_terminal(number: int) -> str:
 
 
 def test_a_terminal_has_nearly_the_same_colours_and_legible_letters():
-    for kind, number in SHADES.items():
-        assert dist(_seen(_of_terminal(number), "usual"), _seen(colours.KINDS[kind], "usual")) < 20
-        assert colours.contrast(_of_terminal(INKS[kind]), _of_terminal(number)) >= 4.5
+    for kind, number in KIND_SHADES.items():
+        assert dist(_seen(_of_terminal(number), "usual"), _seen(colours.KIND_COLOURS[kind], "usual")) < 20
+        assert colours.contrast(_of_terminal(KIND_INKS[kind]), _of_terminal(number)) >= 4.5
     for eye in EYES:
-        for one, two in combinations(SHADES.values(), 2):
+        for one, two in combinations(KIND_SHADES.values(), 2):
             assert dist(_seen(_of_terminal(one), eye), _seen(_of_terminal(two), eye)) > APART

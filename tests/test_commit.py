@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import StateError
-from fxpipe.runtime.commit import add_gradient, committed
+from fxpipe.runtime.commit import add_gradient, attach_commit
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CASES = {
@@ -35,7 +35,7 @@ def _step(devices, output_device, gradients):
         called.append((given, threading.get_ident(), contextvars.copy_context()))
         return [*gradients]
 
-    (output,) = committed(finish, [torch.zeros(2, device=output_device)], inputs)
+    (output,) = attach_commit(finish, [torch.zeros(2, device=output_device)], inputs)
     return inputs, output, called
 
 
@@ -89,7 +89,7 @@ def test_a_gradient_is_taken_without_a_copy():
             return [gradients.pop()]
 
         parameter = nn.Parameter(torch.zeros(1))
-        (output,) = committed(finish, [torch.zeros(2, device=output_device)], [parameter])
+        (output,) = attach_commit(finish, [torch.zeros(2, device=output_device)], [parameter])
         output.sum().backward()
         assert parameter.grad.data_ptr() == where
 

@@ -15,11 +15,11 @@ from oracle import assert_same_gradients, assert_same_state
 from torch import nn
 
 import fxpipe
-from fxpipe.rewriting import split
-from fxpipe.rewriting.splitting import split_weights
-from fxpipe.rewriting.tapping import tap_weights
+from fxpipe.rewriting import split_into_stages
+from fxpipe.rewriting.split_backward import split_stage_backward
+from fxpipe.rewriting.split_backward_compiled import split_compiled_stage_backward
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling.actions import ActionKind
 from fxpipe.tracing import trace
 
 BATCH = 7  # uneven over three micro-batches
@@ -78,7 +78,7 @@ def _nothing_compiled():
 
 
 def stages_of(model, *args, starts=(0,)):
-    return split(trace(model, args, chunks=3), starts, [torch.device("cpu")] * len(starts)).stages
+    return split_into_stages(trace(model, args, chunks=3), starts, [torch.device("cpu")] * len(starts)).stages
 
 
 def both(model, args, steps=3, compile=AOT, devices=("cpu", "cpu"), **how):
@@ -113,10 +113,10 @@ def test_steps():
 def test_the_same_parameters_are_left_to_w():
     for starts in ((0,), (0, 9)):
         for stage in stages_of(Uses(), ids(), starts=starts):
-            tapped = tap_weights(stage)
-            assert tapped.weighed == split_weights(stage).weighed != frozenset()
+            tapped = split_compiled_stage_backward(stage)
+            assert tapped.split_parameters == split_stage_backward(stage).split_parameters != frozenset()
             assert tapped.taps is not None
-            assert "with_b.weight" not in tapped.weighed
+            assert "with_b.weight" not in tapped.split_parameters
 
 
 def test_products_of_two_values_are_left_alone():
@@ -129,8 +129,8 @@ def test_products_of_two_values_are_left_alone():
             return torch.matmul(self.q(x), self.k(x).mT) @ x
 
     for starts in ((0,), (0, 3)):  # the second operand made in the stage, and received
-        for make in (split_weights, tap_weights):
-            first, *rest = (make(s).weighed for s in stages_of(Scores(), torch.randn(6, 5, 6), starts=starts))
+        for make in (split_stage_backward, split_compiled_stage_backward):
+            first, *rest = (make(s).split_parameters for s in stages_of(Scores(), torch.randn(6, 5, 6), starts=starts))
             assert first == {"q.weight", "q.bias", "k.weight"}
             assert rest == [frozenset()] * len(rest)
 
@@ -141,11 +141,11 @@ def test_a_shape_that_is_not_known_keeps_its_node_whole():
     nodes = {node.name: node for node in stage.run.graph.nodes}
     _, _, of_last = (n for n in nodes.values() if n.op == "call_function" and "shapes" in n.meta)
     of_last.meta["shapes"] = None
-    assert tap_weights(stage).weighed == {"0.weight", "0.bias"}
+    assert split_compiled_stage_backward(stage).split_parameters == {"0.weight", "0.bias"}
     for node in nodes.values():
         if node.op == "placeholder" and "text" not in node.meta:
             node.meta["shapes"] = None
-    assert tap_weights(stage) is stage
+    assert split_compiled_stage_backward(stage) is stage
 
 
 class Tower(nn.Module):
@@ -159,11 +159,11 @@ class Tower(nn.Module):
 
 
 def test_w_carries_the_weights(monkeypatch):
-    counts = {kind: Counter() for kind in Kind}
+    counts = {kind: Counter() for kind in ActionKind}
     perform, lock = Step.perform, threading.Lock()
 
     def counting(step, action):
-        if action.kind is Kind.FORWARD:  # compiles
+        if action.kind is ActionKind.FORWARD:  # compiles
             return perform(step, action)
         with lock, Ops(counts[action.kind]):
             return perform(step, action)
@@ -172,8 +172,8 @@ def test_w_carries_the_weights(monkeypatch):
     how = {"chunks": 2, "example_args": (torch.randint(0, 11, (4, 9)),), "schedule": "zero_bubble", "compile": AOT}
     with fxpipe.pipeline(Tower(), ["cpu", "cpu"], **how) as pipe:
         pipe.forward_backward(*how["example_args"], loss_fn=square)
-    assert counts[Kind.BACKWARD] == {"mm": 2 * 2, "conv x": 2 * 2, "conv w": 0}
-    assert counts[Kind.WEIGHT] == {"mm": 2 * 2, "conv x": 0, "conv w": 2 * 2, "embedding_dense_backward": 2}
+    assert counts[ActionKind.BACKWARD] == {"mm": 2 * 2, "conv x": 2 * 2, "conv w": 0}
+    assert counts[ActionKind.WEIGHT] == {"mm": 2 * 2, "conv x": 0, "conv w": 2 * 2, "embedding_dense_backward": 2}
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "except_last"])

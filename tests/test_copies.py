@@ -16,8 +16,8 @@ from test_random_models import ANY_MODEL_AND_STEP, random_model
 from torch import nn
 
 from fxpipe.errors import InternalError
-from fxpipe.rewriting import INPUT, choose_copies, ordered, split
-from fxpipe.rewriting.copies import cheapest_copies, cones
+from fxpipe.rewriting import PIPE_INPUT, choose_rematerialization, reorder_nodes, split_into_stages
+from fxpipe.rewriting.rematerialize import cheapest_rematerialization, rematerializable_nodes
 from fxpipe.tracing import Traced, trace
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def middle(traced: Traced) -> int:
 
 
 def everything(traced: Traced, stages: int) -> list[list[str]]:
-    return [[*cones(traced)]] * stages
+    return [[*rematerializable_nodes(traced)]] * stages
 
 
 # -- which may be ----------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def everything(traced: Traced, stages: int) -> list[list[str]]:
 
 def test_only_what_is_the_same_everywhere_may_be_a_copy():
     traced = masked()
-    may_be = cones(traced)
+    may_be = rematerializable_nodes(traced)
     made_by = {n.name: n for n in traced.nodes}
     targets = {str(getattr(made_by[name].target, "__name__", made_by[name].target)) for name in may_be}
     assert {"ne", "where", "arange", "cos", "chunk"} <= targets
@@ -88,7 +88,7 @@ def test_only_what_is_the_same_everywhere_may_be_a_copy():
 
 def test_cones_name_what_each_is_computed_from():
     traced = masked()
-    may_be, inputs = cones(traced), {n.name for n in traced.graph.nodes if n.op != "call_function"}
+    may_be, inputs = rematerializable_nodes(traced), {n.name for n in traced.graph.nodes if n.op != "call_function"}
     for name, sources in may_be.items():
         assert all(source in may_be or source in inputs for source in sources), name
     assert list(may_be) == [n.name for n in traced.nodes if n.name in may_be]
@@ -108,7 +108,7 @@ class WritesItsInput(nn.Module):
 
 def test_what_hangs_on_memory_that_is_written_to_may_not():
     traced = trace(WritesItsInput(), (torch.randn(4, 4), torch.randn(4, 4)), chunks=2)
-    assert cones(traced) == {}
+    assert rematerializable_nodes(traced) == {}
 
 
 class SizedByOthers(nn.Module):
@@ -130,8 +130,8 @@ def test_a_size_of_what_is_no_copy_is_received_and_the_rest_computed():
     cuts = Reordered(SizedByOthers(), torch.randint(0, 11, (5, 7)), order=lambda t: t, copied=1.0)
     ones = next(n for n in cuts.traced.nodes if n.target is torch.ones)
     (size,) = ones.all_input_nodes
-    assert ones.name in cones(cuts.traced)
-    assert size.name not in cones(cuts.traced)
+    assert ones.name in rematerializable_nodes(cuts.traced)
+    assert size.name not in rematerializable_nodes(cuts.traced)
     starts = (0, place(cuts.traced, "layers_1"))
     assert {r.name for r in cuts.program(starts).stages[1].receives} >= {size.name, "in_0"}
     assert "ones" in cuts.program(starts).stages[1].code
@@ -150,7 +150,7 @@ def test_what_hangs_on_an_input_that_requires_grad_may_not():
             return self.layer(x) * y.detach().abs() * x.detach().abs()
 
     traced = trace(Model(), (torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)), chunks=2)
-    sources = {source for sources in cones(traced).values() for source in sources}
+    sources = {source for sources in rematerializable_nodes(traced).values() for source in sources}
     assert "in_0" in sources
     assert "in_1" not in sources
 
@@ -179,13 +179,13 @@ class WithReader(nn.Module):
 def test_a_module_kept_whole_and_what_shares_its_buffers_may_not():
     traced = trace(WithReader(), (torch.randn(4, 4),), chunks=2)
     assert traced.whole
-    assert cones(traced) == {}
+    assert rematerializable_nodes(traced) == {}
 
 
 def test_other_names_are_refused():
     traced = masked()
     with pytest.raises(InternalError, match="embed"):
-        split(traced, (0, middle(traced)), [CPU, CPU], [(), ("embed",)])
+        split_into_stages(traced, (0, middle(traced)), [CPU, CPU], [(), ("embed",)])
 
 
 # -- what they do ----------------------------------------------------------------------------------------------------
@@ -194,12 +194,12 @@ def test_other_names_are_refused():
 def test_a_stage_computes_its_copies_from_inputs_and_buffers():
     traced = masked()
     starts = (0, middle(traced))
-    plain = split(traced, starts, [CPU, CPU])
-    program = split(traced, starts, [CPU, CPU], everything(traced, 2))
-    again = cones(traced)
+    plain = split_into_stages(traced, starts, [CPU, CPU])
+    program = split_into_stages(traced, starts, [CPU, CPU], everything(traced, 2))
+    again = rematerializable_nodes(traced)
     assert any(r.name in again for r in plain.stages[1].receives)
     assert not any(r.name in again for r in program.stages[1].receives)
-    assert [r.name for r in program.stages[1].receives if r.source == INPUT] == ["in_0"]
+    assert [r.name for r in program.stages[1].receives if r.source == PIPE_INPUT] == ["in_0"]
     assert "frequencies" in program.stages[1].attributes
     assert set(program.stages[0].sends) < set(plain.stages[0].sends)
     assert "cos" in program.stages[1].code
@@ -210,16 +210,16 @@ def test_a_stage_computes_its_copies_from_inputs_and_buffers():
 def test_copies_that_a_stage_has_no_use_for_are_not_made():
     traced = masked()
     last = len(traced.nodes) - 1
-    program = split(traced, (0, middle(traced), last), [CPU] * 3, everything(traced, 3))
+    program = split_into_stages(traced, (0, middle(traced), last), [CPU] * 3, everything(traced, 3))
     assert "cos" not in program.stages[2].code
-    assert not any(r.source == INPUT for r in program.stages[2].receives)
+    assert not any(r.source == PIPE_INPUT for r in program.stages[2].receives)
 
 
 def test_of_a_chain_the_rest_is_received():
     traced = masked()
     cos = next(n for n in traced.nodes if "cos" in n.name)
     parts = [n.name for n in traced.nodes if cos in n.all_input_nodes or n.args[:1] == (next(iter(cos.users)),)]
-    program = split(traced, (0, middle(traced)), [CPU, CPU], [(), parts])
+    program = split_into_stages(traced, (0, middle(traced)), [CPU, CPU], [(), parts])
     names = [r.name for r in program.stages[1].receives]
     assert cos.name in names
     assert not set(parts) & set(names)
@@ -228,15 +228,17 @@ def test_of_a_chain_the_rest_is_received():
 def test_a_portal_that_nobody_needs_is_not_there():
     traced = masked()
     starts = (0, place(traced, "layers_1"), place(traced, "layers_2"))
-    again = cones(traced)
-    plain = split(traced, starts, [CPU] * 3)
-    program = split(traced, starts, [CPU] * 3, everything(traced, 3))
+    again = rematerializable_nodes(traced)
+    plain = split_into_stages(traced, starts, [CPU] * 3)
+    program = split_into_stages(traced, starts, [CPU] * 3, everything(traced, 3))
     assert any(skip.name in again for skip in plain.skips)
     assert not any(skip.name in again for skip in program.skips)
 
 
 @pytest.mark.parametrize("copied", [1.0, 0.5])
-@pytest.mark.parametrize("order", [lambda t: t, ordered, lambda t: shuffled(t, 3)], ids=["traced", "ordered", "any"])
+@pytest.mark.parametrize(
+    "order", [lambda t: t, reorder_nodes, lambda t: shuffled(t, 3)], ids=["traced", "ordered", "any"]
+)
 def test_the_plain_model_bit_for_bit(order, copied):
     # The count is another one in each micro-batch, as in the plain model.
     cuts = Reordered(Masked().train(), torch.randint(0, 11, (5, 7)), order=order, copied=copied, chunks=3)
@@ -263,7 +265,7 @@ class UnderAutocast(nn.Module):
 def test_copies_run_under_the_state_of_their_own_place():
     args = (torch.randn(5, 4), torch.randn(4, 4))
     cuts = Reordered(UnderAutocast(), *args, order=lambda t: t, copied=1.0, chunks=2)
-    assert len(cones(cuts.traced)) >= 4
+    assert len(rematerializable_nodes(cuts.traced)) >= 4
     for k, starts in enumerate(cuts.cuts(2)):
         cuts.check(starts, 2, ("1f1b", "drop-in")[k % 2])
 
@@ -277,7 +279,7 @@ def test_any_model_with_any_copies_is_the_plain_model(program, seed, chunks, sch
     model, args = random_model(program)
     names = tuple(name for name, _ in model.named_parameters())
     cuts = Reordered(model, *args, order=lambda t: t, copied=0.8, loose=names)
-    hypothesis.assume(cones(cuts.traced))
+    hypothesis.assume(rematerializable_nodes(cuts.traced))
     (starts,) = cuts.some_cuts(5, seed)[seed % 4 + 1 :][:1]
     cuts.check(starts, chunks, schedule, checkpoint, seed=seed)
 
@@ -316,28 +318,28 @@ def test_the_choice_is_the_least_of_all(seed):
     receive |= {"in_0": rng.choice([0.0, 2.0]), "table": rng.choice([0.0, 5.0])}
     compute = {name: rng.choice([0.0, 1.0, 2.0, 5.0]) for name in again}
     needed = rng.sample(names, rng.randint(1, len(names)))
-    chosen = set(cheapest_copies(needed, again, receive, compute))
+    chosen = set(cheapest_rematerialization(needed, again, receive, compute))
     some = (set(c) for k in range(len(again) + 1) for c in itertools.combinations(again, k))
     least = min(seconds_of(needed, other, again, receive, compute) for other in some)
     assert seconds_of(needed, chosen, again, receive, compute) == least
 
 
 def test_where_it_takes_the_same_time_values_are_received():
-    assert cheapest_copies(["v"], {"v": ("in_0",)}, {"v": 2.0, "in_0": 1.0}, {"v": 1.0}) == frozenset()
+    assert cheapest_rematerialization(["v"], {"v": ("in_0",)}, {"v": 2.0, "in_0": 1.0}, {"v": 1.0}) == frozenset()
 
 
 def test_what_two_values_need_is_paid_for_once():
     again = {"angles": (), "cos": ("angles",), "sin": ("angles",)}
     receive, compute = {"angles": 9.0, "cos": 3.0, "sin": 3.0}, {"angles": 4.0, "cos": 0.5, "sin": 0.5}
-    assert cheapest_copies(["cos"], again, receive, compute) == frozenset()
-    assert cheapest_copies(["cos", "sin"], again, receive, compute) == {"angles", "cos", "sin"}
+    assert cheapest_rematerialization(["cos"], again, receive, compute) == frozenset()
+    assert cheapest_rematerialization(["cos", "sin"], again, receive, compute) == {"angles", "cos", "sin"}
 
 
 def chosen(traced: Traced, starts: tuple[int, ...], seconds: float, receive: list) -> tuple[tuple[str, ...], ...]:
-    program = split(traced, starts, [CPU] * len(starts))
+    program = split_into_stages(traced, starts, [CPU] * len(starts))
     nodes = [n.name for n in traced.graph.nodes]
     sizes = dict.fromkeys(nodes, 100.0) | {"in_0": 10.0, "frequencies": 10.0}
-    return choose_copies(traced, program, dict.fromkeys(nodes, seconds), sizes, receive)
+    return choose_rematerialization(traced, program, dict.fromkeys(nodes, seconds), sizes, receive)
 
 
 def test_a_value_that_is_handed_over_is_not_computed_again():
@@ -353,21 +355,21 @@ def test_slow_links_make_copies_and_fast_ones_do_not():
     starts = (0, middle(traced))
     assert chosen(traced, starts, 1.0, [lambda size: size * 1e-3] * 2) == ((), ())
     slow = chosen(traced, starts, 1.0, [lambda size: size * 1e3] * 2)
-    program = split(traced, starts, [CPU] * 2, slow)
-    assert not any(r.name in cones(traced) for r in program.stages[1].receives)
-    assert list(slow[1]) == [name for name in cones(traced) if name in slow[1]]
+    program = split_into_stages(traced, starts, [CPU] * 2, slow)
+    assert not any(r.name in rematerializable_nodes(traced) for r in program.stages[1].receives)
+    assert list(slow[1]) == [name for name in rematerializable_nodes(traced) if name in slow[1]]
 
 
 def test_an_input_that_the_stage_does_not_have_has_its_price():
     traced = masked()
     starts = (0, middle(traced))
     sizes = {n.name: 1.0 for n in traced.graph.nodes}
-    program = split(traced, starts, [CPU] * 2)
+    program = split_into_stages(traced, starts, [CPU] * 2)
     free = dict.fromkeys(sizes, 0.0)
 
     def of_ids(large: float) -> set[str]:
-        found = choose_copies(traced, program, free, sizes | {"in_0": large}, [lambda size: size] * 2)[1]
-        return {name for name in found if "in_0" in cones(traced)[name]}
+        found = choose_rematerialization(traced, program, free, sizes | {"in_0": large}, [lambda size: size] * 2)[1]
+        return {name for name in found if "in_0" in rematerializable_nodes(traced)[name]}
 
     assert of_ids(0.5)
     assert not of_ids(100.0)

@@ -18,25 +18,32 @@ from test_saved_bytes import Of, Pictures, Stages, counted, leaves_of, number, o
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.profiling.counting import Count, Counts
-from fxpipe.profiling.formulas import fitted, output_bytes, polynomial
-from fxpipe.profiling.probing import _Counter
-from fxpipe.profiling.working import Storage, Temporary, larger, peak, working
+from fxpipe.profiling.formulas import fit_counts, fit_polynomial, output_bytes
+from fxpipe.profiling.memory import (
+    GraphCounts,
+    NodeCounts,
+    StorageLifetime,
+    TemporaryBytes,
+    larger_formula,
+    peak_of_stage,
+    working_bytes_of,
+)
+from fxpipe.profiling.probe import _CountingMode
 from fxpipe.tracing import Traced, trace
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
 
-def count_of(model: nn.Module, *args: Any, samples: int = 3, **options: Any) -> tuple[Traced, Counts]:
+def count_of(model: nn.Module, *args: Any, samples: int = 3, **options: Any) -> tuple[Traced, GraphCounts]:
     traced = trace(model, args, **options)
     return traced, counted(traced, leaves_of(args), samples)
 
 
-def by_name(counts: Counts) -> dict[str, Count]:
+def by_name(counts: GraphCounts) -> dict[str, NodeCounts]:
     return {node.name: found for node, found in counts.nodes.items()}
 
 
-def total(counts: Counts, field: str) -> sympy.Expr:
+def total(counts: GraphCounts, field: str) -> sympy.Expr:
     return sympy.Add(*(getattr(found, field) for found in counts.nodes.values()))
 
 
@@ -52,8 +59,8 @@ def test_polynomials_are_found_exactly(coefficients: tuple[Any, ...], sizes: tup
         return int(sum(c * size**k for k, c in enumerate(coefficients)))
 
     counted = tuple((size, value(size)) for size in sizes)
-    assert polynomial(counted) == coefficients
-    formula = fitted(counted, sizes[0], b)
+    assert fit_polynomial(counted) == coefficients
+    formula = fit_counts(counted, sizes[0], b)
     assert [formula.subs(b, size) for size in range(1, 20)] == [value(size) for size in range(1, 20)]
 
 
@@ -62,7 +69,7 @@ def test_polynomials_are_found_in_random_counts() -> None:
     for _ in range(300):
         coefficients = [dice.randrange(-9, 9) for _ in range(dice.randrange(1, 4))]
         sizes = dice.sample(range(1, 12), 4)
-        found = polynomial([(s, sum(c * s**k for k, c in enumerate(coefficients))) for s in sizes])
+        found = fit_polynomial([(s, sum(c * s**k for k, c in enumerate(coefficients))) for s in sizes])
         while len(coefficients) > 1 and not coefficients[-1]:
             coefficients.pop()
         assert list(found) == coefficients
@@ -70,10 +77,10 @@ def test_polynomials_are_found_in_random_counts() -> None:
 
 @pytest.mark.parametrize("counted", [((4, 10),), ((4, 10), (2, 3), (3, 5)), ((4, 10), (2, 3), (3, 5), (5, 9))])
 def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tuple[int, int], ...]) -> None:
-    assert polynomial(counted) is None
-    formula = fitted(counted, 4, b)
+    assert fit_polynomial(counted) is None
+    formula = fit_counts(counted, 4, b)
     assert formula == sympy.Rational(5, 2) * b
-    assert fitted(((4, 0),), 4, b) == 0
+    assert fit_counts(((4, 0),), 4, b) == 0
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def test_peak_of_a_stage_is_what_is_alive_at_most(name: str) -> None:
     seen: list[int] = []
 
     def around(run: Callable[[], Any], own: list[torch.Tensor], _: list[Any]) -> tuple[Any, None]:
-        with (counter := _Counter()):
+        with (counter := _CountingMode()):
             counter.begin([*own, *(x for x in leaves if isinstance(x, torch.Tensor))])
             ends = [x for x in run() if isinstance(x, torch.Tensor) and x.requires_grad]
             counter.end()
@@ -219,7 +226,7 @@ def test_peak_of_a_stage_is_what_is_alive_at_most(name: str) -> None:
         return [], None
 
     Stages(traced, (0,)).run(leaves, around)
-    forward, backward = peak(counts.storages, counts.temporaries, 0, len(traced.nodes), traced.batch, 4)
+    forward, backward = peak_of_stage(counts.storages, counts.temporaries, 0, len(traced.nodes), traced.batch, 4)
     assert seen[0] == forward
     assert backward <= seen[1] <= backward + seen[2]
 
@@ -227,24 +234,24 @@ def test_peak_of_a_stage_is_what_is_alive_at_most(name: str) -> None:
 def test_working_is_what_is_not_kept_and_the_gradients() -> None:
     four = sympy.Integer(4)
     storages = (
-        Storage(8 * b, 0, (1, 2), (1,), True),  # made by 0, read by 1 and 2, kept from 1 on
-        Storage(16 * b, 1, (2,), (), True),
-        Storage(32 * b, 2, (3,), (), False),  # the model's output
-        Storage(64 * b, -1, (0,), (0,), True),
+        StorageLifetime(8 * b, 0, (1, 2), (1,), True),  # made by 0, read by 1 and 2, kept from 1 on
+        StorageLifetime(16 * b, 1, (2,), (), True),
+        StorageLifetime(32 * b, 2, (3,), (), False),  # the model's output
+        StorageLifetime(64 * b, -1, (0,), (0,), True),
     )
-    temporaries = (Temporary(four, 0 * four), Temporary(four, four), Temporary(100 * four, four))
+    temporaries = (TemporaryBytes(four, 0 * four), TemporaryBytes(four, four), TemporaryBytes(100 * four, four))
     # 0 forward: 8 b and its temporary; back: 8 b and the input's 64 b.
     # 1 forward: 16 b, since 8 b are kept; back: 24 b.
     # 2 forward: 48 b and its temporary; back: 24 b.
-    assert working(storages, temporaries, b, 4) == (72 * b + 4, 24 * b + 4, 48 * b + 400)
-    assert peak(storages, temporaries, 0, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
+    assert working_bytes_of(storages, temporaries, b, 4) == (72 * b + 4, 24 * b + 4, 48 * b + 400)
+    assert peak_of_stage(storages, temporaries, 0, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
     # A stage of 1 and 2 has the 8 received bytes to its end; one of 2 writes to them, and so to a clone.
-    assert peak(storages, temporaries, 1, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
+    assert peak_of_stage(storages, temporaries, 1, 3, b, 1) == (8 + 16 + 32 + 400, 8 + 24 + 4)
     writes = (dataclasses.replace(storages[0], savers=(), writers=(2,)), *storages[1:])
-    assert peak(writes, temporaries, 2, 3, b, 1) == (8 + 8 + 16 + 32 + 400, 8 + 8 + 16 + 16 + 4)
-    assert larger(8 * b + 1, 3 * b + 7, b, 1) == 8 * b + 7
-    assert larger(8 * (b // 2), 3 * b, b, 2) == 8 * (b // 2)
-    assert larger(8 * (b // 2), 3 * b, b, 1) == 3 * b
+    assert peak_of_stage(writes, temporaries, 2, 3, b, 1) == (8 + 8 + 16 + 32 + 400, 8 + 8 + 16 + 16 + 4)
+    assert larger_formula(8 * b + 1, 3 * b + 7, b, 1) == 8 * b + 7
+    assert larger_formula(8 * (b // 2), 3 * b, b, 2) == 8 * (b // 2)
+    assert larger_formula(8 * (b // 2), 3 * b, b, 1) == 3 * b
 
 
 # -- what is saved, by hand --------------------------------------------------------------------------------------------
@@ -406,7 +413,7 @@ def test_activations_are_not_held() -> None:
     """At no time more than a few of the thirty layers' activations are alive."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(30)))
     traced, x = trace(model, (torch.randn(256, 64),)), torch.randn(256, 64)
-    with (counter := _Counter()):
+    with (counter := _CountingMode()):
         counter.begin([x, *model.parameters()])
         counted(traced, [x], 256)
     assert counter.most <= 8 * x.nbytes

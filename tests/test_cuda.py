@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.runtime.step import _DO, Step
+from fxpipe.runtime.step import _ACTION_METHODS, Step
 from fxpipe.runtime.transport import forced_copies
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling.actions import ActionKind
 
 ONE = pytest.param(["cuda:0", "cuda:0"], marks=pytest.mark.cuda, id="one")
 MIXED = pytest.param(["cpu", "cuda:0"], marks=pytest.mark.cuda, id="mixed")
@@ -130,7 +130,7 @@ def busy(monkeypatch):
                 torch.cuda._sleep(CYCLES)
             action(self, j, i)
 
-        monkeypatch.setitem(_DO, Kind.FORWARD if name == "forward" else Kind.BACKWARD, late)
+        monkeypatch.setitem(_ACTION_METHODS, ActionKind.FORWARD if name == "forward" else ActionKind.BACKWARD, late)
 
 
 def _unet():

@@ -20,7 +20,7 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import MemoryLimitError
 from fxpipe.profiling import Seconds
-from fxpipe.scheduling import Kind
+from fxpipe.scheduling import ActionKind
 
 BATCH, CHUNKS = 8, 4
 
@@ -93,7 +93,7 @@ def assert_trains_like(
 
 def recomputed(pipe: Any) -> set[int]:
     """The stages that ran a micro-batch's forward again in the last step."""
-    return {record.action.stage for record in pipe.last_step.actions if record.action.kind is Kind.RECOMPUTE}
+    return {record.action.stage for record in pipe.last_step.actions if record.action.kind is ActionKind.RECOMPUTE}
 
 
 # -- within memory -----------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.runtime import Interleaved, Workers
-from fxpipe.runtime.tracking import merged
+from fxpipe.rewriting.deferred_batch_norm import merge_statistics
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -177,7 +177,7 @@ def test_parts_put_together():
     """Two groups of columns side by side, of which the parts have other numbers of values."""
     groups = [torch.randn(40, 3, dtype=torch.float64), torch.randn(12, 1, dtype=torch.float64) * 5]
     parts = list(zip(groups[0].split([4, 2, 30, 4]), groups[1].split([3, 2, 5, 2]), strict=True))
-    mean, var = merged(
+    mean, var = merge_statistics(
         tuple((len(a), len(b)) for a, b in parts),
         (3, 1),
         torch.stack([torch.cat([a.mean(0), b.mean(0)]) for a, b in parts]),
@@ -508,10 +508,14 @@ def test_every_driver_gives_the_same_bits():
     want: dict[str, torch.Tensor] = {}
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True)) as pipe:
         engine = pipe._fxpipe.engine
-        for driver in [Interleaved(0), Interleaved(7), Workers([torch.device("cpu")] * 2, jitter=3)]:
+        for driver in [
+            InterleavedExecutor(0),
+            InterleavedExecutor(7),
+            ThreadedExecutor([torch.device("cpu")] * 2, jitter=3),
+        ]:
             model.load_state_dict(start)
-            engine.driver.close()
-            engine.driver = driver
+            engine.executor.close()
+            engine.executor = driver
             pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
             want = want or copy.deepcopy(model.state_dict())
             assert all(torch.equal(want[k], v) for k, v in model.state_dict().items())

@@ -10,9 +10,8 @@ import pytest
 from inspected import MIB, make_plan, refusal
 
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.tables.diff import Change, Moved, difference
-from fxpipe.inspect.tables.diff_text import difference_text
-from fxpipe.inspect.tables.document import difference_document
+from fxpipe.inspect.diff import Change, MovedNodes, compare_plans, difference_text
+from fxpipe.inspect.json_document import difference_document
 from fxpipe.plans import Plan
 
 
@@ -26,19 +25,19 @@ def with_moved_nodes(plan: Plan) -> Plan:
 
 
 def test_a_plan_is_the_same_as_itself() -> None:
-    found = difference(make_plan(3), make_plan(3))
-    assert found.is_nothing
+    found = compare_plans(make_plan(3), make_plan(3))
+    assert found.is_empty
     assert difference_text(found, "a.json", "b.json") == "from a.json to b.json: the same plan"
     assert difference_document(found)["is_nothing"]
 
 
 def test_nodes_that_moved_and_what_that_does() -> None:
     before = make_plan(3, 8)
-    found = difference(before, with_moved_nodes(before))
-    assert not found.is_nothing
-    assert found.is_one_graph
+    found = compare_plans(before, with_moved_nodes(before))
+    assert not found.is_empty
+    assert found.has_same_graph
     assert found.choices == ()
-    assert found.moved == (Moved(0, 1, ("layer0_relu",)),)
+    assert found.moved == (MovedNodes(0, 1, ("layer0_relu",)),)
     assert [stage.stage for stage in found.stages if not all(f.is_same for f in stage.figures)] == [0, 1]
     assert Change("nodes", 2, 3) in found.stages[1].figures
     text = difference_text(found, "a.json", "models:make")
@@ -52,7 +51,7 @@ def test_nodes_that_moved_and_what_that_does() -> None:
 
 def test_choices_that_differ() -> None:
     other = replace(make_plan(2, 8, "gpipe", "always"), estimated_for="NVIDIA H200 SXM")
-    found = difference(make_plan(2), other)
+    found = compare_plans(make_plan(2), other)
     assert [change.name for change in found.choices] == ["schedule", "chunks", "estimated_for", "checkpoint"]
     text = difference_text(found, "a", "b")
     assert "schedule: 1f1b -> gpipe\nchunks: 4 -> 8\nseconds estimated for: measured here -> NVIDIA H200 SXM" in text
@@ -61,8 +60,8 @@ def test_choices_that_differ() -> None:
 
 
 def test_other_numbers_of_stages_and_other_graphs() -> None:
-    found = difference(make_plan(2), replace(make_plan(3), fingerprint="other"))
-    assert not found.is_one_graph
+    found = compare_plans(make_plan(2), replace(make_plan(3), fingerprint="other"))
+    assert not found.has_same_graph
     assert found.new == ("layer2_linear", "layer2_relu")
     assert found.gone == ()
     assert all(figure.before is None for figure in found.stages[2].figures)
@@ -71,7 +70,7 @@ def test_other_numbers_of_stages_and_other_graphs() -> None:
     assert "stages: 2 -> 3\ndevices: cpu,cpu -> cpu,cpu,cpu" in text
     assert "- new: 2 nodes, layer2_linear ... layer2_relu" in text
     assert "2 (new)" in text
-    back = difference_text(difference(make_plan(3), make_plan(2)), "a", "b")
+    back = difference_text(compare_plans(make_plan(3), make_plan(2)), "a", "b")
     assert "- (gone)" in back
     assert "- gone: 2 nodes" in back
 
@@ -79,7 +78,7 @@ def test_other_numbers_of_stages_and_other_graphs() -> None:
 def test_many_moves_stay_readable() -> None:
     before = make_plan(64)
     stages = [replace(s, nodes=before.stages[s.index ^ 1].nodes) for s in before.stages]
-    text = difference_text(difference(before, replace(before, stages=tuple(stages))), "a", "b")
+    text = difference_text(compare_plans(before, replace(before, stages=tuple(stages))), "a", "b")
     assert "- and 54 more such moves" in text
     assert max(map(len, text.splitlines())) <= 120
 

@@ -19,10 +19,10 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import InternalError
-from fxpipe.runtime import Interleaved, Workers
-from fxpipe.runtime.drivers import run_row
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime.executors import run_row
 from fxpipe.scheduling import CHECKPOINTS, dependencies, make_schedule
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Action, ActionKind
 
 STAGES, CHUNKS, BATCH = 3, 4, 7  # micro-batches of 2, 2, 2, 1
 CPUS = [torch.device("cpu")] * STAGES
@@ -37,7 +37,7 @@ def pipe():
         TiedAtBothEnds(), ["cpu"] * STAGES, CHUNKS, balance=["flatten", "inner.3"], example_args=(ids,)
     )
     assert pipe.plan.portals
-    pipe._fxpipe.engine.driver = Interleaved(0)  # no threads that outlive a test
+    pipe._fxpipe.engine.executor = InterleavedExecutor(0)  # no threads that outlive a test
     return pipe
 
 
@@ -45,7 +45,7 @@ def _run(pipe, driver, schedule, checkpoint):
     """Loss, gradients and buffers of two steps; the model is as before."""
     start = copy.deepcopy(pipe.model.state_dict())
     inside = pipe._fxpipe
-    usual, inside.engine.driver = inside.engine.driver, driver
+    usual, inside.engine.executor = inside.engine.executor, driver
     order = "gpipe" if schedule == "drop-in" else schedule
     inside.settings = dataclasses.replace(inside.settings, schedule=order, checkpoint=checkpoint)
     ids, t = tokens(BATCH)
@@ -63,7 +63,7 @@ def _run(pipe, driver, schedule, checkpoint):
         found |= {name: p.grad for name, p in pipe.named_parameters()}
         found |= {name: b.clone() for name, b in pipe.named_buffers()}
     finally:
-        inside.engine.driver = usual
+        inside.engine.executor = usual
         pipe.zero_grad()
         pipe.load_state_dict(start)
     return found
@@ -83,10 +83,10 @@ def _check_record(record, schedule, checkpoint):
     for action in ran:
         n, j, i = STAGES, action.stage, action.micro_batch
         needed = []
-        if action.kind is Kind.FORWARD and j > 0:
-            needed.append(Action(Kind.FORWARD, j - 1, i))
-        if action.kind is Kind.BACKWARD:
-            needed.append(Action(Kind.BACKWARD, j + 1, i) if j < n - 1 else Action(Kind.FORWARD, j, i))
+        if action.kind is ActionKind.FORWARD and j > 0:
+            needed.append(Action(ActionKind.FORWARD, j - 1, i))
+        if action.kind is ActionKind.BACKWARD:
+            needed.append(Action(ActionKind.BACKWARD, j + 1, i) if j < n - 1 else Action(ActionKind.FORWARD, j, i))
         for one in needed:
             assert times[one].end <= times[action].start, f"{action} began before {one} had ended"
 
@@ -100,24 +100,24 @@ def _assert_equal(have, want, what):
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "drop-in"])
 def test_every_driver_gives_the_same_bits(pipe, schedule, checkpoint):
-    with closing(Workers(CPUS)) as driver:
+    with closing(ThreadedExecutor(CPUS)) as driver:
         want = _run(pipe, driver, schedule, checkpoint)
     for seed in range(12):
-        _assert_equal(_run(pipe, Interleaved(seed), schedule, checkpoint), want, f"Interleaved({seed})")
+        _assert_equal(_run(pipe, InterleavedExecutor(seed), schedule, checkpoint), want, f"Interleaved({seed})")
     for seed in range(2):
-        with closing(Workers(CPUS, jitter=seed)) as driver:
+        with closing(ThreadedExecutor(CPUS, jitter=seed)) as driver:
             _assert_equal(_run(pipe, driver, schedule, checkpoint), want, f"Workers(jitter={seed})")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_recompute_changes_nothing(pipe, schedule):
-    want, *others = (_run(pipe, Interleaved(0), schedule, checkpoint) for checkpoint in CHECKPOINTS)
+    want, *others = (_run(pipe, InterleavedExecutor(0), schedule, checkpoint) for checkpoint in CHECKPOINTS)
     for have in others:
         _assert_equal(have, want, "another checkpoint mode")
 
 
 def test_the_drop_in_equals_the_schedule_it_runs(pipe):
-    have, want = (_run(pipe, Interleaved(0), schedule, "never") for schedule in ("drop-in", "gpipe"))
+    have, want = (_run(pipe, InterleavedExecutor(0), schedule, "never") for schedule in ("drop-in", "gpipe"))
     names = [
         name for name in want if not name.startswith("loss")
     ]  # of all samples at once, or summed: another last bit
@@ -147,19 +147,19 @@ def test_autocast_under_every_driver():
     )
 
     def run(driver):
-        pipe._fxpipe.engine.driver = driver
+        pipe._fxpipe.engine.executor = driver
         pipe.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = pipe.forward_backward(x, target=torch.zeros_like(x), loss_fn=F.mse_loss)
         return {"loss": loss} | {name: p.grad for name, p in pipe.named_parameters()}
 
-    want = run(Interleaved(0))
+    want = run(InterleavedExecutor(0))
     for seed in range(1, 6):
-        _assert_equal(run(Interleaved(seed)), want, f"Interleaved({seed})")
+        _assert_equal(run(InterleavedExecutor(seed)), want, f"Interleaved({seed})")
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with closing(Workers(CPUS)) as driver:
+        with closing(ThreadedExecutor(CPUS)) as driver:
             for k in range(10):
                 _assert_equal(run(driver), want, f"Workers, run {k}")
     finally:
@@ -170,7 +170,7 @@ def test_a_driver_can_be_given():
     ids, _ = tokens(BATCH)
     model = TiedAtBothEnds()
     planned = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(ids,))
-    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, driver=Interleaved(3))
+    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, driver=InterleavedExecutor(3))
     before = threading.active_count()
     torch.manual_seed(0)
     want = planned(ids)
@@ -224,7 +224,7 @@ def _counted(**options):
 
 
 def test_workers_run_every_action():
-    with closing(Workers(CPUS)) as workers:
+    with closing(ThreadedExecutor(CPUS)) as workers:
         for _ in range(3):
             step, rows = _counted()
             workers.drive(step, rows)
@@ -232,9 +232,9 @@ def test_workers_run_every_action():
 
 
 def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
-    for driver in (Workers(CPUS), Interleaved(0)):
+    for driver in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
         with closing(driver):
-            step, rows = _counted(fail_at=Action(Kind.FORWARD, 1, 1))
+            step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 1, 1))
             with pytest.raises(RuntimeError, match="1F1"):
                 driver.drive(step, rows)
             assert step.failure is None  # else the exception would hold the step, and the step the exception
@@ -248,7 +248,7 @@ def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
 def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
     step, rows = _counted()
     with pytest.raises(InternalError, match="no action is ready"):
-        Interleaved(0).drive(step, tuple(row[1:] for row in rows))
+        InterleavedExecutor(0).drive(step, tuple(row[1:] for row in rows))
 
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
@@ -259,7 +259,7 @@ def test_a_failure_outside_of_an_action_opens_the_fences_too():
     assert not step.done
 
 
-class Interrupted(Workers):
+class Interrupted(ThreadedExecutor):
     """Ctrl-C strikes while the caller waits, `times` times."""
 
     times = 1
@@ -290,14 +290,14 @@ def test_an_interrupt_of_the_caller(times):
 
 def test_an_interrupt_is_not_lost_behind_a_failure():
     with closing(Interrupted(CPUS)) as workers:
-        step, rows = _counted(fail_at=Action(Kind.FORWARD, 0, 0))
+        step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 0, 0))
         with pytest.raises(KeyboardInterrupt):
             workers.drive(step, rows)
 
 
 def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
-    monkeypatch.setattr("fxpipe.runtime.drivers.POLL", 0.02)
-    with closing(Workers(CPUS)) as workers:
+    monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
+    with closing(ThreadedExecutor(CPUS)) as workers:
         step, rows = _counted()
         workers.drive(step, rows)
         workers._queues[1].put(None)
@@ -334,7 +334,7 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
 
 def test_what_has_ended_a_worker_is_said(monkeypatch):
     """Outside of an action, where an exception is the step's."""
-    monkeypatch.setattr("fxpipe.runtime.drivers.POLL", 0.02)
+    monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
     cause = MemoryError("no room for a queue")
 
     def fail(step, row, before):
@@ -342,10 +342,10 @@ def test_what_has_ended_a_worker_is_said(monkeypatch):
             raise cause
         run_row(step, row, before)
 
-    with closing(Workers(CPUS)) as workers:
+    with closing(ThreadedExecutor(CPUS)) as workers:
         step, rows = _counted()
         with monkeypatch.context() as patch:
-            patch.setattr("fxpipe.runtime.drivers.run_row", fail)
+            patch.setattr("fxpipe.runtime.executors.run_row", fail)
             with pytest.raises(InternalError, match=r"fxpipe-1-cpu has ended .*MemoryError: no room") as caught:
                 workers.drive(step, rows)
         assert caught.value.__cause__ is cause
@@ -365,7 +365,7 @@ def test_threads_that_cannot_start(monkeypatch):
         started.append(thread)
         start(thread)
 
-    with closing(Workers(CPUS)) as workers:
+    with closing(ThreadedExecutor(CPUS)) as workers:
         step, rows = _counted()
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse_third)
@@ -379,7 +379,7 @@ def test_threads_that_cannot_start(monkeypatch):
 
 
 def test_closing_while_another_thread_runs_a_step():
-    workers = Workers(CPUS)
+    workers = ThreadedExecutor(CPUS)
     step, rows = _counted(slow=0.02)
     errors = []
 
@@ -412,7 +412,7 @@ def test_each_worker_has_its_share_of_the_cores():
 
     torch.set_num_threads(6)
     try:
-        with closing(Workers(CPUS)) as workers:
+        with closing(ThreadedExecutor(CPUS)) as workers:
             schedule = make_schedule("gpipe", STAGES, CHUNKS, "never")
             workers.drive(Asking(schedule), schedule.rows)
             assert found == dict.fromkeys(range(STAGES), 2)

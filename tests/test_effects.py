@@ -31,7 +31,7 @@ def test_a_write_that_no_version_shows():
     traced = trace(model, (x,))
     effects = traced.effects
     (mean,) = [n for n in traced.graph.nodes if n.op == "get_attr" and n.target == "mean"]
-    assert any(effects.alias[mean] in written for written in effects.writes)
+    assert any(effects.alias[mean] in written for written in effects.written_classes)
     plain = copy.deepcopy(model)
     with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
         for _ in range(2):

@@ -15,9 +15,9 @@ from models import BY_NAME, CASES
 from oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
 
 import fxpipe
-from fxpipe.runtime import Interleaved
+from fxpipe.runtime import InterleavedExecutor
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling.actions import ActionKind
 
 BATCH = 6
 NAMES = [case.name for case in CASES]
@@ -70,7 +70,7 @@ def test_steps_equal_the_plain_model(name, schedules):
             made = make_schedule(schedule, len(pipe.plan.stages), chunks, checkpoint, pipe.plan.placement)
             actions = {r.action for r in pipe.last_step.actions}
             assert actions == {action for row in made.rows for action in row}
-            assert (Kind.WEIGHT in {action.kind for action in actions}) == schedule.startswith("z")
+            assert (ActionKind.WEIGHT in {action.kind for action in actions}) == schedule.startswith("z")
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zero_bubble_auto", "zbv"])
@@ -86,8 +86,8 @@ def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
         for seed in (None, 0, 1, 2):
             pipe.zero_grad()
             pipe.load_state_dict(before)
-            with closing(pipe._fxpipe.engine.driver if seed is None else Interleaved(seed)) as driver:
-                pipe._fxpipe.engine.driver = driver
+            with closing(pipe._fxpipe.engine.executor if seed is None else InterleavedExecutor(seed)) as driver:
+                pipe._fxpipe.engine.executor = driver
                 torch.manual_seed(2)
                 pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
             found.append({name: p.grad for name, p in pipe.named_parameters()})

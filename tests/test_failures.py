@@ -19,15 +19,18 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import LossError
-from fxpipe.runtime import Interleaved, Workers
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling.actions import ActionKind
 
 STAGES, CHUNKS, BATCH = 3, 4, 8
 ALL = [
-    (kind, j, i) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD) for j in range(STAGES) for i in range(CHUNKS)
+    (kind, j, i)
+    for kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD)
+    for j in range(STAGES)
+    for i in range(CHUNKS)
 ]
-WORDS = {Kind.FORWARD: "forward", Kind.RECOMPUTE: "recompute", Kind.BACKWARD: "backward"}
+WORDS = {ActionKind.FORWARD: "forward", ActionKind.RECOMPUTE: "recompute", ActionKind.BACKWARD: "backward"}
 
 
 class Boom(Exception):
@@ -37,7 +40,7 @@ class Boom(Exception):
 class Bomb(torch.autograd.Function):
     """The identity, but where it is armed. `samples` are numbered, so it knows its micro-batch."""
 
-    armed: dict[tuple[Kind, int, int], BaseException]
+    armed: dict[tuple[ActionKind, int, int], BaseException]
     seen: dict[tuple[int, int], int]  # (stage, micro-batch) -> how often forward ran: the second time is a recompute
     watched: list[weakref.ref] | None
 
@@ -60,12 +63,12 @@ class Bomb(torch.autograd.Function):
         Bomb.seen[ctx.place] = before + 1
         if Bomb.watched is not None:
             Bomb.watched.append(weakref.ref(x))
-        Bomb.meet(Kind.RECOMPUTE if before else Kind.FORWARD, *ctx.place)
+        Bomb.meet(ActionKind.RECOMPUTE if before else ActionKind.FORWARD, *ctx.place)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        Bomb.meet(Kind.BACKWARD, *ctx.place)
+        Bomb.meet(ActionKind.BACKWARD, *ctx.place)
         return gradient, None, None
 
 
@@ -155,7 +158,7 @@ def _exists(kind, j, i, schedule, checkpoint):
 def _assert_note(error, kind, j, i):
     (note,) = error.__notes__
     assert f"stage {j} of {STAGES} on cpu, micro-batch {i}, {WORDS[kind]}" in note
-    if kind is not Kind.BACKWARD:
+    if kind is not ActionKind.BACKWARD:
         assert f"node blocks_{j}_Bomb" in note
         assert f"module blocks.{j}" in note
         assert f"{__file__}:{SOURCE}" in note
@@ -190,7 +193,7 @@ def test_a_failure_at_every_action(schedule, checkpoint):
             _assert_note(error, kind, j, i)
             # The drop-in's forward has ended well where its backward fails: it has written the buffers.
             expected = before
-            if schedule == "drop-in" and kind is not Kind.FORWARD:
+            if schedule == "drop-in" and kind is not ActionKind.FORWARD:
                 buffers = {name: want[name] for name, _ in model.named_buffers()}
                 expected = before | buffers
             _assert_equal(_state(model), expected)
@@ -201,7 +204,7 @@ def test_a_failure_at_every_action(schedule, checkpoint):
             _reset(model, before)
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, MemoryError, torch.OutOfMemoryError]
 )
@@ -225,12 +228,12 @@ def test_the_first_of_several_failures_arrives():
         Bomb.arm()  # forgets what ran while the model was traced
 
         def meet(kind, stage, micro_batch):
-            if (kind, stage, micro_batch) == (Kind.FORWARD, 0, 1):
+            if (kind, stage, micro_batch) == (ActionKind.FORWARD, 0, 1):
                 assert has_begun.wait(20)
                 raise first
-            if (kind, stage, micro_batch) == (Kind.FORWARD, 1, 0):
+            if (kind, stage, micro_batch) == (ActionKind.FORWARD, 1, 0):
                 has_begun.set()
-                step = pipe._fxpipe.engine.driver._step
+                step = pipe._fxpipe.engine.executor._step
                 while step.failure is None:
                     time.sleep(0.005)
                 raise second
@@ -243,7 +246,7 @@ def test_the_first_of_several_failures_arrives():
         assert "stage 1 of 3" in second.__notes__[0]
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.BACKWARD])
+@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.BACKWARD])
 def test_several_failures_at_once(kind):
     """One of them arrives; the pipe is none the worse."""
     with _make(Model()) as pipe:
@@ -260,7 +263,7 @@ def test_several_failures_at_once(kind):
 def test_others_stop_before_their_next_action():
     """The first stage fails at its third micro-batch: nobody can have got further than the two before."""
     with _make(Model(), schedule="gpipe") as pipe:
-        Bomb.arm(((Kind.FORWARD, 0, 2), Boom()))
+        Bomb.arm(((ActionKind.FORWARD, 0, 2), Boom()))
         with pytest.raises(Boom):
             _step(pipe)
         assert max(i for _, i in Bomb.seen) == 2
@@ -428,18 +431,18 @@ def test_an_error_of_a_builtin_names_its_node(capfd):
 
 def test_a_failure_that_only_a_recompute_has_says_so():
     with _make(Model(), checkpoint="always") as pipe:
-        Bomb.arm(((Kind.RECOMPUTE, 1, 1), Boom()))
+        Bomb.arm(((ActionKind.RECOMPUTE, 1, 1), Boom()))
         with pytest.raises(Boom) as caught:
             _step(pipe)
         assert "recompute" in caught.value.__notes__[0]
         assert "went well before" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("kind", [Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD])
+@pytest.mark.parametrize("kind", [ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD])
 @pytest.mark.parametrize("run", [_step, _drop_in])
 def test_an_exception_keeps_no_activation_alive(run, kind):
     """Tracebacks hold frames and frames hold tensors: gone with the exception, without the garbage collector."""
-    with _make(Model(), checkpoint="always" if kind is Kind.RECOMPUTE else "never") as pipe:
+    with _make(Model(), checkpoint="always" if kind is ActionKind.RECOMPUTE else "never") as pipe:
         run(pipe)
         gc.collect()
         gc.disable()
@@ -470,12 +473,12 @@ def test_a_step_that_went_well_keeps_no_activation_alive(run):
             gc.enable()
 
 
-@pytest.mark.parametrize("driver", [Workers([torch.device("cpu")] * STAGES, jitter=1), Interleaved(1)])
+@pytest.mark.parametrize("driver", [ThreadedExecutor([torch.device("cpu")] * STAGES, jitter=1), InterleavedExecutor(1)])
 def test_failures_under_other_drivers(driver):
     with _make(Model()) as pipe:
-        pipe._fxpipe.engine.driver.close()
-        pipe._fxpipe.engine.driver = driver
-        for kind, j, i in ((Kind.FORWARD, 1, 1), (Kind.BACKWARD, 2, 0), (Kind.BACKWARD, 0, 3)):
+        pipe._fxpipe.engine.executor.close()
+        pipe._fxpipe.engine.executor = driver
+        for kind, j, i in ((ActionKind.FORWARD, 1, 1), (ActionKind.BACKWARD, 2, 0), (ActionKind.BACKWARD, 0, 3)):
             error = Boom()
             Bomb.arm(((kind, j, i), error))
             with pytest.raises(Boom) as caught:
@@ -494,7 +497,7 @@ def test_evaluation_that_fails():
         with torch.no_grad():
             want = pipe(x, samples)
             for j, i in ((0, 0), (1, 2), (2, 3)):
-                Bomb.arm(((Kind.FORWARD, j, i), Boom()))
+                Bomb.arm(((ActionKind.FORWARD, j, i), Boom()))
                 with pytest.raises(Boom):
                     pipe(x, samples)
                 Bomb.arm()
@@ -578,4 +581,4 @@ def test_all_the_places_of_a_schedule_are_tried():
     """The grid above skips what a schedule does not have: that must be recomputes and nothing else."""
     for checkpoint in CHECKPOINTS:
         missing = [cell for cell in ALL if not _exists(*cell, "1f1b", checkpoint)]
-        assert all(kind is Kind.RECOMPUTE for kind, _, _ in missing)
+        assert all(kind is ActionKind.RECOMPUTE for kind, _, _ in missing)

@@ -16,9 +16,9 @@ import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
 from fxpipe.hardware import HARDWARE
 from fxpipe.inspect.cli import main
-from fxpipe.profiling.estimate import traffic
-from fxpipe.profiling.flops import flops
-from fxpipe.tracing import failures_unlogged
+from fxpipe.profiling.flops import operation_flops
+from fxpipe.profiling.roofline import bytes_moved
+from fxpipe.tracing import mute_fake_tensor_logs
 
 A100 = HARDWARE["a100-80gb"]
 
@@ -109,7 +109,7 @@ def _facts(traced):
         "random": [n.meta.get("random") for n in nodes],
         "dims": (traced.in_dims, traced.out_dims),
         "alias": list(effects.alias.values()),
-        "writes": effects.writes,
+        "writes": effects.written_classes,
         "same": {n.name: m.name for n, m in effects.same.items()},
         "requires grad": list(effects.requires_grad.values()),
         "assigned": {name: node.name for name, node in traced.assigned.items()},
@@ -258,7 +258,7 @@ def test_flops_and_bytes_of_operations():
     class Look(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            found = flops(func, args, kwargs or {}, result), traffic(func, args, kwargs or {}, result)
+            found = operation_flops(func, args, kwargs or {}, result), bytes_moved(func, args, kwargs or {}, result)
             seen.setdefault(func.overloadpacket.__name__, found)
             return result
 
@@ -407,6 +407,6 @@ def test_torch_logs_nothing_of_what_fake_tensors_cannot_do(caplog):
     fail()
     assert len(caplog.records) == 1
     caplog.clear()
-    with failures_unlogged():
+    with mute_fake_tensor_logs():
         fail()
     assert not caplog.records

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 
 from fxpipe.errors import PartitionError
-from fxpipe.partitioning import follow
+from fxpipe.partitioning import cut_least_misplaced
 
 
 def cost_of(misplaced, starts):
@@ -38,23 +38,25 @@ def test_it_is_the_first_of_the_best_of_all_cuts(instance):
     cuts = list(every_cut(len(misplaced), stages, forbidden))
     if not cuts:
         with pytest.raises(PartitionError, match=f"fewer than {stages} blocks"):
-            follow(misplaced, dict.fromkeys(forbidden, ""))
+            cut_least_misplaced(misplaced, dict.fromkeys(forbidden, ""))
         return
-    assert follow(misplaced, dict.fromkeys(forbidden, "")) == min(cuts, key=lambda c: (cost_of(misplaced, c), c))
+    assert cut_least_misplaced(misplaced, dict.fromkeys(forbidden, "")) == min(
+        cuts, key=lambda c: (cost_of(misplaced, c), c)
+    )
 
 
 def test_a_node_goes_to_its_parameters():
     at = [[0.0, 9.0, 9.0], [9.0, 0.0, 9.0], [9.0, 9.0, 0.0]]
     free = [0.0, 0.0, 0.0]
-    assert follow([at[0], at[0], at[1], free, at[2]], {}) == (0, 2, 3)
-    assert follow([at[0], at[0], at[1], free, at[2]], {3: "a part"}) == (0, 2, 4)
-    assert follow([at[0], at[0], at[1], free, at[2]], {2: "a part", 4: "a part"}) == (0, 1, 3)
+    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {}) == (0, 2, 3)
+    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {3: "a part"}) == (0, 2, 4)
+    assert cut_least_misplaced([at[0], at[0], at[1], free, at[2]], {2: "a part", 4: "a part"}) == (0, 1, 3)
 
 
 def test_too_few_places_say_how_many_nodes_there_are():
     with pytest.raises(PartitionError, match=r"2 nodes, and fewer than 3 blocks .* use fewer devices"):
-        follow([[0.0] * 3] * 2, {})
+        cut_least_misplaced([[0.0] * 3] * 2, {})
 
 
 def test_there_is_always_one_stage():
-    assert follow([[1.0]] * 3, {}) == (0,)
+    assert cut_least_misplaced([[1.0]] * 3, {}) == (0,)

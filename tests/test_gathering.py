@@ -9,8 +9,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.checking import calm, gathering
-from fxpipe.tracing.checking.check import PIECE, agree
+from fxpipe.tracing.verify import batch_independence as gathering
+from fxpipe.tracing.verify import deterministic_run as calm
+from fxpipe.tracing.verify.equivalence import COMPARED_AT_ONCE, is_close
 
 EXAMPLE = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1))
 
@@ -37,8 +38,8 @@ def maps(monkeypatch):
             seen.append(node.name)
         return call(node, values_of)
 
-    call = calm.call
-    monkeypatch.setattr(calm, "call", noting)
+    call = calm.call_node
+    monkeypatch.setattr(calm, "call_node", noting)
     return seen
 
 
@@ -217,22 +218,22 @@ def test_a_map_with_weights_of_a_sample():
         fxpipe.trace(Mixing(), (EXAMPLE,))
 
 
-@pytest.mark.parametrize("shape", [(0,), (3,), (2, PIECE)])
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, COMPARED_AT_ONCE)])
 def test_values_agree_to_the_largest_of_all_pieces(shape):
     """A number among small ones may be wrong by what the largest one is rounded by, wherever that is."""
     want = torch.ones(shape)
     have = want.clone()
-    assert agree(want, have)
+    assert is_close(want, have)
     if not want.numel():
         return
     have.view(-1)[-1] += 1e-3
-    assert not agree(want, have)
+    assert not is_close(want, have)
     want.view(-1)[0] = have.view(-1)[0] = 1e3
-    assert agree(want, have)
+    assert is_close(want, have)
     want.view(-1)[-1] = have.view(-1)[-1] = float("nan")
-    assert agree(want, have)
+    assert is_close(want, have)
     have.view(-1)[-1] = 1.0
-    assert not agree(want, have)
+    assert not is_close(want, have)
 
 
 # -- in the midst of a model -------------------------------------------------------------------------------------------
@@ -360,5 +361,5 @@ def test_samples_that_act_on_each_other_where_less_than_the_whole_graph_would_no
 def test_digits_are_asked_for_as_values_have_them():
     one, other = torch.ones(2, dtype=torch.float64), torch.full((2,), 1 + 1e-6, dtype=torch.float64)
     widened = fxpipe.trace(Head(after=lambda y: y.double()), (EXAMPLE,))
-    assert gathering._same(widened, one, other)
-    assert not gathering._same(fxpipe.trace(Head().double(), (EXAMPLE.double(),)), one, other)
+    assert gathering._is_close_across_sizes(widened, one, other)
+    assert not gathering._is_close_across_sizes(fxpipe.trace(Head().double(), (EXAMPLE.double(),)), one, other)

@@ -52,7 +52,7 @@ def test_a_setting_with_another_loss_is_not_timed(gpu):
     workload = gpu.WORKLOADS["gpt"](4, True)
     setting = gpu.Setting(0, "", "", False)
     with (
-        gpu.trained(setting, workload, torch.device("cpu"), 1) as plain,
+        gpu.is_trained(setting, workload, torch.device("cpu"), 1) as plain,
         pytest.raises(RuntimeError, match="plain, eager has loss"),
     ):
         gpu.measure(setting, workload, plain, 0.5, options)

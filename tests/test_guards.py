@@ -18,9 +18,9 @@ from torch import nn
 import fxpipe
 from fxpipe.errors import DecisionError
 from fxpipe.tracing import trace
-from fxpipe.tracing.guards import refuse_unanswerable
-from fxpipe.tracing.recording.record import record
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.guards import refuse_unguardable
+from fxpipe.tracing.record.record_model import record
+from fxpipe.tracing.record.unrecordable import CannotRecord
 
 
 class Reading(nn.Module):
@@ -205,7 +205,7 @@ def test_a_read_of_what_forward_changes_is_no_guard(before):
     with pytest.raises(
         CannotRecord, match=r"'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"
     ):
-        refuse_unanswerable(record(Statistics(before), (positive(),), {}))
+        refuse_unguardable(record(Statistics(before), (positive(),), {}))
 
 
 def test_a_number_of_samples_is_asked_of_the_mini_batch_also_inside_a_module():
@@ -443,7 +443,7 @@ def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
 
     for seed in range(4):
         traced = trace(Reading(between), (positive(),), tracer="record", seed=seed)
-        assert not traced.guards.questions
+        assert not traced.guards.guards
         assert "hangs on random numbers" in traced.whole[""]
 
 
@@ -532,7 +532,7 @@ def test_a_guard_that_cannot_be_asked_does_not_hold():
     model = Reading(lambda _, h, x: h * 2 if x[5].sum() > 0 else h - 1)
     x = torch.ones(8, 6)
     traced = trace(model, (x,))
-    assert traced.guards.questions
+    assert traced.guards.guards
     assert traced.guards.hold(traced, [x], 0)
     assert not traced.guards.hold(traced, [-x], 0)
     assert not traced.guards.hold(traced, [x[:4]], 0)  # has no x[5]

@@ -17,19 +17,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import (
-    HARDWARE,
-    Hardware,
-    fitted_link,
-    link_at_hand,
-    link_between,
-    memory_at_hand,
-    parse_hardware,
-)
+from fxpipe.hardware import HARDWARE, Hardware, fit_link, link_between, local_link, local_memory, parse_hardware
 from fxpipe.partitioning.chain import Link
-from fxpipe.profiling.estimate import Roofline
+from fxpipe.profiling.roofline import Roofline
 
-estimating = importlib.import_module("fxpipe.profiling.estimate")  # the package has the function by that name
+estimating = importlib.import_module("fxpipe.profiling.roofline")  # the package has the function by that name
 NETWORK = Link(1e9, 1e-5)
 PLAIN = Hardware("plain", {"float32": 1e12, "bfloat16": 16e12}, 1e11, 2**30, None, NETWORK)  # no launch, no losses
 
@@ -111,45 +103,45 @@ def test_links_go_by_position():
 
 @given(st.floats(1e6, 1e12), st.floats(0, 1e-2))
 def test_two_copies_tell_a_link(rate, latency):
-    link = fitted_link(latency + 2**12 / rate, latency + 2**26 / rate)
+    link = fit_link(latency + 2**12 / rate, latency + 2**26 / rate)
     assert link.bytes_per_second == pytest.approx(rate, rel=1e-6)
     assert link.latency == pytest.approx(latency, rel=1e-6, abs=1e-9)
 
 
 def test_copies_too_noisy_to_tell_a_latency_still_tell_a_rate():
-    assert fitted_link(2e-3, 1e-3) == Link(2**26 / 1e-3, 0.0)
-    assert fitted_link(1e-9, 1.0).latency == 0.0
+    assert fit_link(2e-3, 1e-3) == Link(2**26 / 1e-3, 0.0)
+    assert fit_link(1e-9, 1.0).latency == 0.0
 
 
 def test_between_processors_values_are_handed_over():
     cpu = torch.device("cpu")
-    assert link_at_hand(cpu, cpu) is None
-    assert link_at_hand(cpu, torch.device("cpu", 0)) is None
-    assert link_at_hand(torch.device("cuda", 1), torch.device("cuda", 1)) is None
-    assert memory_at_hand(cpu) is None
+    assert local_link(cpu, cpu) is None
+    assert local_link(cpu, torch.device("cpu", 0)) is None
+    assert local_link(torch.device("cuda", 1), torch.device("cuda", 1)) is None
+    assert local_memory(cpu) is None
 
 
 def test_a_way_is_measured_once_by_copies_of_two_sizes(monkeypatch):
     copies = []
-    monkeypatch.setattr("fxpipe.hardware._wait", lambda *devices: None)
+    monkeypatch.setattr("fxpipe.hardware._synchronize", lambda *devices: None)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: copies.append((self.numel(), device)))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, device, **kwargs: zeros(*args, **kwargs))
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 63)
-    first = link_at_hand(cpu, cuda)
+    first = local_link(cpu, cuda)
     assert {n for n, _ in copies} == {2**12, 2**26}
     assert {d for _, d in copies} == {cuda}
     number = len(copies)
-    assert link_at_hand(cpu, cuda) is first
+    assert local_link(cpu, cuda) is first
     assert len(copies) == number
-    link_at_hand(cuda, cpu)
+    local_link(cuda, cpu)
     assert len(copies) == 2 * number
 
 
 def test_memory_is_what_others_leave(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 15)
-    assert memory_at_hand(torch.device("cuda", 0)) == 75
+    assert local_memory(torch.device("cuda", 0)) == 75
 
 
 @pytest.mark.cuda
@@ -157,10 +149,10 @@ def test_memory_is_what_others_leave(monkeypatch):
 def test_a_gpu_at_hand():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     total = torch.cuda.get_device_properties(cuda).total_memory
-    assert 0 < memory_at_hand(cuda) <= total
-    assert link_at_hand(cuda, torch.device("cuda", torch.cuda.current_device())) is None
+    assert 0 < local_memory(cuda) <= total
+    assert local_link(cuda, torch.device("cuda", torch.cuda.current_device())) is None
     for a, b in ((cpu, cuda), (cuda, cpu)):
-        link = link_at_hand(a, b)
+        link = local_link(a, b)
         assert 1e8 < link.bytes_per_second < 1e12
         assert 0 <= link.latency < 1e-2
 

@@ -1,4 +1,4 @@
-"""Under `Hollow` a model runs as it would, without arithmetic on what hangs on its parameters."""
+"""Under `UncomputedMode` a model runs as it would, without arithmetic on what hangs on its parameters."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from fxpipe.errors import TraceError
-from fxpipe.tracing.containers import has_values
-from fxpipe.tracing.recording.hollow import Hollow, is_hollow, refuse_hollow
-from fxpipe.tracing.recording.record import record
+from fxpipe.tracing.record.record_model import record
+from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode, is_uncomputed, refuse_uncomputed
+from fxpipe.tracing.tensors import has_values
 
 
 class Lines(nn.Module):
@@ -104,9 +104,9 @@ def described(value):
 @pytest.mark.parametrize("function", MODELS, ids=lambda f: f.__name__)
 def test_shapes_strides_and_gradients_are_those_of_the_model(function):
     model, x = Lines(function), torch.randn(4, 6)
-    with Hollow(model):
+    with UncomputedMode(model):
         hollow = model(x)
-        assert all(map(is_hollow, torch.utils._pytree.tree_leaves(hollow)))
+        assert all(map(is_uncomputed, torch.utils._pytree.tree_leaves(hollow)))
     assert described(hollow) == described(model(x))
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_computed_and_nothing_changed(function):
                 calls.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 
-    with Counting(), Hollow(model):
+    with Counting(), UncomputedMode(model):
         model(torch.randn(4, 6))
     assert set(calls).isdisjoint(("aten::mm", "aten::addmm", "aten::convolution", "aten::native_batch_norm"))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -133,10 +133,10 @@ def test_what_hangs_on_inputs_and_buffers_alone_is_computed():
         return (x * model.table).sum(), decided, x @ model.weight
 
     model, x = Lines(forward), torch.randn(4, 6)
-    with Hollow(model):
+    with UncomputedMode(model):
         total, decided, product = model(x)
-        assert not is_hollow(total)
-        assert is_hollow(product)
+        assert not is_uncomputed(total)
+        assert is_uncomputed(product)
     assert torch.equal(total, (x * model.table).sum())
     assert decided == bool((x > model.table).any())
 
@@ -144,17 +144,17 @@ def test_what_hangs_on_inputs_and_buffers_alone_is_computed():
 @pytest.mark.parametrize("read", [torch.Tensor.item, bool, lambda t: torch.equal(t, t), lambda t: t.nonzero()])
 def test_values_of_a_hollow_tensor_are_refused(read):
     model = Lines(lambda model, x: read((x @ model.weight).sum()))
-    with Hollow(model), pytest.raises(Exception, match=r"local_scalar_dense|equal|nonzero"):
+    with UncomputedMode(model), pytest.raises(Exception, match=r"local_scalar_dense|equal|nonzero"):
         model(torch.randn(4, 6))
 
 
 def test_values_that_no_mode_sees_can_be_asked_for():
     model = Lines(lambda model, x: x @ model.weight)
-    with Hollow(model):
-        refuse_hollow([torch.ones(2)])
+    with UncomputedMode(model):
+        refuse_uncomputed([torch.ones(2)])
         with pytest.raises(DataDependentOutputException):
-            refuse_hollow([torch.ones(2), model(torch.randn(4, 6))])
-    refuse_hollow([model.weight])  # outside nothing is
+            refuse_uncomputed([torch.ones(2), model(torch.randn(4, 6))])
+    refuse_uncomputed([model.weight])  # outside nothing is
 
 
 @pytest.mark.parametrize("read", [torch.Tensor.tolist, torch.Tensor.numpy])
@@ -171,11 +171,11 @@ def test_memory_that_is_written_to_keeps_its_values_and_has_none_meanwhile():
     def forward(model, x):
         model.table += (x @ model.weight).sum(0)
         model.weight.data.mul_(2)
-        return is_hollow(model.table), is_hollow(model.weight.view(-1)[1:])
+        return is_uncomputed(model.table), is_uncomputed(model.weight.view(-1)[1:])
 
     model = Lines(forward)
     weight = model.weight.detach().clone()
-    with Hollow(model):
+    with UncomputedMode(model):
         assert model(torch.randn(4, 6)) == (True, True)
     assert torch.equal(model.table, torch.arange(6.0))
     assert torch.equal(model.weight, weight)
@@ -185,7 +185,7 @@ def test_memory_that_is_written_to_keeps_its_values_and_has_none_meanwhile():
 def test_random_functions_move_the_generator_as_they_would(p, moves):
     model = Lines(lambda model, x: F.dropout(x @ model.weight, p))
     before = torch.get_rng_state()
-    with Hollow(model):
+    with UncomputedMode(model):
         model(torch.randn(4, 6, generator=torch.Generator()))
     assert torch.equal(before, torch.get_rng_state()) != moves
 
@@ -203,5 +203,5 @@ class Mine(torch.Tensor):
 )
 def test_tensors_of_other_kinds_are_refused(function, what):
     model = Lines(function)
-    with Hollow(model), pytest.raises(TraceError, match=rf"{what}.*; record it with values"):
+    with UncomputedMode(model), pytest.raises(TraceError, match=rf"{what}.*; record it with values"):
         model(torch.randn(4, 6))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fxpipe.scheduling import (
     CHECKPOINTS,
-    Kind,
+    ActionKind,
     Schedule,
     activations_in_flight,
     make_schedule,
@@ -29,7 +29,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     return make_schedule(draw(st.sampled_from(names)), stages, m, modes, placement)
 
 
-def most_at_once(schedule: Schedule, begins: Kind, stage: int, otherwise: Kind | None = None) -> int:
+def most_at_once(schedule: Schedule, begins: ActionKind, stage: int, otherwise: ActionKind | None = None) -> int:
     """The largest set of micro-batches that are between their first action of a kind and their last one."""
     row = next(row for row in schedule.rows if any(a.stage == stage for a in row))
     row = tuple(action for action in row if action.stage == stage)
@@ -49,9 +49,9 @@ def most_at_once(schedule: Schedule, begins: Kind, stage: int, otherwise: Kind |
 @given(schedules())
 def test_they_are_the_largest_set_that_is_there(schedule: Schedule) -> None:
     stages = range(schedule.stages)
-    assert micro_batches_in_flight(schedule) == tuple(most_at_once(schedule, Kind.FORWARD, j) for j in stages)
+    assert micro_batches_in_flight(schedule) == tuple(most_at_once(schedule, ActionKind.FORWARD, j) for j in stages)
     assert activations_in_flight(schedule) == tuple(
-        most_at_once(schedule, Kind.RECOMPUTE, j, Kind.FORWARD) for j in stages
+        most_at_once(schedule, ActionKind.RECOMPUTE, j, ActionKind.FORWARD) for j in stages
     )
 
 

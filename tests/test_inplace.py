@@ -393,6 +393,6 @@ def test_a_stage_clones_only_what_it_writes_to(case):
     for starts in model.cuts(2):
         program = model.program(starts)
         for stage, (start, end) in zip(program.stages, zip(starts, (*starts[1:], None), strict=True), strict=True):
-            written = set().union(*model.traced.effects.writes[start:end])
+            written = set().union(*model.traced.effects.written_classes[start:end])
             clones = [n for n in stage.run.graph.nodes if getattr(n.target, "__name__", "") == "clone"]
             assert len(clones) <= len(written)

@@ -17,22 +17,21 @@ import torch
 from inspected import MIB, make_plan, refusal
 
 import fxpipe.planning
-from fxpipe import arguments
-from fxpipe.drawing.columns import ranges, shortened, shortened_line
+from fxpipe.config import parse as arguments
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.hardware import HARDWARE
-from fxpipe.inspect import options
+from fxpipe.inspect import cli_options as options
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.devices import parse_devices
-from fxpipe.inspect.inputs import Input, Shape, make_arguments, parse_input
-from fxpipe.inspect.options import parse_balance
-from fxpipe.inspect.tables.document import plan_document
-from fxpipe.inspect.target import Target, parse_target
-from fxpipe.plans import HeavyNode, Plan, Portal, StagePlan, Tied, Whole
+from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
+from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments, parse_input
+from fxpipe.inspect.json_document import plan_document
+from fxpipe.inspect.targets import Target, parse_target
+from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
+from fxpipe.plans.display import plan_table
 from fxpipe.plans.figures import plan_figures
-from fxpipe.plans.text import plan_table
-from fxpipe.polynomials import Polynomial
-from fxpipe.tracing import ways
+from fxpipe.tracing import strategies as ways
+from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
 
 MODEL_FILE = """
 import torch
@@ -296,16 +295,16 @@ def test_node_names_that_look_like_numbers_stay_names() -> None:
 
 
 def test_of_a_long_path_the_end_is_shown() -> None:
-    assert shortened_line("net.py:7") == "net.py:7"
-    assert shortened_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
-    assert shortened_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
-    assert shortened_line("") == ""
+    assert shorten_source_line("net.py:7") == "net.py:7"
+    assert shorten_source_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
+    assert shorten_source_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
+    assert shorten_source_line("") == ""
 
 
 def test_ranges_of_numbers() -> None:
-    assert ranges([]) == ""
-    assert ranges([3]) == "3"
-    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert number_ranges([]) == ""
+    assert number_ranges([3]) == "3"
+    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_modes_that_differ_are_told_by_where_the_others_are() -> None:
@@ -321,10 +320,10 @@ def test_a_value_that_goes_to_several_stages_is_one_portal() -> None:
 def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
     plan = replace(
         make_plan(3),
-        tied=(Tied(("wte.weight", "head.weight"), (0, 2), 2 * MIB), Tied(("a", "b"), (1,), 8)),
-        whole=(Whole("moe", "it reads values", "net.py:9"),),
+        tied=(TiedParameter(("wte.weight", "head.weight"), (0, 2), 2 * MIB), TiedParameter(("a", "b"), (1,), 8)),
+        whole=(OpaqueNode("moe", "it reads values", "net.py:9"),),
         why=("module 'moe' is kept whole: it reads values", "recorded with general paths"),
-        heaviest=HeavyNode("layer2_linear", 2, 4.5e-3, "net.py:12"),
+        heaviest=HeaviestNode("layer2_linear", 2, 4.5e-3, "net.py:12"),
     )
     text = plan_table(plan)
     assert "- wte.weight = head.weight, 2.0 MiB, in stages 0 and 2: the other copies it for each step" in text
@@ -339,8 +338,8 @@ def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
 
 
 def test_shortened_keeps_both_ends() -> None:
-    assert shortened("abcdefghij", 10) == "abcdefghij"
-    assert shortened("abcdefghijk", 10) == "abcd...ijk"
+    assert shorten_name("abcdefghij", 10) == "abcdefghij"
+    assert shorten_name("abcdefghijk", 10) == "abcd...ijk"
 
 
 # The document
@@ -365,18 +364,18 @@ def test_document_is_json_and_has_the_documented_keys() -> None:
 @pytest.mark.parametrize(
     ("text", "parsed"),
     [
-        ("8x3x64x64", Input(Shape((8, 3, 64, 64), "float32"))),
-        ("8", Input(Shape((8,), "float32"))),
-        ("8x128:int64", Input(Shape((8, 128), "int64"))),
-        ("input_ids=8x128:int64", Input(Shape((8, 128), "int64"), "input_ids")),
-        ("data:make", Input(Target("data", "make"))),
-        ("x=data:make", Input(Target("data", "make"), "x")),
-        ("pkg.data:Batches.make", Input(Target("pkg.data", "Batches.make"))),
-        ("2d/models.py:make", Input(Target("2d/models.py", "make"))),
-        (r"C:\models.py:make", Input(Target(r"C:\models.py", "make"))),
+        ("8x3x64x64", InputOption(InputShape((8, 3, 64, 64), "float32"))),
+        ("8", InputOption(InputShape((8,), "float32"))),
+        ("8x128:int64", InputOption(InputShape((8, 128), "int64"))),
+        ("input_ids=8x128:int64", InputOption(InputShape((8, 128), "int64"), "input_ids")),
+        ("data:make", InputOption(Target("data", "make"))),
+        ("x=data:make", InputOption(Target("data", "make"), "x")),
+        ("pkg.data:Batches.make", InputOption(Target("pkg.data", "Batches.make"))),
+        ("2d/models.py:make", InputOption(Target("2d/models.py", "make"))),
+        (r"C:\models.py:make", InputOption(Target(r"C:\models.py", "make"))),
     ],
 )
-def test_parse_input(text: str, parsed: Input) -> None:
+def test_parse_input(text: str, parsed: InputOption) -> None:
     assert parse_input(text) == parsed
 
 
@@ -397,8 +396,8 @@ def test_parse_input_knows_its_dtypes() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"])
 def test_inputs_are_drawn(dtype: str) -> None:
     state = torch.get_rng_state()
-    (first,) = make_arguments([Input(Shape((64, 3), dtype))]).args
-    (second,) = make_arguments([Input(Shape((64, 3), dtype))]).args
+    (first,) = make_arguments([InputOption(InputShape((64, 3), dtype))]).args
+    (second,) = make_arguments([InputOption(InputShape((64, 3), dtype))]).args
     assert first.shape == (64, 3)
     assert first.dtype is getattr(torch, dtype)
     assert torch.equal(first, second)
@@ -410,21 +409,23 @@ def test_inputs_are_drawn(dtype: str) -> None:
 def test_inputs_that_cannot_be_made() -> None:
     for sizes in [(10**9, 10**9, 10**9), (10**30,)]:
         with pytest.raises(ArgumentError, match="cannot be made"):
-            make_arguments([Input(Shape(sizes, "float32"))])
+            make_arguments([InputOption(InputShape(sizes, "float32"))])
 
 
 def test_inputs_of_a_function(model_file: Path) -> None:
     where = str(model_file)
-    shape = Input(Shape((8, 2), "float32"))
-    assert len(make_arguments([shape, Input(Target(where, "tensor_inputs"))]).args) == 2
-    arguments = make_arguments([shape, Input(Target(where, "tuple_inputs")), Input(Target(where, "dict_inputs"))])
+    shape = InputOption(InputShape((8, 2), "float32"))
+    assert len(make_arguments([shape, InputOption(Target(where, "tensor_inputs"))]).args) == 2
+    arguments = make_arguments(
+        [shape, InputOption(Target(where, "tuple_inputs")), InputOption(Target(where, "dict_inputs"))]
+    )
     assert len(arguments.args) == 3
     assert arguments.args[2] == 2.0
     assert list(arguments.kwargs) == ["tokens", "scale"]
     with pytest.raises(ArgumentError, match=r"returned a list; expected a tensor, a tuple of .* or a dict of"):
-        make_arguments([Input(Target(where, "list_inputs"))])
+        make_arguments([InputOption(Target(where, "list_inputs"))])
     with pytest.raises(ArgumentError, match="argument 'scale' was given by an --input before it"):
-        make_arguments([Input(Target(where, "dict_inputs")), Input(Target(where, "dict_inputs"))])
+        make_arguments([InputOption(Target(where, "dict_inputs")), InputOption(Target(where, "dict_inputs"))])
 
 
 # The command line
@@ -438,21 +439,21 @@ def test_parse_target() -> None:
 
 
 def test_parse_devices() -> None:
-    assert parse_devices("2") == 2
-    assert parse_devices("cpu, cpu") == ("cpu", "cpu")
-    assert parse_devices("cpu") == ("cpu",)
-    assert parse_devices("cuda:0,cuda:1") == ("cuda:0", "cuda:1")
+    assert parse_devices_option("2") == 2
+    assert parse_devices_option("cpu, cpu") == ("cpu", "cpu")
+    assert parse_devices_option("cpu") == ("cpu",)
+    assert parse_devices_option("cuda:0,cuda:1") == ("cuda:0", "cuda:1")
     for text in ["0", "-1", "", "cpu,", "2,2", "cuda:", "1.5"]:
         with pytest.raises(ArgumentError, match=r"expected a number .* or a list of devices"):
-            parse_devices(text)
+            parse_devices_option(text)
 
 
 def test_parse_balance() -> None:
-    assert parse_balance("block") == "block"
-    assert parse_balance("10,12,9") == (10, 12, 9)
-    assert parse_balance("layer2,layer3.0") == ("layer2", "layer3.0")
+    assert parse_balance_option("block") == "block"
+    assert parse_balance_option("10,12,9") == (10, 12, 9)
+    assert parse_balance_option("layer2,layer3.0") == ("layer2", "layer3.0")
     with pytest.raises(ArgumentError, match="expected block, counts"):
-        parse_balance("3,,4")
+        parse_balance_option("3,,4")
 
 
 def test_options_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
@@ -570,7 +571,11 @@ def test_mistakes_end_in_one_line(
 
 
 def test_choices_are_those_of_planning() -> None:
-    assert (ways.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (options.TRACERS, options.BALANCES, options.HARDWARE)
+    assert (ways.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
+        options.TRACER_CHOICES,
+        options.BALANCE_CHOICES,
+        options.HARDWARE_CHOICES,
+    )
 
 
 def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -647,7 +652,7 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
     ids=["nothing", "a count", "a policy"],
 )
 def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[str, str], set_to: str | None) -> None:
-    program = "import os, fxpipe.inspect.process as p; p.set_up(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    program = "import os, fxpipe.inspect.cli as p; p.set_up(); print(os.environ.get('GOMP_SPINCOUNT'))"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))} | given
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(set_to)

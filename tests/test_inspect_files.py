@@ -64,7 +64,7 @@ MISTAKES = {
 def test_places_are_looked_at_before_the_work(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fxpipe.inspect.finding.load", lambda request: pytest.fail("it has begun to work"))
+    monkeypatch.setattr("fxpipe.inspect.run.load_requested_model", lambda request: pytest.fail("it has begun to work"))
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "file").touch()
     line, *expected = MISTAKES[name]
@@ -124,7 +124,7 @@ def test_an_interrupted_command_says_so(
     def interrupted(*args: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fxpipe.inspect.finding.load_plan", interrupted)
+    monkeypatch.setattr("fxpipe.inspect.run.load_plan", interrupted)
     assert main([saved]) == 130
     captured = capsys.readouterr()
     assert captured.out == ""

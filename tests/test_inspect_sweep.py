@@ -12,14 +12,12 @@ from inspected import MIB, make_plan, refusal
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.inspect import json_document as documents
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.devices import more_like, most_like
-from fxpipe.inspect.finding import size_at_least
-from fxpipe.inspect.tables import document as documents
-from fxpipe.inspect.tables.comparing import compare_schedules, run_of
-from fxpipe.inspect.tables.steps import device_table, runs_text, step_text
-from fxpipe.inspect.tables.sweep import counts_up_to, sweep
-from fxpipe.inspect.tables.sweep_text import sweep_table
+from fxpipe.inspect.cli_options import first_devices, most_devices
+from fxpipe.inspect.run import size_at_least
+from fxpipe.inspect.step_summary import compare_schedules, device_table, step_text, summaries_text, summarize_step
+from fxpipe.inspect.sweep import counts_up_to, sweep_devices, sweep_table
 from fxpipe.plans import Plan
 from fxpipe.scheduling import SCHEDULES
 
@@ -44,7 +42,7 @@ def test_schedules_on_the_stages_of_a_plan() -> None:
     assert by_name["gpipe"].peak_bytes > by_name["1f1b"].peak_bytes
     assert by_name["zero_bubble"].bubble < by_name["1f1b"].bubble
     assert len(compare_schedules(make_plan(1), fxpipe.simulate(make_plan(1)))) == 1  # one device: all are alike
-    text = runs_text(runs)
+    text = summaries_text(runs)
     assert text.startswith("these stages in other schedules, 8 micro-batches\n")
     assert "yes" not in text  # no limit is known
 
@@ -53,7 +51,7 @@ def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
     plan = limited(make_plan(3, 8), 60 * MIB)
     plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], memory_limit=20 * MIB)))
     simulation = fxpipe.simulate(plan)
-    run = run_of(simulation, plan)
+    run = summarize_step(simulation, plan)
     peak = simulation.memory[2].peak
     assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
     text = step_text(simulation, plan)
@@ -81,27 +79,27 @@ def test_counts() -> None:
 
 
 def test_devices_of_a_sweep() -> None:
-    assert most_like(("cpu", "cpu"), 8, None) == 8
-    assert most_like(("cuda:0", "cuda:1"), 8, None) == 2  # there are no more here, or none are to be used
-    assert most_like(("cuda:0", "cuda:1"), 8, "h100") == 8
-    assert most_like(("cpu",) * 16, 8, None) == 16
-    assert more_like(("cuda:1", "cuda:0"), 1, None) == ("cuda:1",)
-    assert more_like(("cpu", "cpu"), 3, None) == ("cpu",) * 3
-    assert more_like(("cuda:0",), 2, "h100") == ("cuda:0", "cuda:1")
+    assert most_devices(("cpu", "cpu"), 8, None) == 8
+    assert most_devices(("cuda:0", "cuda:1"), 8, None) == 2  # there are no more here, or none are to be used
+    assert most_devices(("cuda:0", "cuda:1"), 8, "h100") == 8
+    assert most_devices(("cpu",) * 16, 8, None) == 16
+    assert first_devices(("cuda:1", "cuda:0"), 1, None) == ("cuda:1",)
+    assert first_devices(("cpu", "cpu"), 3, None) == ("cpu",) * 3
+    assert first_devices(("cuda:0",), 2, "h100") == ("cuda:0", "cuda:1")
 
 
 def plan_for(devices: int, schedule: str) -> Plan:
     """Of work for 12 ms, shared out evenly."""
     recipe = SCHEDULES[schedule]
-    stages = devices * recipe.per_device
+    stages = devices * recipe.stages_per_device
     plan = make_plan(stages, 16, schedule)
     seconds = {"forward_seconds": 4e-3 / stages, "backward_seconds": 8e-3 / stages, "weight_seconds": 4e-3 / stages}
     even = tuple(replace(stage, **seconds) for stage in plan.stages)
-    return replace(plan, stages=even, placement=recipe.placement(devices, recipe.per_device))
+    return replace(plan, stages=even, placement=recipe.placement(devices, recipe.stages_per_device))
 
 
 def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
-    rows = sweep((1, 2, 4), SCHEDULES_HERE, None, plan_for)
+    rows = sweep_devices((1, 2, 4), SCHEDULES_HERE, None, plan_for)
     assert [(row.devices, row.schedule) for row in rows] == [(1, "1f1b")] + [
         (count, name) for count in (2, 4) for name in SCHEDULES_HERE
     ]
@@ -123,7 +121,7 @@ def test_a_plan_is_shared_where_stages_are_in_the_same_places_and_fit() -> None:
         asked.append((devices, schedule))
         return plan_for(devices, schedule)
 
-    sweep((2,), ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b", "zbv"), None, counted)
+    sweep_devices((2,), ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b", "zbv"), None, counted)
     assert asked == [(2, "1f1b"), (2, "interleaved_1f1b"), (2, "zbv")]
 
     def tight(devices: int, schedule: str) -> Plan:  # what 1F1B holds, and no more
@@ -131,7 +129,7 @@ def test_a_plan_is_shared_where_stages_are_in_the_same_places_and_fit() -> None:
         return limited(plan_for(devices, schedule), 30 * MIB)
 
     asked.clear()
-    rows = sweep((2,), ("1f1b", "gpipe"), None, tight)
+    rows = sweep_devices((2,), ("1f1b", "gpipe"), None, tight)
     assert asked == [(2, "1f1b"), (2, "gpipe")]
     assert [row.fits for row in rows] == [True, False]
     assert rows[1].over_bytes > 0
@@ -145,7 +143,7 @@ def test_what_does_not_fit_and_what_cannot_be_cut_are_rows() -> None:
             raise PartitionError("only 3 nodes")
         return plan_for(devices, schedule)
 
-    rows = sweep((1, 2, 4), ("1f1b",), None, hard)
+    rows = sweep_devices((1, 2, 4), ("1f1b",), None, hard)
     assert [row.fits for row in rows] == [False, True, False]
     assert all(row.speedup is None for row in rows)
     text = sweep_table(rows)
@@ -209,7 +207,7 @@ def test_the_document_has_the_documented_keys(
     document = json.loads(capsys.readouterr().out)
     assert main([*argv, "--tune"]) == 0
     tuned = json.loads(capsys.readouterr().out)
-    functions = (documents.document, documents.plan_document, documents.simulation_document)
+    functions = (documents.findings_document, documents.plan_document, documents.simulation_document)
     text = " ".join(function.__doc__ or "" for function in (*functions, documents.difference_document))
     described = {*re.findall(r"\w+", text)}
     simulation, difference = document["simulation"], document["difference"]

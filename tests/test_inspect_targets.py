@@ -14,13 +14,11 @@ from inspected import make_plan, refusal
 
 from fxpipe.errors import ArgumentError
 from fxpipe.inspect.cli import main
-from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_shipped, vocabulary
-from fxpipe.inspect.inputs import Input, Shape, make_arguments
-from fxpipe.inspect.request import in_options, parse_request
-from fxpipe.inspect.subjects import PlanFile, parse_subject
-from fxpipe.inspect.target import Target, load_model
-from fxpipe.inspect.values import parse_keyword
-from fxpipe.inspect.words import describe
+from fxpipe.inspect.cli_options import PlanFile, parse_subject
+from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
+from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments
+from fxpipe.inspect.request import parse_request, with_option_name
+from fxpipe.inspect.targets import Target, describe_error, load_model, parse_keyword
 
 FACTORIES = """
 import torch
@@ -139,7 +137,11 @@ def test_inputs_by_name(factories: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_integers_below_a_vocabulary_and_inputs_without_values() -> None:
-    given = [Input(Shape((64, 8), "int64"), "ids"), Input(Shape((64,), "bool")), Input(Shape((2, 3), "bfloat16"))]
+    given = [
+        InputOption(InputShape((64, 8), "int64"), "ids"),
+        InputOption(InputShape((64,), "bool")),
+        InputOption(InputShape((2, 3), "bfloat16")),
+    ]
     arguments = make_arguments(given, integers_below=50)
     ids = arguments.kwargs["ids"]
     assert 40 < ids.max() < 50
@@ -188,12 +190,12 @@ def test_subjects() -> None:
 )
 def test_a_type_is_made_as_it_is_trained(name: str, kwargs: dict[str, Any], made: str, inputs: list[str]) -> None:
     pytest.importorskip("transformers")
-    model = load_shipped(ModelType(name), kwargs)
+    model = load_hugging_face_model(ModelType(name), kwargs)
     assert type(model).__name__ == made
     assert model.training
     found = example_inputs(model)
     assert [str(given) for given in found] == inputs
-    arguments = make_arguments(found, integers_below=vocabulary(model))
+    arguments = make_arguments(found, integers_below=vocabulary_size(model))
     assert model(**arguments.kwargs)[0].shape[0] == 8
     assert example_inputs(model, 20)[0].value.sizes[0] == 20
 
@@ -290,10 +292,10 @@ def test_what_a_saved_plan_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_refusals_of_planning_name_the_option(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert in_options("pin['0']=7: there are 2 devices") == "--pin: pin['0']=7: there are 2 devices"
-    assert in_options("leaf_modules: no module") == "--leaf: leaf_modules: no module"
-    assert in_options("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
-    assert in_options("--devices 3: stages=3") == "--devices 3: stages=3"
+    assert with_option_name("pin['0']=7: there are 2 devices") == "--pin: pin['0']=7: there are 2 devices"
+    assert with_option_name("leaf_modules: no module") == "--leaf: leaf_modules: no module"
+    assert with_option_name("a plan cannot be saved: it=2") == "a plan cannot be saved: it=2"
+    assert with_option_name("--devices 3: stages=3") == "--devices 3: stages=3"
     argv = [f"{factories}:make", "--kwargs", "width=2", "--input", "4x2", "--pin", "0=gpu"]
     assert "inspect: --pin: pin['0']: 'gpu' is no device of torch's" in refusal(argv, capsys)
     assert "--pin: '0' is given twice" in refusal([*argv, "--pin", "0=1"], capsys)
@@ -362,5 +364,5 @@ def test_other_failures_are_not_taken_for_a_lack_of_memory(tmp_path: Path, capsy
 
 
 def test_an_error_that_lists_all_there_is_is_cut() -> None:
-    assert describe(ValueError("one of " + "x, " * 5000)).endswith("x, x ...")
-    assert len(describe(ValueError("x" * 5000))) < 600
+    assert describe_error(ValueError("one of " + "x, " * 5000)).endswith("x, x ...")
+    assert len(describe_error(ValueError("x" * 5000))) < 600

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from fxpipe.tracing.expectations import same_answer
-from fxpipe.tracing.recording.kept import Kept
+from fxpipe.tracing.guards import is_same_value
+from fxpipe.tracing.module_attributes import AttributeGuard
 
 
 @pytest.mark.parametrize(
@@ -30,24 +30,24 @@ from fxpipe.tracing.recording.kept import Kept
 )
 def test_attributes_that_forward_reads(before, after, is_same):
     owner = {"x": before}
-    kept = Kept.now(owner, "x")
-    assert kept.is_as_before()
+    kept = AttributeGuard.now(owner, "x")
+    assert kept.holds()
     owner["x"] = after
-    assert kept.is_as_before() is is_same
+    assert kept.holds() is is_same
 
 
 def test_an_array_that_is_written_to_is_another():
     owner = {"x": np.zeros(3)}
-    kept = Kept.now(owner, "x")
+    kept = AttributeGuard.now(owner, "x")
     owner["x"][1] = 1
-    assert not kept.is_as_before()
+    assert not kept.holds()
 
 
 def test_answers_are_of_one_kind_and_nan_is_itself():
-    assert same_answer(2, 2)
-    assert not same_answer(2, 2.0)
-    assert not same_answer(1, True)
-    assert same_answer(math.nan, math.nan)
-    assert not same_answer(math.nan, 1.0)
-    assert same_answer([1.0, math.nan], [1.0, math.nan])
-    assert not same_answer([1.0], [1.0, 1.0])
+    assert is_same_value(2, 2)
+    assert not is_same_value(2, 2.0)
+    assert not is_same_value(1, True)
+    assert is_same_value(math.nan, math.nan)
+    assert not is_same_value(math.nan, 1.0)
+    assert is_same_value([1.0, math.nan], [1.0, math.nan])
+    assert not is_same_value([1.0], [1.0, 1.0])

@@ -13,7 +13,7 @@ from fxpipe.scheduling import (
     CHECKPOINTS,
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Rows,
     Schedule,
     activations_in_flight,
@@ -37,7 +37,7 @@ def rows(text: str) -> Rows:
 def on(name: str, p: int, m: int, v: int | None = None, checkpoint: object = "never") -> Schedule:
     """On p devices with v stages each; as many as is usual, if not given."""
     recipe = SCHEDULES[name]
-    each = v or recipe.per_device
+    each = v or recipe.stages_per_device
     return make_schedule(name, p * each, m, checkpoint, recipe.placement(p, each))
 
 
@@ -104,7 +104,7 @@ def test_of_one_micro_batch_zbv_leaves_all_w_to_the_end():
 def any_known(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     recipe = SCHEDULES[name]
-    v = recipe.most or draw(st.integers(2, 4) if recipe.is_bound else st.integers(1, 3))
+    v = recipe.most or draw(st.integers(2, 4) if recipe.has_fixed_placement else st.integers(1, 3))
     p, m = draw(st.integers(1, 5)), draw(st.integers(1, 12))
     modes = draw(st.lists(st.sampled_from(CHECKPOINTS), min_size=p * v, max_size=p * v))
     return on(name, p, m, v, modes)
@@ -115,18 +115,18 @@ def any_known(draw: st.DrawFn) -> Schedule:
 def test_every_known_schedule_can_run_and_has_what_belongs_there(schedule):
     validate(schedule)
     place = {action: (d, k) for d, row in enumerate(schedule.rows) for k, action in enumerate(row)}
-    kinds = [Kind.FORWARD] if schedule.name == "inference" else [Kind.FORWARD, Kind.BACKWARD]
-    kinds += [Kind.WEIGHT] if schedule.name in SPLIT else []
+    kinds = [ActionKind.FORWARD] if schedule.name == "inference" else [ActionKind.FORWARD, ActionKind.BACKWARD]
+    kinds += [ActionKind.WEIGHT] if schedule.name in SPLIT else []
     want = {Action(k, j, i) for k, j, i in product(kinds, range(schedule.stages), range(schedule.micro_batches))}
-    assert {a for a in place if a.kind is not Kind.RECOMPUTE} == want
+    assert {a for a in place if a.kind is not ActionKind.RECOMPUTE} == want
     for action, (d, k) in place.items():
-        if action.kind is Kind.WEIGHT:
-            assert place[Action(Kind.BACKWARD, *action[1:])] < (d, k)
-        if action.kind is Kind.RECOMPUTE:
+        if action.kind is ActionKind.WEIGHT:
+            assert place[Action(ActionKind.BACKWARD, *action[1:])] < (d, k)
+        if action.kind is ActionKind.RECOMPUTE:
             j, i = action[1:]
             # Between it and its B nothing but the B through which the gradient comes, on the same device.
-            behind = schedule.rows[d][k + 1 : place[Action(Kind.BACKWARD, j, i)][1]]
-            assert all(a.kind is Kind.BACKWARD and a.stage > j and a.micro_batch == i for a in behind)
+            behind = schedule.rows[d][k + 1 : place[Action(ActionKind.BACKWARD, j, i)][1]]
+            assert all(a.kind is ActionKind.BACKWARD and a.stage > j and a.micro_batch == i for a in behind)
 
 
 @settings(max_examples=200, deadline=None)

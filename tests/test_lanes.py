@@ -8,14 +8,11 @@ from itertools import combinations, pairwise
 import pytest
 from drawn_plans import dense_portals, drawn_plan, portals_between
 
-from fxpipe.drawing.colours import contrast
-from fxpipe.drawing.letters import text_width
-from fxpipe.drawing.scene import Curve, Rect, Scene, Text
-from fxpipe.inspect.lanes.arcs import ARCS
-from fxpipe.inspect.lanes.frame import MOST_ARCS, bundles_of
-from fxpipe.inspect.lanes.layout import BAND, DEVICES, MOST_GROUPS, lanes
 from fxpipe.plans import Plan
-from fxpipe.plans.grouping import groups_of, short_name
+from fxpipe.plans.node_groups import node_groups_of, short_group_name
+from fxpipe.viz.scene import Curve, Rect, Scene, Text
+from fxpipe.viz.stage_graph import ARC_COLOURS, BAND, DEVICE_COLOURS, MAX_ARCS, MAX_GROUPS, bundles_of, draw_stage_graph
+from fxpipe.viz.style import contrast, text_width
 
 PLANS = {
     "one": drawn_plan(1),
@@ -36,7 +33,7 @@ def plan(request) -> Plan:
 
 
 def boxes_of(scene: Scene) -> list[Rect]:
-    fills = {fill for worker in DEVICES for fill in worker[:2]}
+    fills = {fill for worker in DEVICE_COLOURS for fill in worker[:2]}
     return [item for item in scene.items if isinstance(item, Rect) and item.fill in fills]
 
 
@@ -45,7 +42,7 @@ def lanes_of(scene: Scene) -> list[Rect]:
 
 
 def arcs_of(scene: Scene) -> list[Curve]:
-    return [item for item in scene.items if isinstance(item, Curve) and item.stroke in ARCS]
+    return [item for item in scene.items if isinstance(item, Curve) and item.stroke in ARC_COLOURS]
 
 
 def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -66,14 +63,14 @@ def extent(text: Text) -> tuple[float, ...]:
 
 
 def test_boxes_lie_in_their_lane_and_next_to_each_other(plan: Plan):
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     bands, boxes = lanes_of(scene), boxes_of(scene)
     assert len(bands) == len(plan.stages)
     for one, other in pairwise(bands):
         assert one.y + one.height < other.y
     for stage, band in zip(plan.stages, bands, strict=True):
         own = [box for box in boxes if band.y <= box.y and box.y + box.height <= band.y + band.height]
-        assert 1 <= len(own) <= MOST_GROUPS
+        assert 1 <= len(own) <= MAX_GROUPS
         assert all(band.x <= box.x and box.x + box.width <= band.x + band.width for box in own)
         for one, other in pairwise(own):
             assert one.x + one.width <= other.x + 0.01
@@ -82,7 +79,7 @@ def test_boxes_lie_in_their_lane_and_next_to_each_other(plan: Plan):
 
 def test_lanes_are_as_long_as_their_stages_take():
     plan = drawn_plan(5)
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     ends = [
         max(b.x + b.width for b in boxes_of(scene) if lane.y < b.y < lane.y + lane.height) for lane in lanes_of(scene)
     ]
@@ -94,15 +91,15 @@ def test_lanes_are_as_long_as_their_stages_take():
 
 def test_every_node_is_in_one_group(plan: Plan):
     for stage in plan.stages:
-        for most, least in ((MOST_GROUPS, 0.04), (3, 0.2), (1, 0.0), (1000, 0.0)):
-            groups = groups_of(stage, most, least)
+        for most, least in ((MAX_GROUPS, 0.04), (3, 0.2), (1, 0.0), (1000, 0.0)):
+            groups = node_groups_of(stage, most, least)
             assert len(groups) <= most
             assert tuple(node for group in groups for node in group.nodes) == stage.nodes
             assert sum(group.share for group in groups) == pytest.approx(1)
 
 
 def test_nothing_is_written_over_something_else_nor_beyond_the_picture(plan: Plan):
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     texts = [item for item in scene.items if isinstance(item, Text)]
     extents = [extent(text) for text in texts]
     for text, (left, top, right, bottom) in zip(texts, extents, strict=True):
@@ -120,7 +117,7 @@ def test_nothing_is_written_over_something_else_nor_beyond_the_picture(plan: Pla
 
 
 def test_names_of_modules_fit_into_their_boxes(plan: Plan):
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     boxes = boxes_of(scene)
     for text in (item for item in scene.items if isinstance(item, Text)):
         left, top, right, bottom = extent(text)
@@ -132,18 +129,18 @@ def test_names_of_modules_fit_into_their_boxes(plan: Plan):
 
 
 def test_every_portal_is_drawn_or_counted(plan: Plan):
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     bundles = bundles_of(plan.portals)
     assert sum(len(bundle.portals) for bundle in bundles) == len(plan.portals)
-    assert len(arcs_of(scene)) == min(len(bundles), MOST_ARCS)
-    drawn, others = bundles[:MOST_ARCS], bundles[MOST_ARCS:]
+    assert len(arcs_of(scene)) == min(len(bundles), MAX_ARCS)
+    drawn, others = bundles[:MAX_ARCS], bundles[MAX_ARCS:]
     assert not others or min(bundle.bytes for bundle in drawn) >= max(bundle.bytes for bundle in others)
     note = f"{sum(len(bundle.portals) for bundle in others)} more portals between other stages"
     assert any(note in text.text for text in scene.items if isinstance(text, Text)) == bool(others)
 
 
 def test_arcs_go_from_lane_to_lane_within_the_picture(plan: Plan):
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     bands = lanes_of(scene)
     ends = {(bundle.source, bundle.target) for bundle in bundles_of(plan.portals)}
     for arc in arcs_of(scene):
@@ -156,7 +153,7 @@ def test_arcs_go_from_lane_to_lane_within_the_picture(plan: Plan):
 
 def test_wider_arcs_have_more_bytes():
     plan = PLANS["unet"]
-    widths = {arc.title.partition("\n")[0]: arc.width for arc in arcs_of(lanes(plan))}
+    widths = {arc.title.partition("\n")[0]: arc.width for arc in arcs_of(draw_stage_graph(plan))}
     bundles = bundles_of(plan.portals)
     found = [
         next(width for title, width in widths.items() if title.startswith(f"stage {b.source} to stage {b.target}:"))
@@ -168,13 +165,13 @@ def test_wider_arcs_have_more_bytes():
 
 def test_portals_with_the_same_ends_are_one_arc_that_says_how_many():
     plan = drawn_plan(4, portals=(*dense_portals(4), *dense_portals(4)))
-    scene = lanes(plan)
+    scene = draw_stage_graph(plan)
     assert len(arcs_of(scene)) == 3
     assert sum(text.text.startswith("2 portals →") for text in scene.items if isinstance(text, Text)) == 3
 
 
 def test_colours_tell_workers_with_several_stages():
-    scene = lanes(PLANS["zbv"])
+    scene = draw_stage_graph(PLANS["zbv"])
     bands, boxes = lanes_of(scene), boxes_of(scene)
     fills = [{box.fill for box in boxes if band.y < box.y < band.y + band.height} for band in bands]
     assert fills[0] == fills[3] != fills[1]
@@ -184,13 +181,15 @@ def test_colours_tell_workers_with_several_stages():
 
 
 def test_names_are_legible_on_every_box():
-    assert all(contrast("#222222", fill) > 7 and contrast("#6b6b6b", fill) > 3 for w in DEVICES for fill in w[:2])
+    assert all(
+        contrast("#222222", fill) > 7 and contrast("#6b6b6b", fill) > 3 for w in DEVICE_COLOURS for fill in w[:2]
+    )
 
 
 def test_a_plan_without_shares_or_modules_is_drawn():
     plan = drawn_plan(3)
     bare = replace(plan, stages=tuple(replace(stage, modules=(), shares=()) for stage in plan.stages))
-    boxes = boxes_of(lanes(bare))
+    boxes = boxes_of(draw_stage_graph(bare))
     assert sum(box.title.count("node_") for box in boxes) >= sum(len(stage.nodes) for stage in plan.stages)
 
 
@@ -199,29 +198,29 @@ def test_stages_that_take_no_time_are_drawn():
     idle = replace(
         plan, stages=tuple(replace(s, forward_seconds=0.0, backward_seconds=0.0, shares=()) for s in plan.stages)
     )
-    assert len(lanes_of(lanes(idle))) == 3
+    assert len(lanes_of(draw_stage_graph(idle))) == 3
 
 
 def test_groups_are_opened_while_there_is_room_and_small_ones_put_together():
     stage = drawn_plan(1, blocks=2).stages[0]
     thirds = [0.1, 0.5, 0.4]
     plain = replace(stage, nodes=("a", "b", "c"), modules=("x.a", "y.b", "x.c"), shares=tuple(thirds))
-    assert [group.name for group in groups_of(plain, 3, 0.0)] == ["x.a", "y.b", "x.c"]
-    assert [group.name for group in groups_of(plain, 3, 0.2)] == ["x.a", "y.b", "x.c"]
-    assert [group.name for group in groups_of(plain, 2, 0.0)] == ["x.a – x.c"]
+    assert [group.name for group in node_groups_of(plain, 3, 0.0)] == ["x.a", "y.b", "x.c"]
+    assert [group.name for group in node_groups_of(plain, 3, 0.2)] == ["x.a", "y.b", "x.c"]
+    assert [group.name for group in node_groups_of(plain, 2, 0.0)] == ["x.a – x.c"]
     small = replace(plain, modules=("x.a", "x.b", "y.c"), shares=(0.05, 0.05, 0.9))
-    assert [(group.name, group.is_elided) for group in groups_of(small, 9, 0.2)] == [("x", False), ("y.c", False)]
+    assert [(group.name, group.is_elided) for group in node_groups_of(small, 9, 0.2)] == [("x", False), ("y.c", False)]
     apart = replace(plain, modules=("x.a", "z.b", "y.c"), shares=(0.05, 0.05, 0.9))
-    assert [(group.name, group.is_elided) for group in groups_of(apart, 9, 0.2)] == [
+    assert [(group.name, group.is_elided) for group in node_groups_of(apart, 9, 0.2)] == [
         ("x.a – z.b", True),
         ("y.c", False),
     ]
 
 
 def test_short_names_keep_the_last_parts():
-    assert short_name("transformer.h.0.attn", 1000, 10) == "transformer.h.0.attn"
-    assert short_name("transformer.h.0.attn", 60, 10) == "…h.0.attn"
-    assert short_name("down.0.0", 30, 10) == ""  # a number alone says nothing
-    assert short_name("encoder_with_a_long_name.3", 90, 10) == "encoder…name.3"
-    assert short_name("🚀", 30, 10) == "🚀"
-    assert short_name("h.0.ln – h.3.mlp", 75, 10) == "…ln – …mlp"
+    assert short_group_name("transformer.h.0.attn", 1000, 10) == "transformer.h.0.attn"
+    assert short_group_name("transformer.h.0.attn", 60, 10) == "…h.0.attn"
+    assert short_group_name("down.0.0", 30, 10) == ""  # a number alone says nothing
+    assert short_group_name("encoder_with_a_long_name.3", 90, 10) == "encoder…name.3"
+    assert short_group_name("🚀", 30, 10) == "🚀"
+    assert short_group_name("h.0.ln – h.3.mlp", 75, 10) == "…ln – …mlp"

@@ -619,7 +619,7 @@ class _Asked:
 
 
 def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP", 30)
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
     engine = engine_module.Engine(Model(), None)
     engine._busy = asked = _Asked(engine._busy)
     order, is_running = [], threading.Event()
@@ -646,7 +646,7 @@ def test_the_end_waits_for_a_step_of_another_thread(monkeypatch):
 
 
 def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP", 30)
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 30)
     engine = engine_module.Engine(Model(), None)
     engine._busy = asked = _Asked(engine._busy)
     with engine.running():
@@ -655,10 +655,10 @@ def test_the_end_inside_a_step_waits_for_nobody(monkeypatch):
 
 
 def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
-    monkeypatch.setattr(engine_module, "LAST_STEP", 0.01)
+    monkeypatch.setattr(engine_module, "LAST_STEP_SECONDS", 0.01)
     engines = [engine_module.Engine(Model(), None) for _ in range(2)]
     monkeypatch.setattr(engine_module, "_engines", engines)
-    monkeypatch.setattr(engine_module, "close_all", lambda: None)
+    monkeypatch.setattr(engine_module, "close_all_executors", lambda: None)
     is_running, go = threading.Event(), threading.Event()
 
     def step():
@@ -670,7 +670,7 @@ def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
     thread.start()
     try:
         assert is_running.wait(20)
-        engine_module._end_all()
+        engine_module._stop_at_exit()
         assert engines[0]._busy.locked()  # by the step that goes on
         assert engines[1]._busy.locked()  # for good
     finally:

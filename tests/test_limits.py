@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fxpipe.config.parse import parse_memory_limit
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.limits import parse_memory_limit
 
 
 @pytest.mark.parametrize(

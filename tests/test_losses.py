@@ -17,9 +17,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import LossError
-from fxpipe.rewriting.random_nodes import lock_of
-from fxpipe.runtime.elements import reductions_under
-from fxpipe.runtime.known_losses import Kind
+from fxpipe.rewriting.rng import generator_lock
+from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.loss_weighting_check import reductions_under
 
 IGNORED = -100
 WIDTH, CLASSES, LENGTH = 6, 5, 4
@@ -330,15 +330,15 @@ def test_a_step_that_is_run_again_to_verify_draws_the_same_numbers():
 
 
 def test_when_it_is_verified():
-    kind, due = Kind(is_cheap=False), []
+    kind, due = LossHistory(is_cheap=False), []
     for n in range(1, 1001):
         if kind.is_due:
             due.append(n)
             assert kind.look_at_elements
-        kind.passed()
+        kind.count_pass()
     assert due == [1, 10, 100, 1000]
     assert not kind.look_at_elements
-    assert Kind(is_cheap=True, passes=5).look_at_elements
+    assert LossHistory(is_cheap=True, passes=5).look_at_elements
 
 
 def test_outputs_are_kept_in_verified_steps_only():
@@ -568,7 +568,7 @@ def test_a_loss_that_is_no_mean_is_refused_though_its_model_draws():
 
 def test_nobody_borrows_the_generator_while_the_loss_draws():
     """What it drew in that time would be drawn again: a stage that borrows puts the generator back."""
-    free, lock = [], lock_of(torch.device("cpu"))
+    free, lock = [], generator_lock(torch.device("cpu"))
 
     def borrow():
         free.append(lock.acquire(blocking=False))

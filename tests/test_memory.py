@@ -13,11 +13,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.rewriting.program import INPUT
-from fxpipe.runtime import Interleaved
+from fxpipe.rewriting.program import PIPE_INPUT
+from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Action, ActionKind
 
 STAGES, CHUNKS = 3, 5
 
@@ -56,7 +56,7 @@ def watched(monkeypatch):
 
     def watched_take(self, user, link, i):
         value = take(self, user, link, i)
-        if link.value.source != INPUT:
+        if link.value.source != PIPE_INPUT:
             crossed[user, link.value.name, i] = StorageWeakRef(value.value.untyped_storage())
         return value
 
@@ -83,7 +83,7 @@ def watched(monkeypatch):
 def pipe_of(model, seed=0, **options):
     x = torch.randn(10, 4)
     pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=[1] * STAGES, **options)
-    pipe._fxpipe.engine.driver = Interleaved(seed)
+    pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
     return pipe, x
 
 
@@ -100,7 +100,7 @@ def test_a_value_that_nobody_has_saved_is_freed_by_forward(watched, drop_in):
     assert {user for user, _, _ in crossed} == {1, 2, 3}
     for j in (1, 2):
         for i in range(CHUNKS):
-            assert i not in alive[Action(Kind.FORWARD, j, i)][j], f"stage {j} keeps what no one has saved"
+            assert i not in alive[Action(ActionKind.FORWARD, j, i)][j], f"stage {j} keeps what no one has saved"
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -110,7 +110,7 @@ def test_a_stage_holds_as_many_micro_batches_as_the_schedule_says(watched, sched
     most, graphs = defaultdict(int), defaultdict(int)
     pipe, x = pipe_of(Saved(), schedule=schedule, checkpoint=checkpoint)
     for seed in range(3):
-        pipe._fxpipe.engine.driver = Interleaved(seed)
+        pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
         pipe.forward_backward(x, loss_fn=_loss)
         for now in alive.values():
             for j in range(STAGES):
@@ -118,7 +118,7 @@ def test_a_stage_holds_as_many_micro_batches_as_the_schedule_says(watched, sched
                 graphs[j] = max(graphs[j], len(now["graphs", j]))
         # B of a micro-batch frees what the stage has received of it.
         for action, now in alive.items():
-            assert action.kind is not Kind.BACKWARD or action.micro_batch not in now[action.stage]
+            assert action.kind is not ActionKind.BACKWARD or action.micro_batch not in now[action.stage]
         alive.clear()
     bound = {j: CHUNKS if schedule == "gpipe" else STAGES - j for j in range(STAGES)}
     assert all(most[j] == bound[j] for j in range(1, STAGES)), "those that are forward of their backward, and no more"
@@ -135,7 +135,7 @@ def test_an_output_is_freed_when_its_loss_has_been_taken(watched, schedule):
         alive.clear()
         pipe.forward_backward(x, loss_fn=_loss)
     for i in range(CHUNKS):
-        assert i not in alive[Action(Kind.FORWARD, STAGES - 1, i)][STAGES]
+        assert i not in alive[Action(ActionKind.FORWARD, STAGES - 1, i)][STAGES]
 
 
 def _tensors():
@@ -215,7 +215,7 @@ def test_inputs_are_let_go_by_the_stage_that_uses_them_last(monkeypatch):
             return y
 
     with fxpipe.pipeline(Model(), ["cpu"] * 2, 5, example_args=(x,), in_dims=1, balance=[3, 1]) as pipe:
-        pipe._fxpipe.engine.driver = Interleaved(0)
+        pipe._fxpipe.engine.executor = InterleavedExecutor(0)
         monkeypatch.setattr(Exchange, "__init__", watched_init)
         y = pipe(x)
         assert len(parts) == 5

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes
+from fxpipe.runtime.microbatches import gather, samples_per_micro_batch, scatter, scatter_gradient
 
 
 def test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first() -> None:
-    assert sizes(7, 3) == [3, 2, 2]
+    assert samples_per_micro_batch(7, 3) == [3, 2, 2]
     for batch in range(9):
         for count in range(1, 6):
-            assert sizes(batch, count) == [len(part) for part in torch.arange(batch).tensor_split(count)]
+            assert samples_per_micro_batch(batch, count) == [
+                len(part) for part in torch.arange(batch).tensor_split(count)
+            ]
 
 
 def test_parts_are_as_dense_as_the_whole() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 import fxpipe
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.tuning.result import Tuning
-from fxpipe.tuning.rows import Row
-from fxpipe.units import human_seconds
+from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.tuning.tuning_result import Tuning
+from fxpipe.utils.units import human_seconds
 
 EVIL = "<script>alert(1)</script>"
 
@@ -90,7 +90,9 @@ def test_a_simulation_without_bytes_says_nothing_of_memory():
 
 def test_a_tuning_marks_what_it_chose():
     plan = drawn_plan(2)
-    rows = tuple(Row("1f1b", 2**k, 1, plan=plan, step_seconds=2.0 + k, memory=(1.0, 2.0), lacks=k) for k in range(5))
+    rows = tuple(
+        CandidateResult("1f1b", 2**k, 1, plan=plan, step_seconds=2.0 + k, memory=(1.0, 2.0), lacks=k) for k in range(5)
+    )
     page = checked(Tuning(rows[0], rows, 32, ("cpu", "cpu"))._repr_html_())
     assert page.tags.count("tr") == 1 + 5
     assert page.text.count("→") == 1

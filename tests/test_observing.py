@@ -14,9 +14,9 @@ import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.recording.record import input_leaves, record
-from fxpipe.tracing.sizing import symbolic_run
-from fxpipe.tracing.sizing.shapes import add_shapes
+from fxpipe.tracing.record.record_model import input_leaves, record
+from fxpipe.tracing.shapes import symbolic_run
+from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 
 
 class ReadsValues(torch.autograd.Function):
@@ -288,5 +288,5 @@ def test_nothing_is_run_for_real_where_fake_tensors_tell(monkeypatch):
     def refuse(*args: Any) -> None:
         raise AssertionError("a real run")
 
-    monkeypatch.setattr(symbolic_run, "observe", refuse)
+    monkeypatch.setattr(symbolic_run, "observe_shapes", refuse)
     assert shapes(traced(lambda lin, x: lin(x))) == ["float32[b, 6]"]

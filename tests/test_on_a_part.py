@@ -10,17 +10,17 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.checking import check
-from fxpipe.tracing.products import WithoutProducts
-from fxpipe.tracing.recording import on_a_part
-from fxpipe.tracing.recording.hollow import is_hollow
+from fxpipe.tracing.record import small_batch as on_a_part
+from fxpipe.tracing.record.uncomputed_tensors import is_uncomputed
+from fxpipe.tracing.skip_matmul import SkipMatmul
+from fxpipe.tracing.verify import equivalence as check
 
 EXAMPLE = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(autouse=True)
 def _all_are_slow(monkeypatch):
-    monkeypatch.setattr(on_a_part, "LONG", 0.0)
+    monkeypatch.setattr(on_a_part, "LONG_RECORDING", 0.0)
 
 
 class Calling(nn.Module):
@@ -39,24 +39,24 @@ def mlp() -> nn.Sequential:
 def test_same_graph_as_on_all_samples(monkeypatch):
     model = mlp()
     part = fxpipe.trace(model, (EXAMPLE,), chunks=4)
-    monkeypatch.setattr(on_a_part, "LONG", 1e9)
+    monkeypatch.setattr(on_a_part, "LONG_RECORDING", 1e9)
     whole = fxpipe.trace(model, (EXAMPLE,), chunks=4)
-    assert (part.recorded_on, whole.recorded_on) == (3, None)
+    assert (part.recorded_samples, whole.recorded_samples) == (3, None)
     assert part.fingerprint() == whole.fingerprint()
     assert part.leaves == whole.leaves
     assert [str(n.meta["shapes"][0]) for n in part.nodes] == [str(n.meta["shapes"][0]) for n in whole.nodes]
-    assert part.effects.writes == whole.effects.writes
+    assert part.effects.written_classes == whole.effects.written_classes
 
 
 def test_no_run_on_more_samples_than_a_micro_batch():
     seen = []
 
     def noting(x):
-        if not is_hollow(x):
+        if not is_uncomputed(x):
             seen.append(len(x))
         return x.tanh()
 
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=4).recorded_on == 3
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=4).recorded_samples == 3
     assert {*seen} == {1, 2, 3}  # gradients and two calls are compared on two; forward asks for `len`: few on few sizes
 
 
@@ -87,7 +87,7 @@ def test_branch_on_the_number_of_samples(function):
 def test_number_of_samples_among_the_numbers():
     """It is computed in the graph, as without parts."""
     traced = fxpipe.trace(Calling(lambda x: x.view(len(x), 2, 3).mean(1)), (EXAMPLE,), chunks=4)
-    assert traced.recorded_on is None
+    assert traced.recorded_samples is None
     assert 12 in traced.recorded_sizes
 
 
@@ -95,7 +95,7 @@ def test_value_that_is_read_is_that_of_all_samples():
     x = EXAMPLE.clone()
     x[:6] = 0.0
     traced = fxpipe.trace(Asking(), (x,), chunks=4)
-    assert traced.recorded_on is None
+    assert traced.recorded_samples is None
     assert not traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
 
 
@@ -114,14 +114,14 @@ def test_value_that_is_read_for_nothing_is_that_of_all_samples():
     x = EXAMPLE.clone()
     x[:6] = 0.0
     traced = fxpipe.trace(Looking(), (x,), chunks=4)
-    assert traced.recorded_on is None
+    assert traced.recorded_samples is None
     assert traced.matches([x], traced.in_spec, traced.flags)
 
 
 def test_value_that_all_samples_agree_on_is_a_guard():
     traced = fxpipe.trace(Asking(), (torch.zeros(12, 6),), chunks=4)
-    assert traced.recorded_on == 3
-    assert [str(guard).partition(" at ")[0] for guard in traced.guards.questions] == ["bool of all_1 was True"]
+    assert traced.recorded_samples == 3
+    assert [str(guard).partition(" at ")[0] for guard in traced.guards.guards] == ["bool of all_1 was True"]
     assert traced.matches([torch.zeros(12, 6)], traced.in_spec, traced.flags)
     assert not traced.matches([EXAMPLE], traced.in_spec, traced.flags)
 
@@ -148,7 +148,7 @@ class Asking(nn.Module):
 def test_hooks_meet_no_fake_tensors():
     model, seen = mlp(), []
     model[0].register_forward_hook(lambda module, args, result: seen.append(type(result)))
-    assert fxpipe.trace(model, (EXAMPLE,), chunks=4).recorded_on is None
+    assert fxpipe.trace(model, (EXAMPLE,), chunks=4).recorded_samples is None
     assert {*seen} == {torch.Tensor}
 
 
@@ -165,7 +165,7 @@ def kept_by_size(x):
 def test_tables_that_are_kept_hold_no_fake_tensors():
     TABLES.clear()
     for _ in range(2):  # with tables already there, too
-        assert fxpipe.trace(Calling(kept_by_size), (EXAMPLE,), chunks=4).recorded_on is None
+        assert fxpipe.trace(Calling(kept_by_size), (EXAMPLE,), chunks=4).recorded_samples is None
         assert {type(table) for table in TABLES.values()} == {torch.Tensor}
 
 
@@ -182,10 +182,10 @@ def test_what_is_remembered_is_not_hollow():
             """Squares its weight once for each number of samples."""
             if len(x) not in met:
                 met[len(x)] = self.weight.detach().square()
-                were_hollow.append(is_hollow(met[len(x)]))
+                were_hollow.append(is_uncomputed(met[len(x)]))
             return x * met[len(x)]
 
-    assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_on is None
+    assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
     assert were_hollow
     assert not any(were_hollow)
 
@@ -196,12 +196,12 @@ def test_inputs_that_disagree_on_the_batch():
             return x @ table
 
     traced = fxpipe.trace(Two(), (EXAMPLE, torch.randn(6, 2)), chunks=4)
-    assert traced.recorded_on is None
+    assert traced.recorded_samples is None
     assert traced.in_dims == (0, None)
 
 
 def test_unchecked_graphs_are_recorded_on_all_samples():
-    assert fxpipe.trace(mlp(), (EXAMPLE,), chunks=4, check=False).recorded_on is None
+    assert fxpipe.trace(mlp(), (EXAMPLE,), chunks=4, check=False).recorded_samples is None
 
 
 def test_micro_batches_of_one_sample():
@@ -209,11 +209,11 @@ def test_micro_batches_of_one_sample():
     seen = []
 
     def noting(x):
-        if not is_hollow(x):
+        if not is_uncomputed(x):
             seen.append(len(x))
         return x.tanh()
 
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_on == 2
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12).recorded_samples == 2
     assert seen == [2, 1, 2, 3]  # two for outputs, gradients and state; three as forward asks for `len`
 
 
@@ -222,11 +222,11 @@ def test_part_that_is_all_there_is_to_compare():
     seen = []
 
     def noting(x):
-        if not is_hollow(x):
+        if not is_uncomputed(x):
             seen.append(len(x))
         return nn.functional.batch_norm(x, None, None, training=True)
 
-    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_on == 2
+    assert fxpipe.trace(Calling(noting), (EXAMPLE,), chunks=12, out_dims=0).recorded_samples == 2
     assert seen == [2, 1, 2, 3]  # three as forward asks for `len`
 
 
@@ -241,15 +241,15 @@ def test_part_that_is_only_watched(monkeypatch, function):
     """A single sample, with which the model would take out the batch as well. Without products, where the nodes do not
     need them; what they do is seen all the same."""
     model, products = Calling(function), []
-    monkeypatch.setattr(check, "WithoutProducts", lambda: products.append(1) or WithoutProducts())
+    monkeypatch.setattr(check, "SkipMatmul", lambda: products.append(1) or SkipMatmul())
     part = fxpipe.trace(model, (EXAMPLE,), chunks=12)
-    assert (part.recorded_on, products) == (2, [1])
-    monkeypatch.setattr(on_a_part, "LONG", 1e9)
-    monkeypatch.setattr(check, "WithoutProducts", contextlib.nullcontext)
+    assert (part.recorded_samples, products) == (2, [1])
+    monkeypatch.setattr(on_a_part, "LONG_RECORDING", 1e9)
+    monkeypatch.setattr(check, "SkipMatmul", contextlib.nullcontext)
     whole = fxpipe.trace(model, (EXAMPLE,), chunks=12)
-    assert whole.recorded_on is None
+    assert whole.recorded_samples is None
     assert [n.name for n in part.nodes] == [n.name for n in whole.nodes]
-    assert part.effects.writes == whole.effects.writes
+    assert part.effects.written_classes == whole.effects.written_classes
     names = [{n.name: alias for n, alias in one.effects.alias.items()} for one in (part, whole)]
     assert names[0] == names[1]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.scheduling import make_schedule
 from fxpipe.simulation import Simulation, StageCost, simulate_schedule
 

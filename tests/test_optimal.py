@@ -19,20 +19,20 @@ from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning import (
     Chain,
     Flow,
-    Held,
+    HeldStorage,
     Link,
-    Optimal,
-    Site,
+    OptimalCut,
+    ParameterUse,
     StageLoad,
-    Weights,
+    StageSite,
     optimal_partition,
     partition,
     stage_loads,
 )
-from fxpipe.partitioning.loads import stage_load, ways_to_run
-from fxpipe.partitioning.ranges import Bytes, Seconds
-from fxpipe.partitioning.search import Search
-from fxpipe.partitioning.shortage import Trial, best_attempt, recomputing
+from fxpipe.partitioning.chain import recompute_choices, stage_load
+from fxpipe.partitioning.intervals import StageClocks, StageMemory
+from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, recompute_trials
+from fxpipe.partitioning.search import CutSearch
 
 seconds = st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0, 20.0, 0.1, 0.2, 0.3, 0.1 + 0.2, 1e-17])
 amounts = st.sampled_from([0.0, 1.0, 2.0, 3.0, 8.0])
@@ -52,8 +52,10 @@ def chains(draw: st.DrawFn, stages: int, kinds: int = 1) -> Chain:
         flows.append(Flow(draw(amounts), maker, draw(some_of(maker + 1, n + 1)), draw(st.booleans())))
     for _ in range(draw(st.integers(0, 12))):
         maker = draw(st.integers(-1, n - 1))
-        held.append(Held(draw(amounts), maker, draw(some_of(max(maker, 0), n))))
-    weights = [Weights(draw(amounts), draw(some_of(0, n)), draw(st.booleans())) for _ in range(draw(st.integers(0, 6)))]
+        held.append(HeldStorage(draw(amounts), maker, draw(some_of(max(maker, 0), n))))
+    weights = [
+        ParameterUse(draw(amounts), draw(some_of(0, n)), draw(st.booleans())) for _ in range(draw(st.integers(0, 6)))
+    ]
     bounded = draw(st.sampled_from([False, False, True]))
     return Chain(
         tuple(draw(row) for _ in range(kinds)),
@@ -69,12 +71,12 @@ def chains(draw: st.DrawFn, stages: int, kinds: int = 1) -> Chain:
 
 
 @st.composite
-def sites(draw: st.DrawFn, stages: int, kinds: int = 1) -> list[Site]:
+def sites(draw: st.DrawFn, stages: int, kinds: int = 1) -> list[StageSite]:
     limit = draw(st.sampled_from([None, 15.0, 30.0, 60.0]))
     alike = draw(st.booleans())
 
-    def one() -> Site:
-        return Site(
+    def one() -> StageSite:
+        return StageSite(
             kind=draw(st.integers(0, kinds - 1)),
             memory=None if limit is None else limit + draw(st.sampled_from([0.0, 5.5])),
             link=draw(st.sampled_from([None, Link(4.0), Link(3.0, 0.1), Link(1.0, 1.0)])),
@@ -92,13 +94,13 @@ def sites(draw: st.DrawFn, stages: int, kinds: int = 1) -> list[Site]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Chain, list[Site]]:
+def problems(draw: st.DrawFn) -> tuple[Chain, list[StageSite]]:
     stages, kinds = draw(st.integers(1, 4)), draw(st.integers(1, 2))
     return draw(chains(stages, kinds)), draw(sites(stages, kinds))
 
 
 def plain_load(
-    chain: Chain, sites: Sequence[Site], stage: int, start: int, end: int, recompute: bool
+    chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool
 ) -> tuple[float, float]:
     """Seconds and memory as `loads.py` defines them, said as sets of places and exact fractions."""
     site, here = sites[stage], set(range(start, end))
@@ -117,7 +119,7 @@ def plain_load(
             wire += sending(flow, following)
 
     weights = [w for w in chain.weights if here & {*w.users}]
-    memory = sum(Fraction(w.bytes) * (1 + Fraction(site.state) if w.trained else 1) for w in weights)
+    memory = sum(Fraction(w.bytes) * (1 + Fraction(site.state) if w.is_trained else 1) for w in weights)
     memory += max((Fraction(chain.working[p]) for p in here), default=Fraction(0)) if chain.working else 0
     kept = {i for i in come if recompute or chain.flows[i].returns}
     held = Fraction(0)
@@ -139,19 +141,19 @@ def plain_load(
     return float(max(work, wire) if site.overlaps else work + wire), float(memory)
 
 
-def fitting_load(chain: Chain, sites: Sequence[Site], stage: int, start: int, end: int) -> StageLoad | None:
-    low, high = chain.low or [0] * len(chain), chain.high or [len(sites)] * len(chain)
+def fitting_load(chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int) -> StageLoad | None:
+    low, high = chain.first_stages or [0] * len(chain), chain.last_stages or [len(sites)] * len(chain)
     if not all(low[place] <= stage <= high[place] for place in range(start, end)):
         return None
-    loads = (stage_load(chain, sites, stage, start, end, way) for way in ways_to_run(sites[stage]))
+    loads = (stage_load(chain, sites, stage, start, end, way) for way in recompute_choices(sites[stage]))
     limit = sites[stage].memory
     return next((load for load in loads if limit is None or load.memory <= limit), None)
 
 
-def best_of_all(chain: Chain, sites: Sequence[Site]) -> tuple[float, int] | None:
+def best_of_all(chain: Chain, sites: Sequence[StageSite]) -> tuple[float, int] | None:
     """The least bottleneck and fewest stages that recompute, by trying every way to cut."""
     n, found, known = len(chain), [], {}
-    allowed = [place for place in range(1, n) if place not in chain.forbidden]
+    allowed = [place for place in range(1, n) if place not in chain.forbidden_cuts]
     for cuts in combinations(allowed, len(sites) - 1):
         loads = []
         for j, (start, end) in enumerate(pairwise((0, *cuts, n))):
@@ -168,7 +170,7 @@ def best_of_all(chain: Chain, sites: Sequence[Site]) -> tuple[float, int] | None
 
 @settings(max_examples=250)
 @given(problems())
-def test_no_cut_is_better(problem: tuple[Chain, list[Site]]) -> None:
+def test_no_cut_is_better(problem: tuple[Chain, list[StageSite]]) -> None:
     chain, sites = problem
     best = best_of_all(chain, sites)
     if best is None:
@@ -182,13 +184,13 @@ def test_no_cut_is_better(problem: tuple[Chain, list[Site]]) -> None:
     ends = [*cut.starts[1:], len(chain)]
     loads = [fitting_load(chain, sites, j, *ends) for j, ends in enumerate(zip(cut.starts, ends, strict=True))]
     assert cut.loads == tuple(loads)
-    assert not {*cut.starts} & {*chain.forbidden}
+    assert not {*cut.starts} & {*chain.forbidden_cuts}
     assert optimal_partition(chain, sites) == cut
 
 
 @settings(max_examples=500)
 @given(problems(), st.data())
-def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[Site]], data: st.DataObject) -> None:
+def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[StageSite]], data: st.DataObject) -> None:
     chain, sites = problem
     j, recompute = data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans())
     start = data.draw(st.integers(0, len(chain) - 1))
@@ -196,15 +198,17 @@ def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[Site]]
     load = stage_load(chain, sites, j, start, end, recompute)
     time, memory = plain_load(chain, sites, j, start, end, recompute)
     assert (load.seconds, load.memory) == pytest.approx((time, memory), rel=1e-15)
-    exact_time, exact_memory = Seconds(chain, sites, [end]), Bytes(chain, sites)
+    exact_time, exact_memory = StageClocks(chain, sites, [end]), StageMemory(chain, sites)
     assert exact_time.clock(j, recompute).seconds(start, end) / exact_time.unit == time
     assert exact_memory.memory(sites[j], recompute, start, end) / exact_memory.unit == memory
 
 
 @given(problems(), st.data())
-def test_ends_within_a_limit_are_found_as_if_one_by_one(problem: tuple[Chain, list[Site]], data: st.DataObject) -> None:
+def test_ends_within_a_limit_are_found_as_if_one_by_one(
+    problem: tuple[Chain, list[StageSite]], data: st.DataObject
+) -> None:
     chain, sites = problem
-    search = Search(chain, sites)
+    search = CutSearch(chain, sites)
     clock = search._seconds.clock(data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans()))
     start = data.draw(st.integers(0, len(chain) - 1))
     ends = [place for place in search._places if place > start]
@@ -216,24 +220,24 @@ def test_ends_within_a_limit_are_found_as_if_one_by_one(problem: tuple[Chain, li
 def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[float], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     chain = Chain((tuple(costs),), ((0.0,) * len(costs),))
-    assert optimal_partition(chain, [Site()] * stages).bottleneck == partition(costs, stages).bottleneck
+    assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
 
 
 @given(problems())
-def test_never_worse_than_block(problem: tuple[Chain, list[Site]]) -> None:
+def test_never_worse_than_block(problem: tuple[Chain, list[StageSite]]) -> None:
     chain, sites = problem
     sites = [replace(site, memory=None, must_recompute=False) for site in sites]
-    chain = replace(chain, low=(), high=())
+    chain = replace(chain, first_stages=(), last_stages=())
     costs = [f + b for f, b in zip(chain.forward[0], chain.backward[0], strict=True)]
-    if len(sites) > len(chain) - len(chain.forbidden):
+    if len(sites) > len(chain) - len(chain.forbidden_cuts):
         return
-    block = partition(costs, len(sites), forbidden=chain.forbidden)
+    block = partition(costs, len(sites), forbidden=chain.forbidden_cuts)
     loads = stage_loads(chain, sites, block.starts, [False] * len(sites))
     assert optimal_partition(chain, sites).bottleneck <= max(load.seconds for load in loads)
 
 
 @given(problems(), st.sampled_from([0.0, 1.0, 7.5, 100.0]))
-def test_more_memory_is_never_slower(problem: tuple[Chain, list[Site]], more: float) -> None:
+def test_more_memory_is_never_slower(problem: tuple[Chain, list[StageSite]], more: float) -> None:
     chain, sites = problem
     larger = [replace(site, memory=None if site.memory is None else site.memory + more) for site in sites]
     try:
@@ -248,62 +252,67 @@ def row(*costs: float, **fields: Any) -> Chain:
 
 
 def test_equal_layers_are_spread_evenly_beside_a_heavy_head() -> None:
-    cut = optimal_partition(row(*[1.0] * 12, 6.0), [Site()] * 4)
+    cut = optimal_partition(row(*[1.0] * 12, 6.0), [StageSite()] * 4)
     assert [load.seconds for load in cut.loads] == [4.0, 4.0, 4.0, 6.0]
 
 
 def test_cut_moves_to_where_little_is_sent() -> None:
     flows = (Flow(8.0, 0, (1,), False), Flow(8.0, 1, (2,), False), Flow(1.0, 2, (3,), False))
     chain = row(1.0, 1.0, 1.0, 1.0, flows=flows)
-    assert optimal_partition(chain, [Site(), Site()]).starts == (0, 2)
-    assert optimal_partition(chain, [Site(), Site(link=Link(4.0))]).starts == (0, 3)  # 3 and 1.25 beside 2 and 4
+    assert optimal_partition(chain, [StageSite(), StageSite()]).starts == (0, 2)
+    assert optimal_partition(chain, [StageSite(), StageSite(link=Link(4.0))]).starts == (
+        0,
+        3,
+    )  # 3 and 1.25 beside 2 and 4
 
 
 def test_transfers_beside_computation_do_not_move_the_cut() -> None:
     chain = row(1.0, 1.0, 1.0, 1.0, flows=(Flow(8.0, 1, (2,), False),))
-    assert optimal_partition(chain, [Site(), Site(link=Link(4.0), overlaps=True)]).bottleneck == 2.0
+    assert optimal_partition(chain, [StageSite(), StageSite(link=Link(4.0), overlaps=True)]).bottleneck == 2.0
 
 
 def test_a_portal_is_billed_to_the_stage_that_it_reaches() -> None:
     chain = row(1.0, 1.0, 1.0, flows=(Flow(6.0, 0, (2,), True),))
-    sites = [Site(), Site(link=Link(2.0)), Site(link=Link(3.0))]
+    sites = [StageSite(), StageSite(link=Link(2.0)), StageSite(link=Link(3.0))]
     loads = stage_loads(chain, sites, (0, 1, 2), [False] * 3)
     assert [load.receive_seconds for load in loads] == [3.0, 0.0, 2.0]  # its gradient comes over the link behind 0
 
 
 def test_what_two_stages_use_is_sent_to_both_and_its_gradient_goes_from_one_to_the_other() -> None:
     chain = row(1.0, 1.0, 1.0, flows=(Flow(1.0, 0, (1, 2, 3), True),))
-    loads = stage_loads(chain, [Site(), Site(link=Link(1.0)), Site(link=Link(1.0))], (0, 1, 2), [False] * 3)
+    loads = stage_loads(
+        chain, [StageSite(), StageSite(link=Link(1.0)), StageSite(link=Link(1.0))], (0, 1, 2), [False] * 3
+    )
     assert [load.receive_seconds for load in loads] == [1.0, 2.0, 1.0]
 
 
 def test_faster_devices_get_more() -> None:
     chain = Chain(((2.0,) * 9, (1.0,) * 9), ((4.0,) * 9, (2.0,) * 9))
-    assert optimal_partition(chain, [Site(kind=0), Site(kind=1)]).starts == (0, 3)
-    assert optimal_partition(chain, [Site(kind=1), Site(kind=0)]).starts == (0, 6)
+    assert optimal_partition(chain, [StageSite(kind=0), StageSite(kind=1)]).starts == (0, 3)
+    assert optimal_partition(chain, [StageSite(kind=1), StageSite(kind=0)]).starts == (0, 6)
 
 
 def test_tied_weights_count_in_each_stage_that_uses_them() -> None:
-    chain = row(1.0, 1.0, weights=(Weights(2.0, (0, 1), True),))
-    assert [load.memory for load in stage_loads(chain, [Site()] * 2, (0, 1), [False] * 2)] == [8.0, 8.0]
+    chain = row(1.0, 1.0, weights=(ParameterUse(2.0, (0, 1), True),))
+    assert [load.memory for load in stage_loads(chain, [StageSite()] * 2, (0, 1), [False] * 2)] == [8.0, 8.0]
 
 
 def test_memory_moves_the_cut_before_it_makes_a_stage_recompute() -> None:
-    held = tuple(Held(4.0, place, (place,)) for place in range(4))
+    held = tuple(HeldStorage(4.0, place, (place,)) for place in range(4))
     chain = Chain(((1.0,) * 4,), ((2.0,) * 4,), held=held)
-    one, other = (Site(memory=memory, in_flight=1, may_recompute=True) for memory in (4.0, 16.0))
+    one, other = (StageSite(memory=memory, in_flight=1, may_recompute=True) for memory in (4.0, 16.0))
     assert optimal_partition(chain, [one, other]).recompute == (False, False)  # 3 and 9 s
-    tight = Site(memory=9.0, in_flight=2, may_recompute=True)  # one node of 8, or two that recompute with 8
+    tight = StageSite(memory=9.0, in_flight=2, may_recompute=True)  # one node of 8, or two that recompute with 8
     cut = optimal_partition(chain, [tight, tight])
     assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, True), 8.0)
-    roomy = Site(memory=24.0, in_flight=2, may_recompute=True)
+    roomy = StageSite(memory=24.0, in_flight=2, may_recompute=True)
     cut = optimal_partition(chain, [tight, roomy])  # 8 s too where one moves a node, and then nobody recomputes
     assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, False), 8.0)
 
 
 def test_prints_a_line_for_each_stage() -> None:
-    chain = row(1.0, 2.0, flows=(Flow(1.0, 0, (1,), False),), weights=(Weights(512.0, (1,), True),))
-    assert str(optimal_partition(chain, [Site(), Site(link=Link(1.0), must_recompute=True)])) == (
+    chain = row(1.0, 2.0, flows=(Flow(1.0, 0, (1,), False),), weights=(ParameterUse(512.0, (1,), True),))
+    assert str(optimal_partition(chain, [StageSite(), StageSite(link=Link(1.0), must_recompute=True)])) == (
         "optimal: 2 stages, bottleneck 5 s\n"
         "  stage 0: places 0-0, 1 s, share 16.7%, 0 B\n"
         "  stage 1: places 1-, 5 s, 1 s of it to receive, share 83.3%, 2.0 KiB, recomputes"
@@ -320,9 +329,9 @@ def test_ten_thousand_nodes_over_sixty_four_stages(heavy: float) -> None:
     n = 10_000
     flows = tuple(Flow(1.0 + place % 7, place, (place + 1,), True) for place in range(n - 1))
     chain = Chain(((*(1.0 + place % 3 for place in range(n - 1)), heavy),), ((2.0,) * n,), flows)
-    cut = optimal_partition(chain, [Site(link=Link(10.0))] * 64)
+    cut = optimal_partition(chain, [StageSite(link=Link(10.0))] * 64)
     block = partition([f + b for f, b in zip(chain.forward[0], chain.backward[0], strict=True)], 64)
-    loads = stage_loads(chain, [Site(link=Link(10.0))] * 64, block.starts, [False] * 64)
+    loads = stage_loads(chain, [StageSite(link=Link(10.0))] * 64, block.starts, [False] * 64)
     assert block.bottleneck <= cut.bottleneck <= max(load.seconds for load in loads)
 
 
@@ -338,18 +347,18 @@ def model(weight: float = 1.0, held: float = 1.0, working: float = 0.5, forbidde
         ((1.0,) * 8,),
         ((2.0,) * 8,),
         tuple(Flow(0.125 * GIB, place, (place + 1,), True) for place in range(7)),
-        tuple(Held(held * GIB, place, (place,)) for place in range(8)),
-        tuple(Weights(weight * GIB, (place,), True) for place in range(8)),
+        tuple(HeldStorage(held * GIB, place, (place,)) for place in range(8)),
+        tuple(ParameterUse(weight * GIB, (place,), True) for place in range(8)),
         (working * GIB,) * 8,
         dict.fromkeys(forbidden, "they hang together"),
     )
 
 
-def devices(count: int, memory: float = 20.0, **fields: Any) -> list[Site]:
-    return [Site(memory=memory * GIB, in_flight=count - j, **fields) for j in range(count)]
+def devices(count: int, memory: float = 20.0, **fields: Any) -> list[StageSite]:
+    return [StageSite(memory=memory * GIB, in_flight=count - j, **fields) for j in range(count)]
 
 
-def refusal(chain: Chain, sites: Sequence[Site], **options: Any) -> str:
+def refusal(chain: Chain, sites: Sequence[StageSite], **options: Any) -> str:
     with pytest.raises(MemoryLimitError) as caught:
         optimal_partition(chain, sites, **options)
     return str(caught.value)
@@ -381,8 +390,8 @@ def test_refusal_names_the_part_at_fault(chain: Chain, problem: str) -> None:
     assert f"The problem: {problem}" in refusal(chain, devices(2), names=NAMES)
 
 
-def more_devices(chain: Chain) -> list[Trial]:
-    return [Trial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
+def more_devices(chain: Chain) -> list[RemedyTrial]:
+    return [RemedyTrial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
 
 
 def test_more_devices_are_offered_if_they_are_enough() -> None:
@@ -395,7 +404,7 @@ def test_more_devices_are_offered_if_they_are_enough() -> None:
 
 def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
     cases = [(f"chunks={8 * k}", model(held=1 / k), devices(2)) for k in (2, 4, 8)]
-    said = refusal(model(), devices(2), remedies=[[Trial(f"use {words}", *case) for words, *case in cases]])
+    said = refusal(model(), devices(2), remedies=[[RemedyTrial(f"use {words}", *case) for words, *case in cases]])
     assert said.endswith("What would fit: use chunks=32.")
     assert refusal(*cases[0][1:]) != ""
     assert optimal_partition(*cases[1][1:])
@@ -403,14 +412,14 @@ def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
 
 def test_recomputing_is_offered_if_it_is_enough() -> None:
     chain, sites = model(), devices(2, 20.75)
-    said = refusal(chain, sites, remedies=[recomputing(chain, sites), more_devices(chain)])
+    said = refusal(chain, sites, remedies=[recompute_trials(chain, sites), more_devices(chain)])
     assert said.endswith("What would fit: let stages recompute; or use 3 devices.")
     assert optimal_partition(chain, devices(2, 20.75, may_recompute=True)).recompute == (True, False)
-    assert "recompute" not in refusal(chain, devices(2), remedies=[recomputing(chain, devices(2))])
+    assert "recompute" not in refusal(chain, devices(2), remedies=[recompute_trials(chain, devices(2))])
 
 
 @given(problems())
-def test_best_attempt_is_over_by_the_least(problem: tuple[Chain, list[Site]]) -> None:
+def test_best_attempt_is_over_by_the_least(problem: tuple[Chain, list[StageSite]]) -> None:
     chain, sites = problem
     try:
         optimal_partition(chain, sites)
@@ -427,26 +436,28 @@ def test_best_attempt_is_over_by_the_least(problem: tuple[Chain, list[Site]]) ->
 
 def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
     with pytest.raises(PartitionError, match="stages=3, but the 2 nodes can be cut into 2 at most") as caught:
-        optimal_partition(row(1.0, 1.0), [Site(memory=1.0)] * 3)
+        optimal_partition(row(1.0, 1.0), [StageSite(memory=1.0)] * 3)
     assert not isinstance(caught.value, MemoryLimitError)
     with pytest.raises(PartitionError, match="some is out of order"):
-        optimal_partition(row(1.0, 1.0, low=(1, 0), high=(1, 0)), [Site()] * 2)
+        optimal_partition(row(1.0, 1.0, low=(1, 0), high=(1, 0)), [StageSite()] * 2)
 
 
 def test_a_cut_is_data() -> None:
-    cut = optimal_partition(row(1.0, 1.0), [Site(), Site()])
-    assert cut == Optimal((0, 1), (False, False), cut.loads)
+    cut = optimal_partition(row(1.0, 1.0), [StageSite(), StageSite()])
+    assert cut == OptimalCut((0, 1), (False, False), cut.loads)
 
 
 def test_the_best_attempt_is_near_the_best_there_is() -> None:
     """Even in bytes, though by time the first stage would be one node."""
-    weights = tuple(Weights(100.0, (place,), False) for place in range(400))
+    weights = tuple(ParameterUse(100.0, (place,), False) for place in range(400))
     chain = row(1000.0, *[1.0] * 399, weights=weights)
     with pytest.raises(MemoryLimitError) as caught:
-        optimal_partition(chain, [Site(memory=1.0)] * 2)
+        optimal_partition(chain, [StageSite(memory=1.0)] * 2)
     assert 19_999 <= caught.value.over <= 19_999 * (1 + 1 / 500)
 
 
 def test_a_cut_that_is_not_explained() -> None:
     with pytest.raises(MemoryLimitError, match=r"^no cut into 2 stages fits into memory$"):
-        optimal_partition(row(1.0, 1.0, weights=(Weights(100.0, (0,), False),)), [Site(memory=1.0)] * 2, explains=False)
+        optimal_partition(
+            row(1.0, 1.0, weights=(ParameterUse(100.0, (0,), False),)), [StageSite(memory=1.0)] * 2, explains=False
+        )

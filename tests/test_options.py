@@ -9,15 +9,21 @@ import pytest
 import torch
 
 import fxpipe
-from fxpipe.options import DEFAULTS, FOR_PLANNING, FOR_TRACING, Options, is_left_out
-from fxpipe.tuning.tuner import BESIDE_PLAN, TRIED
+from fxpipe.config.pipeline_options import (
+    OPTION_DEFAULTS,
+    PLANNING_OPTIONS,
+    TRACING_OPTIONS,
+    PipelineOptions,
+    is_default,
+)
+from fxpipe.tuning.tuner import PLAN_ARGUMENTS, TUNED_OPTIONS
 
 ONLY_TO_RUN = {"deferred_batch_norm", "compile"}
-CHOSEN = {"schedule", "pin", *TRIED}  # by the tuner, or several of them to choose from
+CHOSEN = {"schedule", "pin", *TUNED_OPTIONS}  # by the tuner, or several of them to choose from
 TAKEN = {
-    fxpipe.pipeline: DEFAULTS.keys(),
-    fxpipe.plan: DEFAULTS.keys() - ONLY_TO_RUN,
-    fxpipe.tune: DEFAULTS.keys() - ONLY_TO_RUN - CHOSEN,
+    fxpipe.pipeline: OPTION_DEFAULTS.keys(),
+    fxpipe.plan: OPTION_DEFAULTS.keys() - ONLY_TO_RUN,
+    fxpipe.tune: OPTION_DEFAULTS.keys() - ONLY_TO_RUN - CHOSEN,
 }
 
 
@@ -28,14 +34,14 @@ def function(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def test_the_signatures_have_all_options_in_order_with_their_defaults(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
-    meant = {name: one for name, one in parameters.items() if not (function is fxpipe.tune and name in TRIED)}
-    expected = {name: default for name, default in DEFAULTS.items() if name in TAKEN[function]}
-    assert [(name, one.default) for name, one in meant.items() if name in DEFAULTS] == [*expected.items()]
+    meant = {name: one for name, one in parameters.items() if not (function is fxpipe.tune and name in TUNED_OPTIONS)}
+    expected = {name: default for name, default in OPTION_DEFAULTS.items() if name in TAKEN[function]}
+    assert [(name, one.default) for name, one in meant.items() if name in OPTION_DEFAULTS] == [*expected.items()]
 
 
 def test_the_signatures_have_the_types_of_the_options(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters
-    types = {name: Options.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
+    types = {name: PipelineOptions.__annotations__[name].replace("AUTO", '"auto"') for name in TAKEN[function]}
     if function is fxpipe.tune:
         types["balance"] = "str"  # no cut by hand
     assert {name: parameters[name].annotation for name in types} == types
@@ -49,11 +55,11 @@ def test_each_argument_is_described(function: Callable[..., Any]) -> None:
 
 
 def test_the_groups_name_options_and_arguments() -> None:
-    assert {*FOR_PLANNING, *FOR_TRACING} <= DEFAULTS.keys()
-    assert {*TRIED, *BESIDE_PLAN} <= inspect.signature(fxpipe.tune).parameters.keys()
+    assert {*PLANNING_OPTIONS, *TRACING_OPTIONS} <= OPTION_DEFAULTS.keys()
+    assert {*TUNED_OPTIONS, *PLAN_ARGUMENTS} <= inspect.signature(fxpipe.tune).parameters.keys()
 
 
-@pytest.mark.parametrize("name", FOR_PLANNING)
+@pytest.mark.parametrize("name", PLANNING_OPTIONS)
 def test_what_is_for_planning_is_refused_beside_a_plan(name: str) -> None:
     model, x = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), torch.ones(4, 2)
     plan = fxpipe.plan(model, 2, example_args=(x,), chunks=2, hardware="cpu")
@@ -64,10 +70,10 @@ def test_what_is_for_planning_is_refused_beside_a_plan(name: str) -> None:
 
 def test_what_is_left_out_is_never_compared_with_a_tensor() -> None:
     two = torch.ones(2)
-    assert not is_left_out(two, None)
-    assert is_left_out(two, two)
-    assert is_left_out([], ())
-    assert is_left_out({}, None)
-    assert not is_left_out([], "auto")
-    assert is_left_out(2, 2.0)
-    assert not is_left_out(1, None)
+    assert not is_default(two, None)
+    assert is_default(two, two)
+    assert is_default([], ())
+    assert is_default({}, None)
+    assert not is_default([], "auto")
+    assert is_default(2, 2.0)
+    assert not is_default(1, None)

@@ -15,14 +15,14 @@ from test_random_models import ANY_MODEL_AND_STEP, random_model
 from torch import nn
 
 from fxpipe.partitioning import partition
-from fxpipe.rewriting import forbidden_cuts, ordered, sent_bytes, split
-from fxpipe.rewriting.arranging import arranged
-from fxpipe.rewriting.cones import Cones, nested
-from fxpipe.rewriting.constraints import Units
-from fxpipe.rewriting.rows import Items, Row, Value
+from fxpipe.rewriting import forbidden_cuts, reorder_nodes, sent_bytes, split_into_stages
+from fxpipe.rewriting.dominators import DominatorTree, nest_branches
+from fxpipe.rewriting.linear_order import Items, ItemValue, LinearOrder
+from fxpipe.rewriting.reorder import OrderConstraints
+from fxpipe.rewriting.reorder_moves import arrange_items
 from fxpipe.tracing import Traced, trace
-from fxpipe.tracing.checking.effects import effects_of, watch
-from fxpipe.tracing.sizing.shapes import bytes_for, bytes_of
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
+from fxpipe.tracing.verify.effects import effects_of, observe_run
 
 # -- plain numbers ---------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def items(row: str, sizes: dict[str, int] | None = None, works: dict[str, int] |
     users = {name: tuple(k for k, other in enumerate(names) if name in uses[other]) for name in names}
     return Items(
         tuple(works.get(name, 4) for name in names),
-        tuple(Value(sizes.get(n, 8), k, users[n], n == names[-1]) for k, n in enumerate(names)),
+        tuple(ItemValue(sizes.get(n, 8), k, users[n], n == names[-1]) for k, n in enumerate(names)),
         tuple(users[name] for name in names),
         frozenset(),
     )
@@ -43,7 +43,7 @@ def items(row: str, sizes: dict[str, int] | None = None, works: dict[str, int] |
 
 def names_in_order(row: str, **given: dict[str, int]) -> str:
     names = [word.partition(":")[0] for word in row.split()]
-    return " ".join(names[item] for item in arranged(items(row, **given)))
+    return " ".join(names[item] for item in arrange_items(items(row, **given)))
 
 
 def test_what_is_used_late_is_computed_late():
@@ -92,14 +92,14 @@ def test_an_update_that_nobody_waits_for_stays_before_what_it_stood_before():
     count = Items(
         (*given.weights[:2], 1, *given.weights[2:]),
         tuple(
-            Value(v.bytes, v.maker + (v.maker > 1), tuple(u + (u > 1) for u in v.users), v.is_output)
+            ItemValue(v.bytes, v.maker + (v.maker > 1), tuple(u + (u > 1) for u in v.users), v.is_output)
             for v in given.values
         ),
         tuple(tuple(u + (u > 1) for u in later) for later in (*given.after[:2], (), *given.after[2:])),
         frozenset({2}),
     )
-    row = Row.of(count, range(6))
-    assert nested(row, Cones(count)).order == (0, 2, 3, 1, 4, 5)  # a1, the update, a2, b1, b2, join
+    row = LinearOrder.of(count, range(6))
+    assert nest_branches(row, DominatorTree(count)).order == (0, 2, 3, 1, 4, 5)  # a1, the update, a2, b1, b2, join
 
 
 @st.composite
@@ -111,7 +111,7 @@ def random_items(draw: st.DrawFn, largest: int = 12) -> Items:
         for source in rng.sample(range(item), min(item, rng.choice([0, 1, 1, 2]))):
             after[source].add(item)
     values = [
-        Value(rng.choice([0, 1, 1, 2, 8, 16]), item, tuple(sorted(users)), not users or rng.random() < 0.1)
+        ItemValue(rng.choice([0, 1, 1, 2, 8, 16]), item, tuple(sorted(users)), not users or rng.random() < 0.1)
         for item, users in enumerate(after)
         if users or rng.random() < 0.7
     ]
@@ -128,7 +128,9 @@ def renumbered(given: Items, order: tuple[int, ...]) -> Items:
     new = {item: at for at, item in enumerate(order)}
     return Items(
         tuple(given.weights[item] for item in order),
-        tuple(Value(v.bytes, new[v.maker], tuple(sorted(new[u] for u in v.users)), v.is_output) for v in given.values),
+        tuple(
+            ItemValue(v.bytes, new[v.maker], tuple(sorted(new[u] for u in v.users)), v.is_output) for v in given.values
+        ),
         tuple(tuple(sorted(new[other] for other in given.after[item])) for item in order),
         frozenset(new[item] for item in given.pinned),
     )
@@ -148,21 +150,21 @@ def valid_orders(given: Items) -> Iterator[tuple[int, ...]]:
 @hypothesis.given(random_items())
 @hypothesis.settings(max_examples=150)
 def test_any_items_get_a_valid_order_that_costs_no_more_and_stays(given):
-    order = arranged(given)
+    order = arrange_items(given)
     place = {item: at for at, item in enumerate(order)}
     assert sorted(order) == [*range(len(given.weights))]
     assert all(place[item] < place[other] for item, later in enumerate(given.after) for other in later)
-    assert Row.of(given, order).cost <= Row.of(given, range(len(order))).cost
-    assert arranged(renumbered(given, order)) == tuple(range(len(order)))
+    assert LinearOrder.of(given, order).cost <= LinearOrder.of(given, range(len(order))).cost
+    assert arrange_items(renumbered(given, order)) == tuple(range(len(order)))
 
 
 def test_most_of_what_could_be_saved_is():
     @hypothesis.given(random_items(largest=7))
     @hypothesis.settings(max_examples=60, database=None)
     def compare(given: Items) -> None:
-        now = Row.of(given, range(len(given.weights))).cost
-        could.append(now - min(Row.of(given, order).cost for order in valid_orders(given)))
-        did.append(now - Row.of(given, arranged(given)).cost)
+        now = LinearOrder.of(given, range(len(given.weights))).cost
+        could.append(now - min(LinearOrder.of(given, order).cost for order in valid_orders(given)))
+        did.append(now - LinearOrder.of(given, arrange_items(given)).cost)
 
     could: list[int] = []
     did: list[int] = []
@@ -174,7 +176,7 @@ def test_most_of_what_could_be_saved_is():
 def test_the_cost_of_an_order_is_what_lives_at_each_cut():
     given = items("a b:a c:a d:b,c", sizes={"a": 1, "b": 10, "c": 100, "d": 1000}, works={"a": 1, "b": 3, "c": 5})
     # Between a and b: 1 * (1 + 3); b and c: (1 + 10) * (3 + 5); c and d: (10 + 100) * (5 + 4); d and the end: 1000 * 4.
-    assert Row.of(given, range(4)).cost == 4 + 88 + 990 + 4000
+    assert LinearOrder.of(given, range(4)).cost == 4 + 88 + 990 + 4000
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -322,7 +324,9 @@ def vectors() -> tuple[torch.Tensor, torch.Tensor]:
 TOWERS = (Towers, InPlace, Dropout, BatchNorm, Autocast, Tied, NoGrad, Whole, Parts, ManyUsers, SetsABuffer)
 
 
-@pytest.mark.parametrize("order", [ordered, lambda t: shuffled(t, 1), lambda t: shuffled(t, 2)], ids=["best", "1", "2"])
+@pytest.mark.parametrize(
+    "order", [reorder_nodes, lambda t: shuffled(t, 1), lambda t: shuffled(t, 2)], ids=["best", "1", "2"]
+)
 @pytest.mark.parametrize("model", [Translation, *TOWERS])
 def test_the_plain_model_bit_for_bit(model, order):
     chunks = 1 if model is BatchNorm else 3
@@ -344,7 +348,7 @@ def test_any_model_in_any_order_in_any_stages_is_the_plain_model(program, seed, 
     model, args = random_model(program)
     in_place = any(operation.name in ("relu_", "add_", "mul_", "slice_") for operation in program)
     loose = tuple(name for name, _ in model.named_parameters()) if in_place else ()
-    order = ordered if how == "ordered" else lambda traced: shuffled(traced, seed)
+    order = reorder_nodes if how == "ordered" else lambda traced: shuffled(traced, seed)
     cuts = Reordered(model, *args, order=order, loose=loose)
     (starts,) = cuts.some_cuts(5, seed)[seed % 5 :][:1]
     cuts.check(starts, chunks, schedule, checkpoint, seed=seed)
@@ -356,7 +360,7 @@ def test_any_model_in_any_order_in_any_stages_is_the_plain_model(program, seed, 
 def two_models() -> list[tuple[Traced, Traced]]:
     pairs = [(Translation(), tokens()), *((model(), vectors()) for model in TOWERS)]
     traces = [trace(model.train(), inputs, chunks=2) for model, inputs in pairs]
-    return [(traced, ordered(traced)) for traced in traces]
+    return [(traced, reorder_nodes(traced)) for traced in traces]
 
 
 def test_all_nodes_are_there_with_all_that_is_known_of_them_and_it_is_a_fixed_point():
@@ -372,14 +376,14 @@ def test_all_nodes_are_there_with_all_that_is_known_of_them_and_it_is_a_fixed_po
                 old.op, str(old.target), str(old.args), str(old.kwargs),
             )  # fmt: skip
             assert {**node.meta, "ordinal": 0} == {**old.meta, "ordinal": 0}
-        assert ordered(other) is other
+        assert reorder_nodes(other) is other
     assert moved > 8
 
 
 def test_the_order_keeps_the_constraints():
     for traced, other in two_models():
         place = {n.name: at for at, n in enumerate(other.nodes)}
-        units = Units.of_graph(traced)
+        units = OrderConstraints.of_graph(traced)
         for unit, later in enumerate(units.after):
             for second in later:
                 assert place[units.nodes[unit][-1].name] < place[units.nodes[second][0].name]
@@ -393,7 +397,7 @@ def test_effects_are_those_of_the_new_order():
         sample = [torch.randint(0, 11, x.shape) if not x.dtype.is_floating_point else torch.randn(x.shape)
                   for x in traced.leaves if x.is_tensor]  # fmt: skip
         with torch.enable_grad():
-            seen = effects_of(other, [watch(other, sample)[1]])
+            seen = effects_of(other, [observe_run(other, sample)[1]])
         have = other.effects
         assert have is not None
         assert [n.name for n in seen.nodes] == [n.name for n in have.nodes]
@@ -406,13 +410,13 @@ def test_effects_are_those_of_the_new_order():
                 if seen.alias[one] == seen.alias[two] is not None:
                     assert have.alias[one] == have.alias[two]
         numbers = {seen.alias[n]: have.alias[n] for n in nodes}
-        for ours, theirs in zip(have.writes, seen.writes, strict=True):
+        for ours, theirs in zip(have.written_classes, seen.written_classes, strict=True):
             assert {numbers[alias] for alias in theirs} <= ours
 
 
 def test_random_nodes_keep_their_numbers_wherever_they_go():
     traced = trace(Translation().train(), tokens(), chunks=2)
-    other = ordered(traced)
+    other = reorder_nodes(traced)
     recorded = [n.name for n in traced.nodes if n.meta["random"]]
     assert [n.name for n in other.nodes if n.meta["random"]] != recorded
     assert {n.name: n.meta["ordinal"] for n in other.nodes if n.meta["random"]} == {
@@ -424,7 +428,7 @@ def test_users_of_a_weight_keep_their_order():
     traced = trace(Tied().train(), vectors(), chunks=2)
     weight = next(n for n in traced.graph.nodes if n.target == "left.0.weight")
     users = [n.name for n in traced.nodes if n in weight.users]
-    for other in (ordered(traced), *(shuffled(traced, seed) for seed in range(5))):
+    for other in (reorder_nodes(traced), *(shuffled(traced, seed) for seed in range(5))):
         assert [n.name for n in other.nodes if n.name in users] == users
 
 
@@ -433,7 +437,7 @@ def test_without_gradients_users_are_free():
         traced = trace(Tied().eval(), vectors(), chunks=2)
     weight = next(n for n in traced.graph.nodes if n.target == "left.0.weight")
     users = [n.name for n in traced.nodes if n in weight.users]
-    assert [n.name for n in ordered(traced).nodes if n.name in users] != users
+    assert [n.name for n in reorder_nodes(traced).nodes if n.name in users] != users
 
 
 def test_python_that_runs_as_it_is_keeps_its_order():
@@ -447,7 +451,8 @@ def test_python_that_runs_as_it_is_keeps_its_order():
 def test_two_traces_have_one_order_whatever_the_size_of_the_example():
     model = Translation().train()
     found = [
-        ordered(trace(model, (torch.randint(0, 11, (b, 7)), torch.randint(0, 11, (b, 4))), chunks=2)) for b in (4, 4, 9)
+        reorder_nodes(trace(model, (torch.randint(0, 11, (b, 7)), torch.randint(0, 11, (b, 4))), chunks=2))
+        for b in (4, 4, 9)
     ]
     assert len({traced.fingerprint() for traced in found}) == 1
     assert found[0].fingerprint() != trace(model, tokens(), chunks=2).fingerprint()
@@ -456,18 +461,18 @@ def test_two_traces_have_one_order_whatever_the_size_of_the_example():
 def test_a_graph_in_a_good_order_is_left_as_it_is():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     traced = trace(model, (torch.randn(4, 4),), chunks=2)
-    assert ordered(traced) is traced
+    assert reorder_nodes(traced) is traced
 
 
 def _sent(traced: Traced, stages: int) -> float:
     cut = partition([1.0] * len(traced.nodes), stages, forbidden=forbidden_cuts(traced))
-    sizes = {n.name: bytes_for(bytes_of(n.meta.get("shapes", ())), traced.batch, 4) for n in traced.graph.nodes}
-    return sent_bytes(split(traced, cut.starts, [torch.device("cpu")] * stages), sizes)
+    sizes = {n.name: bytes_at(bytes_formula(n.meta.get("shapes", ())), traced.batch, 4) for n in traced.graph.nodes}
+    return sent_bytes(split_into_stages(traced, cut.starts, [torch.device("cpu")] * stages), sizes)
 
 
 @pytest.mark.parametrize(("model", "inputs"), [(Translation, tokens), (Towers, vectors), (Parts, vectors)])
 def test_fewer_bytes_cross_the_cuts(model, inputs):
     traced = trace(model().train(), inputs(), chunks=2)
-    better = ordered(traced)
+    better = reorder_nodes(traced)
     before, after = ([_sent(t, stages) for stages in (2, 3, 4, 5)] for t in (traced, better))
     assert sum(after) < 0.9 * sum(before)

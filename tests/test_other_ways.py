@@ -20,15 +20,20 @@ from torch.utils import _pytree as pytree
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.checking.check import check_against_model
-from fxpipe.tracing.other_ways.exporting import export
-from fxpipe.tracing.other_ways.symbolic_tracing import by_function, by_tracer, symbolic, symbolic_graph
-from fxpipe.tracing.recording.record import input_leaves
-from fxpipe.tracing.sizing.shapes import add_shapes
-from fxpipe.tracing.traced import WORKING, call, lookup
+from fxpipe.tracing.importers.symbolic_trace import (
+    symbolic_graph,
+    trace_by_function,
+    trace_by_tracer,
+    trace_symbolically,
+)
+from fxpipe.tracing.importers.torch_export import trace_by_export
+from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
+from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
+from fxpipe.tracing.verify.equivalence import check_against_model
 
 Way = Callable[..., Traced]
-WAYS = {"export": export, "fx": symbolic}
+WAYS = {"export": trace_by_export, "fx": trace_symbolically}
 
 
 def traced_by(way: Way, model: nn.Module, *args: Any, **kwargs: Any) -> Traced:
@@ -90,7 +95,7 @@ def test_graph_is_the_model_at_sizes_it_has_never_seen(way: Way, training: bool)
 
 
 def test_export_of_one_sample_is_for_all_sizes() -> None:
-    traced = traced_by(export, Everything().eval(), x(1))
+    traced = traced_by(trace_by_export, Everything().eval(), x(1))
     assert_same_as_model(traced, x(5))
 
 
@@ -136,13 +141,13 @@ def test_scripted_functions_are_looked_through() -> None:
     found = trace(model, (x(),))  # for a compiler torch runs the Python they were made from
     assert found.why[0].startswith("by the general paths of libraries: the model uses a tensor of unknown origin")
     assert_same_as_model(found, x(7))
-    assert_same_as_model(traced_by(export, model, x()), x(7))
+    assert_same_as_model(traced_by(trace_by_export, model, x()), x(7))
 
 
 def test_transforms_are_refused_and_leave_nothing_open() -> None:
     model = Forward(lambda m, a: torch.func.vmap(lambda row: row.sum() * row)(m.lin(a)))
     with pytest.raises(TraceError, match=r"transform of torch\.func .*\.py:\d+"):
-        export(model, (x(),), {})
+        trace_by_export(model, (x(),), {})
     assert torch._C._functorch.peek_interpreter_stack() is None
 
 
@@ -151,7 +156,7 @@ def test_export_keeps_buffers_that_forward_sets() -> None:
         m.mean = m.mean * 0.9 + a.detach().mean(0) * 0.1
         return m.lin(a) * m.mean
 
-    traced = export(Forward(forward, mean=torch.zeros(6)), (x(),), {})
+    traced = trace_by_export(Forward(forward, mean=torch.zeros(6)), (x(),), {})
     assert list(traced.assigned) == ["mean"]
     assert_same_as_model(traced, x())
 
@@ -180,7 +185,7 @@ def test_export_that_loses_a_hook_is_refused() -> None:
         return y
 
     with pytest.raises(TraceError, match="hook"):
-        export(Forward(forward), (x(),), {})
+        trace_by_export(Forward(forward), (x(),), {})
 
 
 def test_export_that_loses_an_attribute_is_refused() -> None:
@@ -206,7 +211,7 @@ class Skips(nn.Module):
 
 def test_a_symbolic_graph_that_raises_is_refused() -> None:
     with pytest.raises(TraceError, match=r"the graph that 'fx' made raises, and the model does not: RuntimeError"):
-        symbolic(Skips(), (x(),), {})
+        trace_symbolically(Skips(), (x(),), {})
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -268,9 +273,9 @@ def ran(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values: dict[fx.Node, Any] = {node: leaves[place] for place, node in traced.placeholders.items()}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            values[node] = lookup(traced, node)
-        elif node.op in WORKING:
-            values[node] = call(node, values.__getitem__)
+            values[node] = attribute_tensor(traced, node)
+        elif node.op in CALL_OPS:
+            values[node] = call_node(node, values.__getitem__)
     return pytree.tree_unflatten([values[o] if isinstance(o, fx.Node) else o for o in traced.outputs], traced.out_spec)
 
 
@@ -280,7 +285,7 @@ def test_inputs_by_name_come_in_any_order() -> None:
             return a - b * 2
 
     a, b = x(), x()
-    traced = traced_by(export, Named(), b=b, a=a)
+    traced = traced_by(trace_by_export, Named(), b=b, a=a)
     torch.testing.assert_close(ran(traced, (), {"b": b, "a": a}), a - b * 2)
 
 
@@ -300,11 +305,11 @@ class Decides(nn.Module):
 def test_a_decision_on_a_value_names_the_line(capfd: pytest.CaptureFixture[str]) -> None:
     model = Forward(lambda m, a: m.lin(a) if a.sum() > 0 else a)
     with pytest.raises(TraceError, match=r"torch\.export does not take the model: .*test_other_ways\.py:\d+") as caught:
-        export(model, (x(),), {})
+        trace_by_export(model, (x(),), {})
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
     with pytest.raises(TraceError, match=r"symbolic tracing .*test_other_ways\.py:\d+"):
-        symbolic(Decides(), (x(),), {})
+        trace_symbolically(Decides(), (x(),), {})
     assert capfd.readouterr() == ("", "")  # a way that fails is silent: another may do
 
 
@@ -313,7 +318,7 @@ def test_blocks_that_decide_at_run_time_are_refused() -> None:
         return torch.cond(a.sum() > 0, lambda t: t.sin(), lambda t: t.cos(), (m.lin(a),))
 
     with pytest.raises(TraceError, match=r"'cond' \(at .*torch\.where"):
-        export(Forward(forward), (x(),), {})
+        trace_by_export(Forward(forward), (x(),), {})
 
 
 def test_symbolic_tracing_keeps_a_custom_backward_in_a_module() -> None:
@@ -321,7 +326,7 @@ def test_symbolic_tracing_keeps_a_custom_backward_in_a_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Double.apply(x)
 
-    traced = traced_by(symbolic, nn.Sequential(nn.Linear(6, 6), Doubled(), nn.ReLU()), x())
+    traced = traced_by(trace_symbolically, nn.Sequential(nn.Linear(6, 6), Doubled(), nn.ReLU()), x())
     assert_same_as_model(traced, x(7))
 
 
@@ -336,7 +341,7 @@ def test_a_module_that_needs_values_is_recorded_whole() -> None:
                 raise ValueError
             return self.lin(x) * len(x.shape)
 
-    traced = traced_by(symbolic, nn.Sequential(Picky(), nn.ReLU(), nn.BatchNorm1d(6)), x())
+    traced = traced_by(trace_symbolically, nn.Sequential(Picky(), nn.ReLU(), nn.BatchNorm1d(6)), x())
     assert all(n.op in ("call_function", "call_method") for n in traced.nodes)
     assert [n.meta["module"] for n in traced.nodes if n.target is F.relu] == ["1"]  # the failed trace leaves no scope
     assert_same_as_model(traced, x(7))
@@ -361,7 +366,7 @@ class Around(nn.Module):
 @pytest.mark.parametrize("tracer", [Shallow, Shallow()])
 def test_a_tracer_of_the_users(tracer: Any) -> None:
     model = Around()
-    traced = traced_by(lambda *given: by_tracer(given[0], tracer, *given[1:]), model, x())
+    traced = traced_by(lambda *given: trace_by_tracer(given[0], tracer, *given[1:]), model, x())
     assert traced.tracer == "Shallow"
     assert "tanh" in functions(traced)
     assert [n.meta["module"] for n in traced.nodes if n.target is F.linear] == ["lin", "inner.0"]
@@ -371,7 +376,7 @@ def test_a_tracer_of_the_users(tracer: Any) -> None:
 @pytest.mark.parametrize("make", [fx.symbolic_trace, lambda m: torch.export.export(m, (x(),)).module()])
 def test_a_function_of_the_users(make: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
-    traced = by_function(model, make, (x(),), {})
+    traced = trace_by_function(model, make, (x(),), {})
     assert traced.tracer == make.__qualname__
     assert_same_as_model(traced, x())
 
@@ -379,9 +384,9 @@ def test_a_function_of_the_users(make: Any) -> None:
 def test_a_function_that_gives_no_graph_of_the_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     with pytest.raises(ArgumentTypeError, match=r"gives a Sequential; expected a torch\.fx\.GraphModule"):
-        by_function(model, lambda m: m, (x(),), {})
+        trace_by_function(model, lambda m: m, (x(),), {})
     with pytest.raises(ArgumentError, match=r"has a '0\.weight' of its own; trace the model itself, not a copy"):
-        by_function(model, lambda m: fx.symbolic_trace(copy.deepcopy(m)), (x(),), {})
+        trace_by_function(model, lambda m: fx.symbolic_trace(copy.deepcopy(m)), (x(),), {})
 
 
 def test_a_graph_module_as_the_model() -> None:

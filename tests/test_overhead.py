@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpipe
-from fxpipe.runtime import Interleaved
-from fxpipe.runtime.fences import Fences
+from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.runtime.wiring import Fences
+from fxpipe.scheduling.actions import Action, ActionKind
 
 STAGES, CHUNKS = 3, 8
 
@@ -40,7 +40,7 @@ def pipe():
     x = torch.randn(CHUNKS, 4)
     model = nn.Sequential(*(Scale() for _ in range(STAGES)))
     pipe = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(x,), balance=[1] * STAGES)
-    pipe._fxpipe.engine.driver = Interleaved(0)
+    pipe._fxpipe.engine.executor = InterleavedExecutor(0)
     for _ in range(2):
         pipe.forward_backward(x, loss_fn=_mean)
     return pipe
@@ -65,7 +65,7 @@ def test_calls_of_an_action(pipe, monkeypatch):
     pipe.forward_backward(torch.randn(CHUNKS, 4), loss_fn=_mean)
     most = defaultdict(int)
     for action, count in found.items():
-        has_loss = action.kind is Kind.FORWARD and action.stage == STAGES - 1
+        has_loss = action.kind is ActionKind.FORWARD and action.stage == STAGES - 1
         name = "F and loss" if has_loss else str(action.kind)
         most[name] = max(most[name], count)
     assert most["F"] <= 63
@@ -91,27 +91,27 @@ def test_operations_of_a_micro_batch(pipe):
 
 
 def test_fences_let_nobody_wait_for_what_has_passed():
-    before = {(Kind.FORWARD, 1): ((Kind.FORWARD, 0),)}
+    before = {(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),)}
     for _ in range(200):
         fences = Fences(before)
         through = []
 
         def wait(fences=fences, through=through):
             for i in range(3):
-                fences.wait(Action(Kind.FORWARD, 1, i))
+                fences.wait(Action(ActionKind.FORWARD, 1, i))
                 through.append(i)
 
         thread = threading.Thread(target=wait)
         thread.start()
         for i in range(3):
-            fences.pass_on(Action(Kind.FORWARD, 0, i))
+            fences.pass_on(Action(ActionKind.FORWARD, 0, i))
         thread.join(10)
         assert through == [0, 1, 2]
 
 
 def test_fences_that_open_for_good():
-    fences = Fences({(Kind.FORWARD, 1): ((Kind.FORWARD, 0),)})
-    action = Action(Kind.FORWARD, 1, 0)
+    fences = Fences({(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),)})
+    action = Action(ActionKind.FORWARD, 1, 0)
     thread = threading.Thread(target=fences.wait, args=(action,))
     thread.start()
     assert not fences.are_open(action)
@@ -119,4 +119,4 @@ def test_fences_that_open_for_good():
     thread.join(10)
     assert not thread.is_alive()
     assert fences.are_open(action)
-    fences.wait(Action(Kind.FORWARD, 1, 1))
+    fences.wait(Action(ActionKind.FORWARD, 1, 1))

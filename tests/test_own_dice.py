@@ -13,7 +13,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import TraceError
-from fxpipe.tracing.recording.own_dice import OwnDice
+from fxpipe.tracing.forward_rng import OwnGenerators
 
 GLOBAL, TABLE = random.Random(3), {"any": [np.random.default_rng(4)]}
 
@@ -50,10 +50,10 @@ def test_a_forward_that_draws_from_a_generator_of_its_own_is_refused(name: str, 
     """It was recorded, and its first choice was that of every step."""
     draw, held, place = CASES[name]
     given = model(draw, held())
-    before = OwnDice(given)
+    before = OwnGenerators(given)
     with pytest.raises(TraceError, match=rf"forward draws from {place}.*of its own.*draw with torch"):
         fxpipe.trace(given, (torch.randn(4, 4),), tracer=tracer)
-    assert before.rolled() == []
+    assert before.drawn_from() == []
 
 
 def test_in_a_module_kept_whole_it_is_refused_too() -> None:

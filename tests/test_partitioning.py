@@ -440,7 +440,7 @@ def test_imports_the_standard_library_errors_and_units_only() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 known = name.split(".")[0] in sys.stdlib_module_names
-                assert known or name.startswith(("fxpipe.errors", "fxpipe.partitioning", "fxpipe.units")), (
+                assert known or name.startswith(("fxpipe.errors", "fxpipe.partitioning", "fxpipe.utils.units")), (
                     file.name,
                     name,
                 )

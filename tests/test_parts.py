@@ -18,11 +18,10 @@ from test_optimal import problems
 from torch import nn
 
 import fxpipe
-from fxpipe.partitioning.chain import Chain, Held, Site
-from fxpipe.partitioning.loads import stage_loads
+from fxpipe.partitioning.chain import Chain, HeldStorage, StageSite, stage_loads
 from fxpipe.partitioning.optimal import optimal_partition
-from fxpipe.partitioning.parts import Part, in_parts
-from fxpipe.scheduling import Kind, activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
+from fxpipe.scheduling import ActionKind, activations_in_flight, make_schedule, micro_batches_in_flight
 from fxpipe.simulation import simulate_schedule
 
 CHUNKS = 8
@@ -149,7 +148,7 @@ def test_it_trains_like_the_plain_model(schedule: str, tmp_path: Path) -> None:
             for optimizer in optimizers:
                 optimizer.step()
         assert_same_state(pipe, plain)
-        ran = {record.action.stage for record in pipe.last_step.actions if record.action.kind is Kind.RECOMPUTE}
+        ran = {record.action.stage for record in pipe.last_step.actions if record.action.kind is ActionKind.RECOMPUTE}
         assert ran == {j for j, mode in enumerate(plan.modes) if mode == "always"}
         x = rows()
         pipe.eval()
@@ -199,20 +198,20 @@ def test_one_device_recomputes_a_part() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problems(), st.booleans())
-def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[Site]], is_free: bool) -> None:
+def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[StageSite]], is_free: bool) -> None:
     chain, sites = problem
     try:
         found = optimal_partition(chain, sites)
     except fxpipe.errors.PartitionError:
         return
     stages = range(len(sites))
-    is_free = is_free and not (chain.low or chain.required)
+    is_free = is_free and not (chain.first_stages or chain.required_cuts)
     below = found.bottleneck if is_free else None
-    for parts in in_parts(chain, sites, found.starts, found.recompute, below):
+    for parts in partial_recompute_cuts(chain, sites, found.starts, found.recompute, below):
         starts = [part.start for part in parts]
         assert starts == sorted({*starts})
         assert starts[0] == 0
-        assert not {*starts} & {*chain.forbidden}
+        assert not {*starts} & {*chain.forbidden_cuts}
         assert [part.stage for part in parts] == sorted(part.stage for part in parts)
         assert {part.stage for part in parts} == {*stages}
         own = [sites[part.stage] for part in parts]
@@ -233,18 +232,18 @@ def test_parts_fit_and_recompute_less(problem: tuple[Chain, list[Site]], is_free
 def test_no_two_parts_recompute_less(nodes: list[tuple[int, int]], in_flight: int, data: st.DataObject) -> None:
     """Where nothing crosses a cut, bisection is right: compared with every way to have two parts."""
     n = len(nodes)
-    held = tuple(Held(float(size), place, (place,)) for place, (_, size) in enumerate(nodes))
+    held = tuple(HeldStorage(float(size), place, (place,)) for place, (_, size) in enumerate(nodes))
     chain = Chain((tuple(float(f) for f, _ in nodes),), ((0.0,) * n,), held=held)
     total = sum(size for _, size in nodes)
     most = float(data.draw(st.integers(total, in_flight * total - 1)))
-    site = Site(memory=most, in_flight=in_flight, may_recompute=True)
+    site = StageSite(memory=most, in_flight=in_flight, may_recompute=True)
 
-    def recomputed(parts: tuple[Part, ...]) -> int:
+    def recomputed(parts: tuple[StagePart, ...]) -> int:
         ends = [*(part.start for part in parts[1:]), n]
         return sum(sum(f for f, _ in nodes[p.start : e]) for p, e in zip(parts, ends, strict=True) if p.recompute)
 
-    ways = [(Part(0, 0, True),)]
-    ways += [(Part(0, 0, mode), Part(0, p, not mode)) for p in range(1, n) for mode in (False, True)]
+    ways = [(StagePart(0, 0, True),)]
+    ways += [(StagePart(0, 0, mode), StagePart(0, p, not mode)) for p in range(1, n) for mode in (False, True)]
     fitting = [
         way
         for way in ways
@@ -254,7 +253,7 @@ def test_no_two_parts_recompute_less(nodes: list[tuple[int, int]], in_flight: in
         <= most
     ]
     best = min(map(recomputed, fitting))
-    found = list(in_parts(chain, [site], (0,), (True,), None))
+    found = list(partial_recompute_cuts(chain, [site], (0,), (True,), None))
     assert [recomputed(parts) for parts in found] == ([best] if best < recomputed(ways[0]) else [])
 
 

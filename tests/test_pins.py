@@ -8,109 +8,111 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, PartitionError, TraceError
-from fxpipe.partitioning.nodes import Nodes
-from fxpipe.partitioning.pins import pinned
+from fxpipe.partitioning.manual_cuts import NodeSequence
+from fxpipe.partitioning.pins import placements_for_pins
 
-NODES = Nodes(
+NODES = NodeSequence(
     costs=(1.0,) * 6,
     names=("embed", "blocks_0_linear", "blocks_0_relu", "blocks_1_linear", "blocks_1_relu", "head"),
     modules=("embed", "blocks.0.linear", "blocks.0", "blocks.1.linear", "blocks.1", "head"),
-    forbidden={},
+    forbidden_cuts={},
 )
 
 
 def test_without_pins_every_place_is_free() -> None:
-    found, *_ = pinned({}, (0, 1, 2), NODES)
+    found, *_ = placements_for_pins({}, (0, 1, 2), NODES)
     assert found.placement == (0, 1, 2)
-    assert found.low == (0,) * 6
-    assert found.high == (2,) * 6
+    assert found.first_stages == (0,) * 6
+    assert found.last_stages == (2,) * 6
 
 
 def test_a_pin_bounds_what_is_before_and_behind() -> None:
-    found, *_ = pinned({"blocks.0": 1}, (0, 1, 2), NODES)
-    assert found.low == (0, 1, 1, 1, 1, 1)
-    assert found.high == (1, 1, 1, 2, 2, 2)
+    found, *_ = placements_for_pins({"blocks.0": 1}, (0, 1, 2), NODES)
+    assert found.first_stages == (0, 1, 1, 1, 1, 1)
+    assert found.last_stages == (1, 1, 1, 2, 2, 2)
 
 
 def test_the_inner_pin_counts() -> None:
-    found, *_ = pinned({"blocks": 0, "blocks.1": 1}, (0, 1), NODES)
-    assert found.low == (0, 0, 0, 1, 1, 1)
-    assert found.high == (0, 0, 0, 1, 1, 1)
+    found, *_ = placements_for_pins({"blocks": 0, "blocks.1": 1}, (0, 1), NODES)
+    assert found.first_stages == (0, 0, 0, 1, 1, 1)
+    assert found.last_stages == (0, 0, 0, 1, 1, 1)
 
 
 def test_the_root_is_all_that_has_no_pin_of_its_own() -> None:
-    found, *_ = pinned({"": 1, "embed": 0}, (0, 1), NODES)
-    assert found.low == found.high == (0, 1, 1, 1, 1, 1)
+    found, *_ = placements_for_pins({"": 1, "embed": 0}, (0, 1), NODES)
+    assert found.first_stages == found.last_stages == (0, 1, 1, 1, 1, 1)
 
 
 def test_going_back_to_an_earlier_device_takes_a_stage_more() -> None:
-    found, *_ = pinned({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), NODES)
+    found, *_ = placements_for_pins({"embed": 0, "blocks.0": 1, "head": 0}, (0, 1), NODES)
     assert found.placement == (0, 1, 0)
-    assert found.low == (0, 1, 1, 1, 1, 2)
-    assert found.high == (0, 1, 1, 2, 2, 2)
+    assert found.first_stages == (0, 1, 1, 1, 1, 2)
+    assert found.last_stages == (0, 1, 1, 2, 2, 2)
 
 
 def test_a_head_on_the_first_device_leaves_room_for_the_others() -> None:
     """Without any other pin, too: else all that is before it would have to be on the first device."""
-    found, *_ = pinned({"head": 0}, (0, 1), NODES)
+    found, *_ = placements_for_pins({"head": 0}, (0, 1), NODES)
     assert found.placement == (0, 1, 0)
-    assert found.low == (0, 0, 0, 0, 0, 2)
-    assert found.high == (2,) * 6
+    assert found.first_stages == (0, 0, 0, 0, 0, 2)
+    assert found.last_stages == (2,) * 6
 
 
 def test_several_stages_on_a_device_are_used_before_more_are_made() -> None:
-    found, *_ = pinned({"blocks.0": 1, "blocks.1": 0}, (0, 1, 0, 1), NODES)
+    found, *_ = placements_for_pins({"blocks.0": 1, "blocks.1": 0}, (0, 1, 0, 1), NODES)
     assert found.placement == (0, 1, 0, 1)
-    assert found.low == (0, 1, 1, 2, 2, 2)
-    assert found.high == (1, 1, 1, 2, 2, 3)
+    assert found.first_stages == (0, 1, 1, 2, 2, 2)
+    assert found.last_stages == (1, 1, 1, 2, 2, 3)
 
 
 def test_the_device_of_the_first_node_is_the_first() -> None:
-    found, *_ = pinned({"embed": 1}, (0, 1, 2), NODES)
+    found, *_ = placements_for_pins({"embed": 1}, (0, 1, 2), NODES)
     assert found.placement == (1, 0, 2)
-    assert (found.low[0], found.high[0]) == (0, 0)
+    assert (found.first_stages[0], found.last_stages[0]) == (0, 0)
 
 
 def test_an_unknown_name_is_refused_with_those_close_to_it() -> None:
     with pytest.raises(PartitionError, match="no node or module is named 'haed'; close to it are 'head'"):
-        pinned({"haed": 0}, (0, 1), NODES)
+        placements_for_pins({"haed": 0}, (0, 1), NODES)
 
 
 def test_a_stage_more_is_another_way() -> None:
     """To be compared: the head may share a stage of its device with all that is before it, or have one behind."""
-    ways = pinned({"blocks.1": 0, "head": 1}, (0, 1), NODES)
+    ways = placements_for_pins({"blocks.1": 0, "head": 1}, (0, 1), NODES)
     assert [way.placement for way in ways] == [(0, 1), (0, 1, 0, 1)]
-    assert ways[0].high == (0, 0, 0, 0, 0, 1)
-    assert ways[1].low == (0, 0, 0, 2, 2, 3)
+    assert ways[0].last_stages == (0, 0, 0, 0, 0, 1)
+    assert ways[1].first_stages == (0, 0, 0, 2, 2, 3)
 
 
 def test_pins_that_need_more_stages_than_nodes_are_refused() -> None:
-    few = Nodes((1.0,) * 3, ("a", "b", "c"), ("a", "b", "c"), {})
+    few = NodeSequence((1.0,) * 3, ("a", "b", "c"), ("a", "b", "c"), {})
     with pytest.raises(PartitionError, match="the 3 nodes are too few for the stages that this takes"):
-        pinned({"a": 0, "c": 0}, (0, 1, 2), few)
+        placements_for_pins({"a": 0, "c": 0}, (0, 1, 2), few)
 
 
 def test_a_map_of_all_modules_uses_the_devices_that_it_names() -> None:
-    found = pinned({"": 2, "head": 0}, (0, 1, 2), NODES)
+    found = placements_for_pins({"": 2, "head": 0}, (0, 1, 2), NODES)
     assert [way.placement for way in found] == [(2, 0)]
-    assert found[0].low == found[0].high == (0, 0, 0, 0, 0, 1)
+    assert found[0].first_stages == found[0].last_stages == (0, 0, 0, 0, 0, 1)
 
 
 def test_a_map_of_all_modules_may_be_the_placement_that_is_given() -> None:
     """Neighbours on one device share the run of nodes that is pinned to it; where the cut is, is for the solver."""
-    found, *others = pinned({"": 1, "embed": 0, "head": 0}, (0, 1, 1, 0), NODES)
+    found, *others = placements_for_pins({"": 1, "embed": 0, "head": 0}, (0, 1, 1, 0), NODES)
     assert not others
     assert found.placement == (0, 1, 1, 0)
-    assert found.low == (0, 1, 1, 1, 1, 3)
-    assert found.high == (0, 2, 2, 2, 2, 3)
+    assert found.first_stages == (0, 1, 1, 1, 1, 3)
+    assert found.last_stages == (0, 2, 2, 2, 2, 3)
 
 
 def test_a_module_that_computes_nothing_needs_no_place() -> None:
-    nodes = Nodes(NODES.costs, NODES.names, NODES.modules, {}, {"drop": 3, "unused": None}, {"head.lin": "head"})
-    assert pinned({"drop": 1, "unused": 0}, (0, 1), nodes) == pinned({}, (0, 1), nodes)
-    assert pinned({"head": 1, "head.lin": 1}, (0, 1), nodes) == pinned({"head": 1}, (0, 1), nodes)
+    nodes = NodeSequence(NODES.costs, NODES.names, NODES.modules, {}, {"drop": 3, "unused": None}, {"head.lin": "head"})
+    assert placements_for_pins({"drop": 1, "unused": 0}, (0, 1), nodes) == placements_for_pins({}, (0, 1), nodes)
+    assert placements_for_pins({"head": 1, "head.lin": 1}, (0, 1), nodes) == placements_for_pins(
+        {"head": 1}, (0, 1), nodes
+    )
     with pytest.raises(PartitionError, match=r"the module 'head\.lin' runs in 'head', which is one node: name that"):
-        pinned({"head.lin": 1}, (0, 1), nodes)
+        placements_for_pins({"head.lin": 1}, (0, 1), nodes)
 
 
 # -- marks -----------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ class Marked(nn.Module):
 
 def test_marks_stand_where_forward_has_them() -> None:
     traced = fxpipe.trace(Marked(), (torch.randn(2, 4),))
-    assert [traced.nodes[place].name for place in traced.marked] == ["layers_2", "layers_4"]
+    assert [traced.nodes[place].name for place in traced.cut_mark_places] == ["layers_2", "layers_4"]
     assert len(traced.marks) == 2
     assert all("test_pins.py" in mark for mark in traced.marks)
 
@@ -157,7 +159,7 @@ def test_a_mark_in_a_module_kept_whole_is_refused() -> None:
 
 
 def test_two_pins_on_one_device_leave_room_for_another_between_them() -> None:
-    found, *_ = pinned({"embed": 0, "head": 0}, (0, 1), NODES)
+    found, *_ = placements_for_pins({"embed": 0, "head": 0}, (0, 1), NODES)
     assert found.placement == (0, 1, 0)
-    assert (found.low[0], found.high[0]) == (0, 0)
-    assert (found.low[-1], found.high[-1]) == (2, 2)
+    assert (found.first_stages[0], found.last_stages[0]) == (0, 0)
+    assert (found.first_stages[-1], found.last_stages[-1]) == (2, 2)

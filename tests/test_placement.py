@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.tracing.placement import moved, on_one_device, on_the_cpu
-from fxpipe.tracing.snapshot import gradients_aside
+from fxpipe.tracing.model_state import move_inputs, on_cpu, on_one_device, without_gradients
 
 
 def test_a_model_on_one_device_stays_there():
@@ -22,19 +21,19 @@ def test_a_model_on_one_device_stays_there():
 def test_a_model_without_tensors_leaves_its_inputs_alone():
     x = torch.randn(2)
     with on_one_device(nn.ReLU()) as device:
-        assert moved((x,), device) == (x,)
+        assert move_inputs((x,), device) == (x,)
 
 
 def test_inputs_that_are_there_already_are_not_copied():
     x, nested = torch.randn(2), {"a": [torch.randn(2), None, 3]}
-    have = moved((x, nested), torch.device("cpu"))
+    have = move_inputs((x, nested), torch.device("cpu"))
     assert have[0] is x
     assert have[1]["a"][0] is nested["a"][0]
 
 
 def test_inputs_from_elsewhere_are_moved_and_still_require_grad():
     x = torch.randn(2, requires_grad=True)
-    (there,) = moved((x,), torch.device("meta"))
+    (there,) = move_inputs((x,), torch.device("meta"))
     assert there.device.type == "meta"
     assert there.requires_grad
     assert there.is_leaf
@@ -65,9 +64,9 @@ def test_gradients_are_set_aside_while_parameters_are_on_the_cpu(cpu_is_elsewher
     model.scale.grad = torch.ones(2)
     held = [*model.parameters(), model.scale]
     gradients, data = [p.grad for p in held], [p.data_ptr() for p in held]
-    with on_the_cpu(held):
+    with on_cpu(held):
         assert all(p.grad is None and p.dtype == torch.float64 for p in held)
-        with gradients_aside(model):
+        with without_gradients(model):
             model[0](torch.randn(4, 2).double()).sum().backward()
         assert all(p.grad is None for p in held)
     assert all(p.grad is gradient for p, gradient in zip(held, gradients, strict=True))
@@ -78,6 +77,6 @@ def test_gradients_come_back_where_the_block_raises(cpu_is_elsewhere):
     model = nn.Linear(2, 2)
     model(torch.randn(4, 2)).sum().backward()
     gradient = model.weight.grad
-    with pytest.raises(RuntimeError, match="dtype"), on_the_cpu([*model.parameters()]):
+    with pytest.raises(RuntimeError, match="dtype"), on_cpu([*model.parameters()]):
         model(torch.randn(4, 2))  # not of the dtype that the weights have there
     assert model.weight.grad is gradient

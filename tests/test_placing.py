@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import ArgumentError, MemoryLimitError
-from fxpipe.placing import TRAINING_SCHEDULES
 from fxpipe.plans.figures import plan_figures
 from fxpipe.scheduling import CHECKPOINTS, make_schedule, micro_batches_in_flight
 

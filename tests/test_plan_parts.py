@@ -12,9 +12,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError
-from fxpipe.plans import HeavyNode, Portal, StageBytes, Tied
-from fxpipe.plans.resizing import resized
-from fxpipe.polynomials import Polynomial
+from fxpipe.plans import HeaviestNode, Portal, StageBytes, TiedParameter
+from fxpipe.plans.retarget import resize_plan
+from fxpipe.utils.polynomial import Polynomial
 
 
 def line_of(text: str) -> str:
@@ -30,7 +30,7 @@ def test_portals_say_how_large_they_are_and_where_they_are_made() -> None:
         Portal("embed", 0, 3, size(2), size, line_of("self.embed(ids)")),
         Portal("relu", 1, 3, size(2), size, line_of("self.a(x)")),
     )
-    assert [portal.bytes for portal in resized(skipping(), 5).portals] == [size(5)] * 2
+    assert [portal.bytes for portal in resize_plan(skipping(), 5).portals] == [size(5)] * 2
 
 
 def test_what_is_sent_is_counted_by_values() -> None:
@@ -45,7 +45,7 @@ def test_what_is_sent_is_counted_by_values() -> None:
 
 def test_tied_parameters() -> None:
     names = ("embed.weight", "head.weight")
-    assert skipping().tied == (Tied(names, (0, 3), 50 * 16 * 4),)
+    assert skipping().tied == (TiedParameter(names, (0, 3), 50 * 16 * 4),)
 
 
 class Twice(nn.Module):
@@ -64,9 +64,9 @@ class Twice(nn.Module):
 def test_a_parameter_of_two_stages_and_one_of_two_names() -> None:
     plan = fxpipe.plan(Twice(), 2, example_args=(torch.randn(4, 4),), balance=[2, 2], hardware="h100")
     assert plan.tied == (
-        Tied(("layer.weight",), (0, 1), 64),
-        Tied(("layer.bias",), (0, 1), 16),
-        Tied(("last.weight", "again.weight"), (1,), 64),
+        TiedParameter(("layer.weight",), (0, 1), 64),
+        TiedParameter(("layer.bias",), (0, 1), 16),
+        TiedParameter(("last.weight", "again.weight"), (1,), 64),
     )
 
 
@@ -104,8 +104,8 @@ def test_the_heaviest_node_bounds_the_balance() -> None:
     assert 0 < heaviest.seconds < stage.forward_seconds + stage.backward_seconds
     assert heaviest.seconds > plan.stages[0].forward_seconds + plan.stages[0].backward_seconds
     assert (heaviest.stage, heaviest.line.count(":")) == (1, 1)
-    other = resized(plan, 256).heaviest
-    assert isinstance(other, HeavyNode)
+    other = resize_plan(plan, 256).heaviest
+    assert isinstance(other, HeaviestNode)
     assert heaviest.fixed_seconds <= other.seconds < heaviest.seconds
 
 
@@ -123,7 +123,7 @@ def test_bytes_without_a_formula_grow_in_proportion() -> None:
     """As in a plan that was made by hand."""
     plan = skipping()
     bare = replace(plan, portals=tuple(replace(portal, size=Polynomial(())) for portal in plan.portals))
-    for before, after in zip(bare.portals, resized(bare, 3 * plan.micro_batch).portals, strict=True):
+    for before, after in zip(bare.portals, resize_plan(bare, 3 * plan.micro_batch).portals, strict=True):
         assert after.bytes == 3 * before.bytes
 
 

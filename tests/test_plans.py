@@ -19,8 +19,8 @@ from test_sites import Causal, estimated, hardware, ids
 import fxpipe
 from fxpipe.errors import ArgumentError
 from fxpipe.partitioning import Link
-from fxpipe.plans import Portal, Tied, Whole
-from fxpipe.polynomials import Polynomial
+from fxpipe.plans import OpaqueNode, Portal, TiedParameter
+from fxpipe.utils.polynomial import Polynomial
 
 
 @functools.cache
@@ -36,8 +36,8 @@ def full() -> fxpipe.Plan:
         guards=("x > 0",),
         evaluating=("layers.0",),
         portals=(Portal("skip", 0, 2, 64, Polynomial((0, 32)), "net.py:3"),),
-        tied=(Tied(("first.weight", "last.weight"), (0, 2), 64),),
-        whole=(Whole("layers.1", "draws numbers of its own", "net.py:4"),),
+        tied=(TiedParameter(("first.weight", "last.weight"), (0, 2), 64),),
+        whole=(OpaqueNode("layers.1", "draws numbers of its own", "net.py:4"),),
     )
 
 

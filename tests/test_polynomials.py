@@ -11,12 +11,12 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fxpipe.polynomials
-from fxpipe.polynomials import ZERO, Polynomial, polynomial
+import fxpipe.utils.polynomial
+from fxpipe.utils.polynomial import ZERO, Polynomial, polynomial_of
 
 whole = st.integers(-(10**9), 10**9)
 halves = st.integers(-(10**6), 10**6).map(lambda number: number / 2)
-polynomials = st.lists(st.one_of(whole, halves), max_size=4).map(polynomial)
+polynomials = st.lists(st.one_of(whole, halves), max_size=4).map(polynomial_of)
 sizes = st.integers(1, 1000)
 
 
@@ -66,12 +66,12 @@ def test_it_prints_as_a_person_would_write_it(coefficients: tuple[float, ...], t
 
 
 def test_numbers_of_any_kind_become_plain_ones_and_zeros_at_the_end_go() -> None:
-    found = polynomial([Fraction(4), sympy.Integer(3), Fraction(1, 2), 0, 0.0])
+    found = polynomial_of([Fraction(4), sympy.Integer(3), Fraction(1, 2), 0, 0.0])
     assert found == Polynomial((4, 3, 0.5))
     assert [type(c) for c in found.coefficients] == [int, int, float]
-    assert polynomial([0, 0]) == ZERO
+    assert polynomial_of([0, 0]) == ZERO
 
 
 def test_examples_in_the_text_are_true() -> None:
-    assert doctest.testmod(fxpipe.polynomials).attempted > 0
-    assert doctest.testmod(fxpipe.polynomials).failed == 0
+    assert doctest.testmod(fxpipe.utils.polynomial).attempted > 0
+    assert doctest.testmod(fxpipe.utils.polynomial).failed == 0

@@ -11,11 +11,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
-from fxpipe.rewriting import INPUT
-from fxpipe.rewriting.functions import pop, stash
+from fxpipe.rewriting import PIPE_INPUT
+from fxpipe.rewriting.stage_functions import pop, stash
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.scheduling.actions import Action, ActionKind
 
 
 class Net(nn.Module):
@@ -76,7 +76,10 @@ def test_what_goes_to_the_next_stage_only_is_no_skip():
 def test_inputs_come_from_the_caller_and_not_through_stages():
     model = EveryCut(Net(), torch.randn(4, 4))
     program = model.program((0, 1, 3, 9))
-    assert [r.source for stage in program.stages for r in stage.receives if r.name == "in_0"] == [INPUT, INPUT]
+    assert [r.source for stage in program.stages for r in stage.receives if r.name == "in_0"] == [
+        PIPE_INPUT,
+        PIPE_INPUT,
+    ]
     assert "in_0" not in {skip.name for skip in program.skips}
 
 
@@ -158,7 +161,7 @@ def watch(monkeypatch):
 
     def watched_take(self, user, link, i):
         value = take(self, user, link, i)
-        if link.value.source != INPUT:
+        if link.value.source != PIPE_INPUT:
             crossed[user, link.value.name, i] = StorageWeakRef(value.value.untyped_storage())
         return value
 
@@ -198,7 +201,7 @@ def test_a_portal_is_freed_when_its_user_has_run(monkeypatch):
         with torch.no_grad():
             pipe(x)
         for i in range(3):
-            assert (2, "one", i) in gone[Action(Kind.FORWARD, 2, i)]
+            assert (2, "one", i) in gone[Action(ActionKind.FORWARD, 2, i)]
         assert len(crossed) == 9  # one, relu and the output, three times
 
 
@@ -209,7 +212,7 @@ def test_in_training_it_is_freed_with_the_backward_of_its_user(monkeypatch, chec
         crossed, gone = watch(monkeypatch)
         pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
         for i in range(3):
-            assert (2, "one", i) in gone[Action(Kind.BACKWARD, 2, i)]
+            assert (2, "one", i) in gone[Action(ActionKind.BACKWARD, 2, i)]
         assert all(storage.expired() for storage in crossed.values()), "the step has left values behind"
 
 

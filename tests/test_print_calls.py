@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe.tracing.print_calls import printing_once
+from fxpipe.tracing.print_calls import mute_repeated_prints
 
 
 class Inner(nn.Module):
@@ -63,7 +63,7 @@ def test_a_module_kept_whole_prints_in_each_step_and_nothing_is_said(capsys: pyt
 
 
 def test_other_threads_print_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
-    with printing_once(is_first_run=False):
+    with mute_repeated_prints(is_first_run=False):
         print("here")
         other = threading.Thread(target=print, args=("there",))
         other.start()
@@ -73,6 +73,6 @@ def test_other_threads_print_as_ever(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_print_is_itself_again_where_planning_fails() -> None:
-    with pytest.raises(KeyError), printing_once():
+    with pytest.raises(KeyError), mute_repeated_prints():
         {}["key"]
     assert builtins.print.__module__ == "builtins"

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling import Kind
+from fxpipe.scheduling import ActionKind
 
 
 def _load() -> ModuleType:
@@ -44,7 +44,7 @@ def planned(schedule: str, checkpoint: str = "never") -> fxpipe.Plan:
 
 
 def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() -> None:
-    work: dict[tuple[Kind, int], list[float]] = {}
+    work: dict[tuple[ActionKind, int], list[float]] = {}
     perform, x = Step.perform, rows()
     with fxpipe.pipeline(model(), ["cpu"] * 2, CHUNKS, example_args=(x,), profile_budget=0.1) as pipe:
         with processor_time.noted(work):
@@ -52,7 +52,7 @@ def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() 
         assert Step.perform is perform
         pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
     assert {action: len(seconds) for action, seconds in work.items()} == {
-        (kind, stage): CHUNKS for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in range(2)
+        (kind, stage): CHUNKS for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)
     }
     assert all(seconds >= 0 for of_action in work.values() for seconds in of_action)
 
@@ -65,7 +65,7 @@ def test_steps_are_as_before_after_a_failure() -> None:
 
 
 def test_a_disturbed_action_does_not_count() -> None:
-    quiet = {(kind, stage): [1.0] * 8 for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in range(2)}
+    quiet = {(kind, stage): [1.0] * 8 for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
     step = processor_time.undisturbed(planned("1f1b"), quiet)
     assert step == 2 * CHUNKS + 2  # of two stages that both take 1 and 1
     disturbed = {action: [*seconds[:-3], 2.0, 3.0, 50.0] for action, seconds in quiet.items()}
@@ -73,14 +73,14 @@ def test_a_disturbed_action_does_not_count() -> None:
 
 
 def test_what_is_recomputed_counts_by_itself() -> None:
-    work = {(kind, stage): [1.0] for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in range(2)}
-    again = {(Kind.RECOMPUTE, stage): [2.0] for stage in range(2)}
+    work = {(kind, stage): [1.0] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
+    again = {(ActionKind.RECOMPUTE, stage): [2.0] for stage in range(2)}
     plan = planned("1f1b", "always")
     assert processor_time.undisturbed(plan, work | again) > processor_time.undisturbed(plan, work)
 
 
 def test_a_split_backward_takes_both_its_parts() -> None:
-    kinds = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.WEIGHT: 3.0}
+    kinds = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.WEIGHT: 3.0}
     work = {(kind, stage): [seconds] for kind, seconds in kinds.items() for stage in range(2)}
     step = processor_time.undisturbed(planned("zero_bubble"), work)
     assert step >= CHUNKS * sum(kinds.values())  # the work of a device, and its bubble

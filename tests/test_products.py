@@ -14,11 +14,11 @@ from test_saved_bytes import Of, counted
 from torch import nn
 
 import fxpipe
-from fxpipe.profiling import saving
-from fxpipe.profiling.saving import follow
-from fxpipe.profiling.unread import unread
+from fxpipe.profiling import saved_storages as saving
+from fxpipe.profiling.memory import unread_nodes
+from fxpipe.profiling.saved_storages import observe_storages
 from fxpipe.tracing import trace
-from fxpipe.tracing.products import ValuesNeededError, WithoutProducts
+from fxpipe.tracing.skip_matmul import SkipMatmul, ValuesNeededError
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def laid_out(*shape: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.
 
 def agree(function: Callable[..., Any], *args: Any) -> bool:
     """Does the mode answer, and as the real function does?"""
-    real, mode = function(*args), WithoutProducts()
+    real, mode = function(*args), SkipMatmul()
     with mode:
         made = function(*args)
     pairs = zip(*((x,) if isinstance(x, torch.Tensor) else x for x in (real, made)), strict=True)
@@ -44,8 +44,8 @@ def agree(function: Callable[..., Any], *args: Any) -> bool:
             continue
         assert (have.shape, have.stride(), have.dtype) == (want.shape, want.stride(), want.dtype)
         assert have.untyped_storage().nbytes() == want.untyped_storage().nbytes()
-        assert not mode.are_others or not have.any()
-    return mode.are_others
+        assert not mode.has_zeros or not have.any()
+    return mode.has_zeros
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
@@ -101,7 +101,7 @@ def test_convolutions_lie_in_memory_as_the_real_ones(dimensions: int, dtype: tor
 
 
 def test_what_is_wrong_with_arguments_is_said_by_the_real_product() -> None:
-    with WithoutProducts() as mode:
+    with SkipMatmul() as mode:
         for left, right in [
             (torch.ones(2, 3), torch.ones(4, 5)),
             (torch.ones(2, 3), torch.ones(3, 5, dtype=torch.float64)),
@@ -111,17 +111,17 @@ def test_what_is_wrong_with_arguments_is_said_by_the_real_product() -> None:
                 aten.mm.default(left, right)
         with pytest.raises(RuntimeError, match="expand"):
             aten.addmm.default(torch.ones(4), torch.ones(2, 3), torch.ones(3, 5))
-    assert not mode.are_others
+    assert not mode.has_zeros
 
 
 def test_whole_numbers_are_multiplied() -> None:
-    with WithoutProducts():
+    with SkipMatmul():
         assert (torch.ones(2, 3, dtype=torch.int64) @ torch.ones(3, 2, dtype=torch.int64)).eq(3).all()
 
 
 def test_values_are_told_only_before_a_product_was_left_out() -> None:
     x = torch.ones(2, 2)
-    with WithoutProducts():
+    with SkipMatmul():
         assert x.sum().item() == 4
         y = x @ x
         assert y[torch.tensor([1])].shape == (1, 2)
@@ -167,7 +167,7 @@ def test_what_is_counted_is_what_products_leave(monkeypatch: pytest.MonkeyPatch,
     x = torch.randint(0, 17, shape) if make is GPT else torch.randn(shape)
     model = make()
     found = counts_of(model, x, 2)
-    monkeypatch.setattr(saving.WithoutProducts, "at", lambda mode, node: torch.enable_grad())
+    monkeypatch.setattr(saving.SkipMatmul, "at", lambda mode, node: torch.enable_grad())
     assert found == counts_of(model, x, 2)
 
 
@@ -195,7 +195,7 @@ def test_nodes_whose_values_come_to_code_that_may_read_are_computed() -> None:
         return F.linear(clipped(a), m.frozen) + b
 
     traced = trace(Of(model), (torch.randn(8, 4),))
-    names = {node.name for node in unread(traced.effects)}
+    names = {node.name for node in unread_nodes(traced.effects)}
     assert {node.name for node in traced.nodes} - names == {"linear", "mul", "clipped", "clipped_0"}
 
 
@@ -207,5 +207,5 @@ def test_one_node_of_a_kind_stands_for_others_as_a_tensor_of_its_own() -> None:
 
     x = torch.randn(8, 2, 3, 4)
     traced = trace(Of(attends), (x,))
-    found = [follow(traced, traced.effects, [x], WithoutProducts(), once).probes for once in (False, True)]
+    found = [observe_storages(traced, traced.effects, [x], SkipMatmul(), once).probes for once in (False, True)]
     assert found[0] == found[1]

@@ -18,9 +18,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.profiling.coefficients import as_json, coefficients, formula, from_json
-from fxpipe.profiling.costs import NodeCost, Profile, Saved, Seconds
-from fxpipe.profiling.storing import profile_for
+from fxpipe.profiling.coefficients import coefficients_from_json, coefficients_of, coefficients_to_json, formula_of
+from fxpipe.profiling.profile_data import NodeCost, Profile, SavedStorage, Seconds, profile_for
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
@@ -39,8 +38,8 @@ def _trimmed(found):
 
 @given(polynomials)
 def test_coefficients_make_the_formula_that_they_are_of(given_ones):
-    assert coefficients(formula(given_ones, b), b) == _trimmed(given_ones)
-    assert from_json(json.loads(json.dumps(as_json(given_ones)))) == given_ones
+    assert coefficients_of(formula_of(given_ones, b), b) == _trimmed(given_ones)
+    assert coefficients_from_json(json.loads(json.dumps(coefficients_to_json(given_ones)))) == given_ones
 
 
 @pytest.mark.parametrize(
@@ -54,7 +53,7 @@ def test_coefficients_make_the_formula_that_they_are_of(given_ones):
     ],
 )
 def test_coefficients_of_polynomials(expression, expected):
-    assert coefficients(expression, b) == expected
+    assert coefficients_of(expression, b) == expected
 
 
 ROUNDED = [
@@ -74,7 +73,7 @@ ROUNDED = [
 
 @pytest.mark.parametrize("expression", ROUNDED, ids=str)
 def test_what_is_no_polynomial_is_bounded_by_one(expression):
-    bound = formula(coefficients(expression, b), b)
+    bound = formula_of(coefficients_of(expression, b), b)
     for size in range(1, 200):
         exact, kept = expression.subs(b, size), bound.subs(b, size)
         assert exact <= kept
@@ -86,7 +85,7 @@ def test_what_is_no_polynomial_is_bounded_by_one(expression):
 )
 def test_a_formula_without_a_bound_is_refused(expression):
     with pytest.raises(ArgumentError, match="cannot be saved"):
-        coefficients(expression, b)
+        coefficients_of(expression, b)
 
 
 NO_COEFFICIENTS = [1, "1", None, {}, [1.0], [True], ["1"], [[1]], [None], [1] * 99, [10**100]]
@@ -96,13 +95,13 @@ NO_FRACTIONS = ["1/0", "1/-2", "__import__('os')/1", "1/2/3", "1" * 5000 + "/1",
 @pytest.mark.parametrize("values", [*NO_COEFFICIENTS, *([text] for text in NO_FRACTIONS)], ids=lambda x: str(x)[:20])
 def test_what_is_no_coefficient_is_refused(values):
     with pytest.raises(ArgumentError, match="expected a"):
-        from_json(values)
+        coefficients_from_json(values)
 
 
 # -- round trips -----------------------------------------------------------------------------------------------------
 
 seconds = st.builds(Seconds, st.floats(0, 1e6), st.floats(0, 1e6))
-sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: formula(found, b))
+sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: formula_of(found, b))
 names = st.text(max_size=10)
 
 
@@ -114,7 +113,9 @@ def profiles(draw):
         for _ in range(count)
     )
     places = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
-    saved = draw(st.lists(st.builds(Saved, sizes, st.integers(-1, count - 1), places), max_size=3)) if count else ()
+    saved = (
+        draw(st.lists(st.builds(SavedStorage, sizes, st.integers(-1, count - 1), places), max_size=3)) if count else ()
+    )
     return Profile(nodes, draw(st.integers(1, 2**40)), b, draw(names), draw(names), tuple(saved), draw(names))
 
 
@@ -270,7 +271,7 @@ CHANGES = [
 @pytest.mark.parametrize(("where", "value", "words"), CHANGES, ids=lambda x: str(x)[:40])
 def test_damage_is_refused_and_the_place_named(tmp_path, where, value, words):
     costs = tuple(NodeCost(f"n{i}", Seconds(1.0, 2.0), Seconds(), 4 * b, b + 1) for i in range(3))
-    document = _document(Profile(costs, 4, b, "cpu", saved=(Saved(8 * b, 0, (1, 2)),)), tmp_path)
+    document = _document(Profile(costs, 4, b, "cpu", saved=(SavedStorage(8 * b, 0, (1, 2)),)), tmp_path)
     *path, key = where
     inside = document
     for step in path:
@@ -290,7 +291,7 @@ def test_a_lost_field_is_refused(tmp_path):
 def test_a_file_with_damaged_bytes_is_a_profile_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damaged") / "p.json"
     costs = tuple(NodeCost(f"n{i}", Seconds(1.0, 2e-5), Seconds(), 4 * b, b / 2) for i in range(2))
-    Profile(costs, 4, b, "cpu", saved=(Saved(8 * b, 0, (1,)),)).save(path)
+    Profile(costs, 4, b, "cpu", saved=(SavedStorage(8 * b, 0, (1,)),)).save(path)
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))

@@ -19,13 +19,13 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import profiling
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.profiling import NodeCost, Profile, Seconds, profile, rounds
+from fxpipe.profiling import NodeCost, Profile, Seconds, profile
+from fxpipe.profiling import node_timing as rounds
 from fxpipe.profiling.clock import Clock
-from fxpipe.profiling.counting import Count, Counts
-from fxpipe.profiling.lines import line, other_sizes
-from fxpipe.profiling.measure import measure
-from fxpipe.profiling.rounds import Rounds
-from fxpipe.profiling.samples import Samples
+from fxpipe.profiling.formulas import fit_seconds, sizes_to_measure
+from fxpipe.profiling.memory import GraphCounts, NodeCounts
+from fxpipe.profiling.node_kinds import TimingSamples
+from fxpipe.profiling.node_timing import TimingRounds, measure
 from fxpipe.tracing import trace
 
 
@@ -217,9 +217,11 @@ def test_nothing_goes_back_where_nothing_requires_grad() -> None:
 @pytest.fixture
 def only_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is counted or noted beside it, which takes runs of its own."""
-    monkeypatch.setattr(profiling, "_ran", lambda *_: None)
-    nothing = Count(*(sympy.Integer(0),) * 5)
-    monkeypatch.setattr(profiling, "count", lambda *_: Counts(defaultdict(lambda: nothing), (), (), ()))
+    monkeypatch.setattr(profiling, "_operations_by_size", lambda *_: None)
+    nothing = NodeCounts(*(sympy.Integer(0),) * 5)
+    monkeypatch.setattr(
+        profiling, "count_flops_and_bytes", lambda *_: GraphCounts(defaultdict(lambda: nothing), (), (), ())
+    )
 
 
 @pytest.mark.usefixtures("only_measured")
@@ -254,7 +256,7 @@ def _gradients_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.usefixtures("only_measured")
 def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "UNIMPORTANT", math.inf)  # however much they disagree
+    monkeypatch.setattr(rounds, "UNIMPORTANT_SECONDS", math.inf)  # however much they disagree
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     traced, x = trace(model, (torch.randn(2, 4).requires_grad_(),)), torch.randn(2, 4).requires_grad_()
     goes_back = _gradients_asked(monkeypatch)  # when graph and model have been compared
@@ -267,29 +269,29 @@ def test_equal_nodes_are_sampled_only_often_enough(monkeypatch: pytest.MonkeyPat
 
 
 def test_samples_that_disagree_are_not_enough() -> None:
-    def samples(*found: float) -> Samples:
-        return Samples(True, False, list(found), [0.0] * len(found))
+    def samples(*found: float) -> TimingSamples:
+        return TimingSamples(True, False, list(found), [0.0] * len(found))
 
-    assert samples(1.0, 1.0, 1.0, 1.0, 50.0).are_close(0.0)  # an outlier is no matter
-    assert not samples(1.0, 1.2, 1.4, 1.6, 1.8).are_close(0.0)
-    assert samples(1.0, 1.2, 1.4, 1.6, 1.8).are_close(0.2)  # where so much does not count
-    assert samples(*[1.0, 1.01, 0.99] * 10).are_close(0.0)
-    assert samples(*[1.0, 1.2, 1.4, 1.6, 1.8] * 300).are_close(0.0)  # many of them find the median all the same
+    assert samples(1.0, 1.0, 1.0, 1.0, 50.0).are_precise(0.0)  # an outlier is no matter
+    assert not samples(1.0, 1.2, 1.4, 1.6, 1.8).are_precise(0.0)
+    assert samples(1.0, 1.2, 1.4, 1.6, 1.8).are_precise(0.2)  # where so much does not count
+    assert samples(*[1.0, 1.01, 0.99] * 10).are_precise(0.0)
+    assert samples(*[1.0, 1.2, 1.4, 1.6, 1.8] * 300).are_precise(0.0)  # many of them find the median all the same
 
 
 def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     traced, x = trace(nn.Linear(4, 4), (torch.randn(2, 4),)), torch.randn(2, 4)
     taken = []
 
-    def are_close(samples: Samples, negligible: float) -> bool:
+    def are_close(samples: TimingSamples, negligible: float) -> bool:
         taken.append(len(samples.forward))
         return taken[-1] >= 15
 
-    monkeypatch.setattr(Samples, "are_close", are_close)
+    monkeypatch.setattr(TimingSamples, "are_precise", are_close)
     profile(traced, (x,), repeats=5, budget=60)
     assert sorted(set(taken)) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
     taken.clear()
-    monkeypatch.setattr(rounds, "MOST", 7)
+    monkeypatch.setattr(rounds, "MAX_SAMPLES", 7)
     profile(traced, (x,), repeats=5, budget=60)
     assert sorted(set(taken)) == [5, 6]
 
@@ -298,22 +300,22 @@ def test_more_samples_are_taken_until_they_agree(monkeypatch: pytest.MonkeyPatch
 
 
 def test_line_goes_through_what_was_asked_for() -> None:
-    assert line({8: 5.0, 2: 2.0}, 8) == Seconds(1.0, 0.5)
-    assert line({8: 5.0, 16: 9.0}, 8) == Seconds(1.0, 0.5)
-    found = line({8: 5.0, 2: 2.1, 4: 2.9}, 8)
+    assert fit_seconds({8: 5.0, 2: 2.0}, 8) == Seconds(1.0, 0.5)
+    assert fit_seconds({8: 5.0, 16: 9.0}, 8) == Seconds(1.0, 0.5)
+    found = fit_seconds({8: 5.0, 2: 2.1, 4: 2.9}, 8)
     assert found.at(8) == pytest.approx(5.0)
     assert found.at(4) == pytest.approx(2.96, abs=0.1)
 
 
 def test_neither_part_of_a_line_is_negative() -> None:
-    assert line({8: 5.0, 2: 6.0}, 8) == Seconds(5.0, 0.0)  # fewer samples took longer
-    assert line({8: 8.0, 2: 1.0}, 8) == Seconds(0.0, 1.0)  # more than in proportion
-    assert line({8: 0.0, 2: 0.0}, 8) == Seconds(0.0, 0.0)
+    assert fit_seconds({8: 5.0, 2: 6.0}, 8) == Seconds(5.0, 0.0)  # fewer samples took longer
+    assert fit_seconds({8: 8.0, 2: 1.0}, 8) == Seconds(0.0, 1.0)  # more than in proportion
+    assert fit_seconds({8: 0.0, 2: 0.0}, 8) == Seconds(0.0, 0.0)
 
 
 def test_one_size_says_nothing_of_the_fixed_part() -> None:
-    assert line({8: 4.0}, 8) == Seconds(0.0, 0.5)
-    assert line({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
+    assert fit_seconds({8: 4.0}, 8) == Seconds(0.0, 0.5)
+    assert fit_seconds({8: 4.0}, 8, grows=False) == Seconds(4.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -321,13 +323,13 @@ def test_one_size_says_nothing_of_the_fixed_part() -> None:
 )
 def test_other_sizes_lie_well_apart(asked: int, others: list[int]) -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
-    assert list(other_sizes(traced, asked)) == others
+    assert list(sizes_to_measure(traced, asked)) == others
 
 
 def test_the_size_that_is_wanted_comes_first() -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(5, 4),))
-    assert list(other_sizes(traced, 2, 1)) == [1, 3, 4]
-    assert list(other_sizes(traced, 2, 2)) == [3, 4, 1]
+    assert list(sizes_to_measure(traced, 2, 1)) == [1, 3, 4]
+    assert list(sizes_to_measure(traced, 2, 2)) == [3, 4, 1]
 
 
 @pytest.mark.parametrize(("second", "sizes"), [(1, [2, 1]), (5, [2, 5]), (2, [2, 3]), (None, [2, 3])])
@@ -472,7 +474,7 @@ def test_tensors_come_to_the_device_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert traced.effects is not None
     alive: list[int] = []
 
-    class Watched(Rounds):
+    class Watched(TimingRounds):
         def _visit(self, node: Any, place: int) -> None:
             super()._visit(node, place)
             alive.append(sum(isinstance(n.op, str) and n.op == "get_attr" for n in self.values))
@@ -493,7 +495,9 @@ def test_devices_among_the_arguments_are_those_measured_on() -> None:
     traced = trace(Function(makes), (x,))
     assert traced.effects is not None
     before = traced.fingerprint()
-    found = Rounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None, device=torch.device("meta"))
+    found = TimingRounds(
+        traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None, device=torch.device("meta")
+    )
     found.run()
     assert {like for like in map(str, found.kind.values()) if "device(type='cpu')" in like} == set()
     assert traced.fingerprint() == before
@@ -705,7 +709,7 @@ def test_modules_kept_whole_share_where_class_and_settings_agree() -> None:
     x = torch.randn(4, 4).requires_grad_()
     traced = trace(Model(), (x,), leaf_modules=(Scaled,))
     assert traced.effects is not None
-    found = Rounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None)
+    found = TimingRounds(traced, traced.effects, [x], Clock(lambda: 0.0), 1, 0.0, lambda: None)
     found.run()
     wholes = [kind for node, kind in found.kind.items() if "whole" in node.meta]
     assert [wholes.index(kind) for kind in wholes] == [0, 0, 2, 3]
@@ -852,7 +856,7 @@ def test_a_long_node_runs_forward_once() -> None:
     first, norm, last = traced.nodes
     norm.target = spied(norm)
     seconds = itertools.count()  # between any two looks at the clock: 1
-    rounds = Rounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
+    rounds = TimingRounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
     rounds.run()
     found = [rounds.measured(node) for node in (first, norm, last)]
     assert [m.forward_seconds for m in found] == [1, 1, 1]
@@ -874,8 +878,8 @@ def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
 
     tanh.op, tanh.target = "call_function", failing
     seconds = itertools.count()
-    rounds = Rounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
-    rounds._alike.were_taken = True  # so that it is tried again
+    rounds = TimingRounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
+    rounds._alike.has_reused = True  # so that it is tried again
     rounds.run()
     assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import fxpipe
-from fxpipe import progress as progress_module
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.progress import progress, showing
+from fxpipe.utils import progress as progress_module
+from fxpipe.utils.progress import progress, show_progress
 
 
 class Terminal(io.StringIO):
@@ -31,7 +31,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal in stderr's place, on which bars appear at once."""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 0.0)
     return terminal
 
 
@@ -89,7 +89,7 @@ def test_number_of_what_has_no_known_total(monkeypatch):
 
 def test_no_bar_for_a_short_step(monkeypatch):
     terminal = looked_at(monkeypatch)
-    monkeypatch.setattr(progress_module, "DELAY", 60.0)
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 60.0)
     count()
     assert terminal.getvalue().strip("\r ") == ""
 
@@ -112,7 +112,7 @@ def closed() -> Terminal:
 )
 def test_no_bar_without_a_terminal(monkeypatch, stderr):
     monkeypatch.setattr("sys.stderr", stderr)
-    monkeypatch.setattr(progress_module, "DELAY", 0.0)
+    monkeypatch.setattr(progress_module, "BAR_DELAY", 0.0)
     count()
     assert not isinstance(stderr, io.StringIO) or stderr.closed or stderr.getvalue() == ""
 
@@ -151,9 +151,9 @@ def test_bar_within_a_bar(monkeypatch):
 
 def test_no_bar_where_none_is_wanted(monkeypatch):
     terminal = looked_at(monkeypatch)
-    with showing(False):
+    with show_progress(False):
         count()
-        with showing(True):
+        with show_progress(True):
             count()
         count()
     assert terminal.getvalue() == ""
@@ -165,7 +165,7 @@ def test_threads_have_their_own_say(monkeypatch):
     """A plan without bars in one thread does not take those of another away, and bars start no thread that stays."""
     terminal = looked_at(monkeypatch)
     before = threading.active_count()
-    with showing(False):
+    with show_progress(False):
         other = threading.Thread(target=count)
         other.start()
         other.join()

@@ -21,10 +21,10 @@ from torch.utils import _python_dispatch
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
-from fxpipe.rewriting import random_nodes
-from fxpipe.rewriting.functions import running
-from fxpipe.rewriting.random_nodes import mixed, seeded, takes_generator
-from fxpipe.rewriting.written_out import EVERYWHERE, WRITTEN_OUT
+from fxpipe.rewriting import rng as random_nodes
+from fxpipe.rewriting.rng import mix_seed, seeded_function, takes_generator
+from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
+from fxpipe.rewriting.stage_functions import stage_context
 from fxpipe.tracing import trace
 
 pytestmark = [
@@ -280,7 +280,7 @@ def _run(function: Any, args: Callable[[], Any], kwargs: Any) -> tuple[list[torc
     """What a function makes of the arguments, and the gradients of these."""
     torch.manual_seed(1)
     given = args()
-    torch.manual_seed(mixed(11, 3))  # for torch itself
+    torch.manual_seed(mix_seed(11, 3))  # for torch itself
     made = _called(function, given, kwargs)
     made = [made] if isinstance(made, torch.Tensor) else [m for m in made if m is not None]
     flat = [t for v in given for t in (v if isinstance(v, list) else [v])]
@@ -294,12 +294,12 @@ def test_a_random_node_draws_what_torch_draws_bit_for_bit(function, args, kwargs
     def ours(*a, **k):
         before = torch.get_rng_state()
         try:
-            return seeded(3, function, CPU)(*a, **k)
+            return seeded_function(3, function, CPU)(*a, **k)
         finally:
             assert torch.equal(torch.get_rng_state(), before)
             torch.rand(1)  # torch's generator has nothing to do with it
 
-    running.seed = 11
+    stage_context.seed = 11
     want, have = _run(function, args, kwargs), _run(ours, args, kwargs)
     for w, h in zip(itertools.chain(*want), itertools.chain(*have), strict=True):
         assert (w is None) == (h is None)
@@ -311,19 +311,19 @@ def test_a_random_node_draws_what_torch_draws_bit_for_bit(function, args, kwargs
 @pytest.mark.parametrize("grad", ["no_grad", "inference_mode"])
 @pytest.mark.parametrize("name", ["dropout", "scaled_dot_product_attention", "lstm", "rand"])
 def test_so_it_does_without_gradients_and_under_autocast(name, grad):
-    running.seed = 11
+    stage_context.seed = 11
     for (function, args, kwargs), enabled in itertools.product(CASES[name], (False, True)):
         with getattr(torch, grad)(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            want, have = (_run(f, args, kwargs)[0] for f in (function, seeded(3, function, CPU)))
+            want, have = (_run(f, args, kwargs)[0] for f in (function, seeded_function(3, function, CPU)))
         assert all(torch.equal(w, h) and w.dtype == h.dtype for w, h in zip(want, have, strict=True))
 
 
 @pytest.mark.parametrize(("function", "args", "kwargs"), ALL)
 def test_numbers_hang_on_seed_and_ordinal(function, args, kwargs):
     def draw(seed, ordinal):
-        running.seed = seed
+        stage_context.seed = seed
         torch.manual_seed(1)
-        made = _called(seeded(ordinal, function, CPU), args(), kwargs)
+        made = _called(seeded_function(ordinal, function, CPU), args(), kwargs)
         return [made.clone()] if isinstance(made, torch.Tensor) else [m for m in made if m is not None]
 
     def same(left, right):
@@ -340,16 +340,16 @@ def test_the_generator_is_where_it_was_when_the_function_raises():
     before = torch.get_rng_state()
     for function in (torch.rand, F.fractional_max_pool2d, _Own.apply):
         with pytest.raises((RuntimeError, TypeError, ValueError)):
-            seeded(0, function, CPU)(torch.ones(1), -1)
+            seeded_function(0, function, CPU)(torch.ones(1), -1)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_seeds_differ_in_every_number():
-    seeds = {mixed(a, b, c) for a, b, c in itertools.product(range(20), repeat=3)}
+    seeds = {mix_seed(a, b, c) for a, b, c in itertools.product(range(20), repeat=3)}
     assert len(seeds) == 8000
     assert len({seed % 2**32 for seed in seeds}) > 7990  # the CPU's generator takes 32 bits
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mixed(1) != mixed(1, 0)
+    assert mix_seed(1) != mix_seed(1, 0)
 
 
 # -- nobody waits ----------------------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def _own(value):
 def _ends_without_torchs_generator(patience: float, function: Callable[..., Any], *args: Any, **more: Any) -> bool:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (function(*args, **more), done.set()), daemon=True)
-    with random_nodes.lock_of(CPU):
+    with random_nodes.generator_lock(CPU):
         thread.start()
         ended = done.wait(patience)
     thread.join(20)
@@ -391,18 +391,18 @@ WAITING = """_scaled_dot_product_attention_math native_dropout
 def test_functions_of_torch_do_not_wait_for_each_other(name):
     function, args, kwargs = CASES[name][0]
     patience = 0.05 if name in WAITING else 20
-    ended = _ends_without_torchs_generator(patience, seeded(0, function, CPU), *args(), **kwargs)
+    ended = _ends_without_torchs_generator(patience, seeded_function(0, function, CPU), *args(), **kwargs)
     assert ended == (name not in WAITING)
 
 
 def test_what_is_not_torchs_has_the_generator_to_itself():
-    run = seeded(0, _own, CPU)
+    run = seeded_function(0, _own, CPU)
     assert not _ends_without_torchs_generator(0.05, run, torch.ones(2))
 
 
 def test_each_device_has_a_lock_of_its_own():
-    assert random_nodes.lock_of(CPU) is random_nodes.lock_of(torch.device("cpu"))
-    locks = [random_nodes.lock_of(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
+    assert random_nodes.generator_lock(CPU) is random_nodes.generator_lock(torch.device("cpu"))
+    locks = [random_nodes.generator_lock(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
     assert len(set(map(id, locks))) == 3
 
 
@@ -572,11 +572,11 @@ class Seeds(nn.Module):
 
 
 def test_python_kept_whole_may_seed_torchs_generator_itself():
-    running.seed = 11
+    stage_context.seed = 11
     before = torch.get_rng_state()
-    have = seeded(2, lambda h: Seeds()(h), CPU)(torch.ones(4, 6))
+    have = seeded_function(2, lambda h: Seeds()(h), CPU)(torch.ones(4, 6))
     assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(mixed(11, 2))
+    torch.manual_seed(mix_seed(11, 2))
     assert torch.equal(have, Seeds()(torch.ones(4, 6)))
 
 
@@ -605,16 +605,16 @@ def test_checkpoints_in_what_is_kept_whole_repeat_their_numbers_while_others_dra
 
     def disturb():
         while not stop.is_set():
-            seeded(1, lambda: torch.rand(3), CPU)()
+            seeded_function(1, lambda: torch.rand(3), CPU)()
 
     node = Checkpoints()
-    run = seeded(0, lambda h: node(h), CPU)
+    run = seeded_function(0, lambda h: node(h), CPU)
     other = threading.Thread(target=disturb)
     before = torch.get_rng_state()
     other.start()
     try:
         for k in range(20):
-            running.seed = k
+            stage_context.seed = k
             node.masks.clear()
             out = run(torch.ones(2, 6, requires_grad=True))
             drawn = list(node.masks)
@@ -631,7 +631,7 @@ def test_checkpoints_in_what_is_kept_whole_repeat_their_numbers_while_others_dra
 
 
 def test_checkpoints_elsewhere_are_torchs():
-    seeded(0, _own, CPU)
+    seeded_function(0, _own, CPU)
     node = Checkpoints()
     torch.manual_seed(5)
     node(torch.ones(2, 6, requires_grad=True)).sum().backward()
@@ -648,8 +648,8 @@ def test_pythons_and_numpys_numbers_go_with_torchs():
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     found = []
     for seed in (1, 1, 2):
-        running.seed = seed
-        found.append(seeded(0, roll, CPU, dice=True)())
+        stage_context.seed = seed
+        found.append(seeded_function(0, roll, CPU, dice=True)())
     assert found[0] == found[1]
     assert all(a != b for a, b in zip(found[0], found[2], strict=True))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
@@ -658,9 +658,9 @@ def test_pythons_and_numpys_numbers_go_with_torchs():
 
 def test_the_watch_on_what_drew_nothing_leaves_no_flag_of_the_process(monkeypatch):
     """By these flags torch.compile stands aside; two threads could leave them set for good."""
-    monkeypatch.setattr(running, "recomputes", True)
+    monkeypatch.setattr(stage_context, "recomputes", True)
     seen = []
-    random_nodes.undrawn(lambda: seen.append(_python_dispatch.is_in_torch_dispatch_mode()))()
+    random_nodes.forbid_random_numbers(lambda: seen.append(_python_dispatch.is_in_torch_dispatch_mode()))()
     assert seen == [False]
 
 
@@ -681,18 +681,18 @@ def _listed(made: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("function", "args", "kwargs"), ALL)
 def test_on_a_gpu_a_random_node_draws_what_torch_draws(function, args, kwargs):
     device = torch.device("cuda", 0)
-    running.seed = 11
+    stage_context.seed = 11
     found = []
     for ours in (True, True, False):
-        if not ours and function in EVERYWHERE:
+        if not ours and function in ANY_DEVICE_KERNELS:
             break  # cuDNN draws from a state of its own
         torch.manual_seed(1)
         given, more = _on_gpu(tuple(args())), {k: _on_gpu(v) for k, v in kwargs.items()}
         if not any(isinstance(v, torch.Tensor) for v in given):
             more["device"] = device
-        torch.manual_seed(mixed(11, 3))
+        torch.manual_seed(mix_seed(11, 3))
         before = torch.cuda.get_rng_state(device), torch.get_rng_state()
-        found.append(_listed(_called(seeded(3, function, device) if ours else function, given, more)))
+        found.append(_listed(_called(seeded_function(3, function, device) if ours else function, given, more)))
         if ours:
             assert torch.equal(torch.cuda.get_rng_state(device), before[0])
             assert torch.equal(torch.get_rng_state(), before[1])
@@ -702,5 +702,5 @@ def test_on_a_gpu_a_random_node_draws_what_torch_draws(function, args, kwargs):
 
 def test_every_function_that_is_written_out_is_compared():
     compared = {function for cases in CASES.values() for function, _, _ in cases}
-    assert WRITTEN_OUT.keys() <= compared
-    assert not [f for f in compared & WRITTEN_OUT.keys() if takes_generator(f)]
+    assert RNG_KERNELS.keys() <= compared
+    assert not [f for f in compared & RNG_KERNELS.keys() if takes_generator(f)]

@@ -17,7 +17,7 @@ from oracle import assert_same_gradients, assert_same_state, closing, train_step
 from torch import nn
 
 import fxpipe
-from fxpipe.forgetting import forgetting, keeping
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, with_saved_tensors
 
 CHECKPOINTS = ("never", "except_last", "always")
 CHUNKS, SIZE = 3, 6
@@ -229,11 +229,11 @@ def test_torch_func_in_a_stage_that_recomputes(checkpoint, whole):
 
 def test_what_is_forgotten_is_gone_and_what_is_kept_is_there():
     x = torch.randn(4, requires_grad=True)
-    with forgetting():
-        kept = keeping(lambda a: torch.sin(a))(x)
+    with NoSavedTensors():
+        kept = with_saved_tensors(lambda a: torch.sin(a))(x)
         lost = torch.cos(x)
         with pytest.raises(ZeroDivisionError):
-            keeping(lambda: 1 // 0)()
+            with_saved_tensors(lambda: 1 // 0)()
         lost_as_well = torch.exp(x)
     torch.testing.assert_close(torch.autograd.grad(kept.sum(), x)[0], torch.cos(x))
     for each in (lost, lost_as_well):

@@ -17,11 +17,11 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.runtime import Interleaved
-from fxpipe.runtime.exchange import bytes_of
+from fxpipe.runtime import InterleavedExecutor
+from fxpipe.runtime.exchange import boundary_value_bytes
 from fxpipe.scheduling import make_schedule
-from fxpipe.scheduling.actions import Kind
-from fxpipe.timelines.traces import trace_of
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.viz.perfetto import perfetto_trace
 
 WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
 
@@ -85,8 +85,8 @@ def test_there_is_none_before_the_first_step():
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_a_step_is_recorded_with_what_went_between_stages(driver, checkpoint):
     with _pipe(checkpoint=checkpoint) as pipe:
-        usual = pipe._fxpipe.engine.driver
-        pipe._fxpipe.engine.driver = Interleaved(1) if driver == "one thread" else usual
+        usual = pipe._fxpipe.engine.executor
+        pipe._fxpipe.engine.executor = InterleavedExecutor(1) if driver == "one thread" else usual
         before = time.perf_counter()
         _step(pipe)
         took = time.perf_counter() - before
@@ -107,14 +107,14 @@ def test_a_step_is_recorded_with_what_went_between_stages(driver, checkpoint):
             (f"2B{i}", f"1B{i}", size),
             (f"2B{i}", f"1B{i}", size),
         ]
-    assert all(t.is_gradient == (t.user.kind is Kind.BACKWARD) for t in record.transfers)
+    assert all(t.is_gradient == (t.user.kind is ActionKind.BACKWARD) for t in record.transfers)
 
 
 def test_a_drop_in_is_recorded_without_what_the_caller_does_in_between():
     with _pipe() as pipe:
         loss = pipe(_x()).sum()
         forward = pipe.last_step
-        assert {a.action.kind for a in forward.actions} == {Kind.FORWARD}
+        assert {a.action.kind for a in forward.actions} == {ActionKind.FORWARD}
         time.sleep(0.05)
         loss.backward()
         record = pipe.last_step
@@ -122,9 +122,9 @@ def test_a_drop_in_is_recorded_without_what_the_caller_does_in_between():
     _check(record)
     assert forward.away == 0
     assert record.away >= 0.05
-    assert tuple(a for a in record.actions if a.action.kind is Kind.FORWARD) == forward.actions
+    assert tuple(a for a in record.actions if a.action.kind is ActionKind.FORWARD) == forward.actions
     end = max(a.end for a in forward.actions)
-    backward = [a for a in record.actions if a.action.kind is Kind.BACKWARD]
+    backward = [a for a in record.actions if a.action.kind is ActionKind.BACKWARD]
     assert min(a.start for a in backward) >= end
     first = {a.device: a for a in reversed(backward)}
     for d, a in first.items():  # what a device waited while the others came to the end of forward is not its wait for B
@@ -176,7 +176,7 @@ LAYOUTS = {
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 def test_bytes_of_any_layout(layout):
     make, size = LAYOUTS[layout]
-    assert bytes_of(make()) == size
+    assert boundary_value_bytes(make()) == size
 
 
 def test_a_record_holds_nothing_of_the_step_and_stays():
@@ -217,7 +217,7 @@ def test_a_record_prints_as_a_table_and_a_timeline():
 
 
 def test_a_trace_has_a_row_for_each_device_and_arrows_between_actions():
-    trace = trace_of(KNOWN)
+    trace = perfetto_trace(KNOWN)
     events = trace["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "device 0: cpu", 1: "device 1: cuda:0"}

@@ -12,11 +12,11 @@ import pytest
 from drawn_plans import drawn_plan, portals_between
 
 import fxpipe
-from fxpipe.inspect.html.report import save_report
-from fxpipe.inspect.html.report.variants import by_chunks
-from fxpipe.inspect.lanes.saving import save_graph
-from fxpipe.plans import Plan, Tied, Whole
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.inspect.report import save_report
+from fxpipe.inspect.report_sections import chunks_variants
+from fxpipe.plans import OpaqueNode, Plan, TiedParameter
+from fxpipe.utils.units import human_bytes, human_seconds
+from fxpipe.viz.stage_graph import save_graph
 
 EVIL = "<script>document.title = 'run'</script>\"'&<img src=x onerror=alert(1)>"
 WIDE, NARROW = 1280, 400
@@ -38,8 +38,8 @@ def plan_with_everything() -> Plan:
         plan,
         stages=stages,
         portals=portals,
-        tied=(Tied(("wte.weight", EVIL), (0, 4), 2**20),),
-        whole=(Whole(EVIL, EVIL, EVIL),),
+        tied=(TiedParameter(("wte.weight", EVIL), (0, 4), 2**20),),
+        whole=(OpaqueNode(EVIL, EVIL, EVIL),),
         guards=(EVIL,),
         why=(EVIL,),
     )
@@ -101,7 +101,7 @@ def bytes_of(text: str) -> float:
 
 
 def test_the_slider_shows_the_simulation_of_each_number_of_micro_batches(browser, report, plan):
-    expected = {found.chunks: fxpipe.simulate(plan, chunks=found.chunks) for found in by_chunks(plan)}
+    expected = {found.chunks: fxpipe.simulate(plan, chunks=found.chunks) for found in chunks_variants(plan)}
     assert list(expected) == [1, 2, 4, 8, 16]
     with opened(browser, report) as page:
         slider = page.locator("#chunks")

@@ -12,8 +12,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import PartitionError
-from fxpipe.rewriting import INPUT, Constant, forbidden_cuts, split
-from fxpipe.rewriting.functions import clone
+from fxpipe.rewriting import PIPE_INPUT, ConstantOutput, forbidden_cuts, split_into_stages
+from fxpipe.rewriting.stage_functions import clone
 from fxpipe.tracing import trace
 
 CUDA = torch.device("cuda", 0)
@@ -126,9 +126,16 @@ class ReturnsAll(nn.Module):
 def test_whoever_changes_a_buffer_hands_it_on():
     model = EveryCut(ReturnsAll(), torch.randn(3, 4))
     program = model.program((0, model.place("two")))
-    assert [o.value if isinstance(o, Constant) else o.source for o in program.outputs] == [1, INPUT, 1, 0, None, 3]
-    assert program.stages[0].changes == ("count",)
-    assert program.stages[1].changes == ()
+    assert [o.value if isinstance(o, ConstantOutput) else o.source for o in program.outputs] == [
+        1,
+        PIPE_INPUT,
+        1,
+        0,
+        None,
+        3,
+    ]
+    assert program.stages[0].changed_buffers == ("count",)
+    assert program.stages[1].changed_buffers == ()
     assert program.stages[0].assigns == ("last",)
     assert "count" not in program.stages[1].attributes
 
@@ -254,13 +261,13 @@ def test_nodes_that_share_a_changed_buffer_share_a_stage():
     model = EveryCut(Counts(), torch.randn(3, 4))
     assert len(model.traced.nodes) == 8  # add_, linear, add, clone, div, detach, mean, relu
     first = dict.fromkeys(range(1, 4), "the buffer 'seen' is changed here and there")
-    assert model.forbidden == first | dict.fromkeys(range(4, 7), "the buffer 'mean' is read and set anew")
+    assert model.forbidden_cuts == first | dict.fromkeys(range(4, 7), "the buffer 'mean' is read and set anew")
 
 
 def test_what_views_cannot_make_again_stays_together():
     model = EveryCut(ReshapedBetween(), torch.randn(3, 4))
     assert [n.name for n in model.traced.nodes][:4] == ["one", "reshape", "relu", "mul"]
-    assert model.forbidden == dict.fromkeys((2, 3), "one, reshape share memory that is changed later")
+    assert model.forbidden_cuts == dict.fromkeys((2, 3), "one, reshape share memory that is changed later")
 
 
 @pytest.mark.parametrize(
@@ -302,7 +309,7 @@ def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
     start = time.process_time()
     assert forbidden_cuts(traced) == {}
     count = len(traced.nodes)
-    split(traced, [count * k // 8 for k in range(8)], [CPU] * 8)
+    split_into_stages(traced, [count * k // 8 for k in range(8)], [CPU] * 8)
     assert time.process_time() - start < 10
 
 
@@ -326,7 +333,7 @@ class MakesTensors(nn.Module):
 
 def test_devices_in_a_graph_are_those_of_the_stage():
     model = EveryCut(MakesTensors(), torch.randn(3, 4))
-    program = split(model.traced, (0, 1), (CPU, CUDA))
+    program = split_into_stages(model.traced, (0, 1), (CPU, CUDA))
     for name in ("arange", "zeros", "ones", "full", "seeded_rand"):
         (node,) = nodes_of(program, 1, name)
         assert node.kwargs["device"] == CUDA, name

@@ -15,18 +15,17 @@ from models import GPT, ResNet, TwoBranch, UNet
 from run_stages import Stages, leaves_of, sample, saved_by
 from torch import nn
 
-from fxpipe.profiling.counting import Counts, count
-from fxpipe.profiling.working import peak
+from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes, peak_of_stage
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced, trace
-from fxpipe.tracing.recording.fake import faked
+from fxpipe.tracing.fake_tensors import with_fake_tensors
 
 # -- the oracle --------------------------------------------------------------------------------------------------------
 
 
-def counted(traced: Traced, leaves: list[Any], samples: int) -> Counts:
-    with faked(traced.model, leaves) as leaves:
-        return count(traced, traced.effects, leaves, samples)
+def counted(traced: Traced, leaves: list[Any], samples: int) -> GraphCounts:
+    with with_fake_tensors(traced.model, leaves) as leaves:
+        return count_flops_and_bytes(traced, traced.effects, leaves, samples)
 
 
 @functools.cache
@@ -40,7 +39,7 @@ def number(formula: sympy.Expr, traced: Traced, samples: int) -> int:
     return value(formula, traced.batch, samples)
 
 
-def of_stages(counts: Counts, traced: Traced, starts: tuple[int, ...], samples: int) -> list[int]:
+def of_stages(counts: GraphCounts, traced: Traced, starts: tuple[int, ...], samples: int) -> list[int]:
     """The bytes that each stage saves, by the formulas."""
     ends = (*starts[1:], len(traced.nodes))
     return [
@@ -66,7 +65,7 @@ def assert_exact(
     kwargs: dict[str, Any] | None = None,
     sizes: tuple[int, ...] = (1, 3, 8),
     **options: Any,
-) -> Counts:
+) -> GraphCounts:
     """Counted with the samples of a micro-batch, the bytes of every stage are what hooks see, whatever the cut."""
     leaves = leaves_of(args, kwargs)
     traced = trace(model, args, kwargs, **options)
@@ -321,7 +320,7 @@ def test_memory_of_a_stage_on_a_gpu(make: Callable[[], nn.Module], inputs: Any, 
         Stages(traced, starts, device).run(sample(traced, [x], samples), most_on_a_gpu)  # libraries take workspaces
         taken = Stages(traced, starts, device).run(sample(traced, [x], samples), most_on_a_gpu)
         for start, end, most in zip(starts, ends, taken, strict=True):
-            said = peak(counts.storages, counts.temporaries, start, end, traced.batch, samples)[0]
+            said = peak_of_stage(counts.storages, counts.temporaries, start, end, traced.batch, samples)[0]
             received = sum(  # is there before the stage runs
                 number(s.bytes, traced, samples)
                 for s in counts.storages

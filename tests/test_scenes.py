@@ -5,11 +5,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from fxpipe.drawing.letters import fitted, text_width
-from fxpipe.drawing.raster import raster_of
-from fxpipe.drawing.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head, flat
-from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError
+from fxpipe.viz.png_pdf import raster_of
+from fxpipe.viz.scene import Area, Bars, Curve, Group, Line, Rect, Scene, Text, arrow_head, flatten_items
+from fxpipe.viz.style import fit_text, text_width
+from fxpipe.viz.svg import svg_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 RED, BLUE = "#ff0000", "#0000ff"
@@ -60,7 +60,7 @@ def test_every_item_is_an_element_in_the_order_of_drawing():
     }  # fmt: skip
     assert group.get("class") == "inner"
     assert [child.text for child in group] == ["b"]
-    assert len(list(flat(items))) == 7
+    assert len(list(flatten_items(items))) == 7
 
 
 @pytest.mark.parametrize("text", ["<script>alert(1)</script>", 'a & "b"', "]]>", "\x00\x1b[31m\ud800", "é 中 µ", "  "])
@@ -125,12 +125,12 @@ def test_another_format_is_refused():
 
 
 def test_a_text_is_shortened_in_its_middle():
-    assert fitted("short", 100, 10) == "short"
-    shorter = fitted("a name that is far too long", 80, 10)
+    assert fit_text("short", 100, 10) == "short"
+    shorter = fit_text("a name that is far too long", 80, 10)
     assert shorter.startswith("a na")
     assert shorter.endswith("ong")
     assert text_width(shorter, 10) <= 80 < text_width("a name that is far too long", 10)
-    assert fitted("wide", 3, 10) == ""
+    assert fit_text("wide", 3, 10) == ""
 
 
 @pytest.mark.parametrize("end", [(10, 0), (0, 10), (-7, -7)])

@@ -21,7 +21,7 @@ from fxpipe.scheduling import (
     CHECKPOINTS,
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Rows,
     Schedule,
     backward_part,
@@ -32,7 +32,7 @@ from fxpipe.scheduling import (
     parse_schedule,
     validate,
 )
-from fxpipe.scheduling.recomputing import with_recompute
+from fxpipe.scheduling.row_transforms import with_recompute
 
 ZERO_BUBBLE = """
     0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2 0U2
@@ -44,7 +44,9 @@ TWO_STAGES_PER_DEVICE = """
 """
 
 
-ANYWHERE = [name for name, recipe in SCHEDULES.items() if not recipe.is_bound]  # the others: test_interleaved, test_zbv
+ANYWHERE = [
+    name for name, recipe in SCHEDULES.items() if not recipe.has_fixed_placement
+]  # the others: test_interleaved, test_zbv
 PLACEMENTS = [(0, 1, 0, 1), (0, 0, 0), (0, 1, 2) * 2, (0, 1, 1, 0), (1, 0), (0, 0, 1, 1, 0), (2, 0, 1, 0)]
 
 
@@ -159,14 +161,14 @@ def test_gpipe_backward_is_the_reverse_of_the_clock_cycle():
     for n, m in product(range(1, 7), range(1, 9)):
         reverse = [(i, j) for cycle in clock_cycles(m, n) for i, j in cycle][::-1]
         for j, row in enumerate(backward_part(make_schedule("gpipe", n, m))):
-            assert row == tuple(Action(Kind.BACKWARD, j, i) for i, stage in reverse if stage == j)
+            assert row == tuple(Action(ActionKind.BACKWARD, j, i) for i, stage in reverse if stage == j)
 
 
 def most_kept(row: tuple[Action, ...]) -> int:
     """The most micro-batches that are after their F and not after their B at once."""
     kept, most = 0, 0
     for action in row:
-        kept += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
+        kept += {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind, 0)
         most = max(most, kept)
     return most
 
@@ -244,7 +246,7 @@ def test_each_stage_may_have_its_own_checkpoint_mode():
     assert make_schedule("gpipe", 3, 2, list(modes)) is make_schedule("gpipe", 3, 2, modes)
     for placement, m in product([(0, 1, 2), (0, 1, 0), (0, 0, 0)], (1, 3)):
         schedule = make_schedule("1f1b", 3, m, modes, placement)
-        assert {str(a) for row in schedule.rows for a in row if a.kind is Kind.RECOMPUTE} == {
+        assert {str(a) for row in schedule.rows for a in row if a.kind is ActionKind.RECOMPUTE} == {
             f"{j}R{i}" for j, i in product(range(3), range(m)) if j == 0 or (j == 2 and i < m - 1)
         }
 
@@ -254,8 +256,8 @@ def test_forward_and_backward_part_make_the_whole():
         if schedule.name in ("gpipe", "inference"):
             parts = zip(forward_part(schedule), backward_part(schedule), strict=True)
             assert tuple(f + b for f, b in parts) == schedule.rows
-            assert {a.kind for row in forward_part(schedule) for a in row} == {Kind.FORWARD}
-            assert not any(a.kind is Kind.FORWARD for row in backward_part(schedule) for a in row)
+            assert {a.kind for row in forward_part(schedule) for a in row} == {ActionKind.FORWARD}
+            assert not any(a.kind is ActionKind.FORWARD for row in backward_part(schedule) for a in row)
 
 
 def test_backward_part_begins_with_recompute():
@@ -504,7 +506,7 @@ class NaiveDevice:
 
     def __init__(self, schedule: Schedule, row: tuple[Action, ...]):
         self.n, self.m, self.row = schedule.stages, schedule.micro_batches, row
-        self.split = {a.stage for a in row if a.kind is Kind.WEIGHT}
+        self.split = {a.stage for a in row if a.kind is ActionKind.WEIGHT}
         self.held: dict[tuple[str, int, int], list[int]] = {}  # results here, by kind, stage and micro-batch
         self.saved: dict[tuple[int, int], int] = {}  # forwards that wait for backward, with their recomputes
         self.owed: set[tuple[int, int]] = set()  # backwards that wait for W
@@ -515,23 +517,23 @@ class NaiveDevice:
         j, i = action.stage, action.micro_batch
         require(0 <= j < self.n and 0 <= i < self.m)
         match action.kind:
-            case Kind.FORWARD:
+            case ActionKind.FORWARD:
                 require(j == 0 or ("F", j - 1, i) in self.held)
                 self.held["F", j, i] = [*self.held.get(("F", j - 1, i), []), j]
                 self.saved[j, i] = 0
-            case Kind.RECOMPUTE:
+            case ActionKind.RECOMPUTE:
                 require((j, i) in self.saved)
                 self.saved[j, i] += 1
-            case Kind.BACKWARD:
+            case ActionKind.BACKWARD:
                 require((j, i) in self.saved and (j == self.n - 1 or ("B", j + 1, i) in self.held))
                 del self.saved[j, i]
                 self.held["B", j, i] = [*self.held.get(("B", j + 1, i), []), j]
                 (self.owed if j in self.split else self.gradients).add((j, i))
-            case Kind.WEIGHT:
+            case ActionKind.WEIGHT:
                 require((j, i) in self.owed)
                 self.owed.remove((j, i))
                 self.gradients.add((j, i))
-            case Kind.UPDATE:
+            case ActionKind.UPDATE:
                 require(all((j, h) in self.gradients for h in range(i + 1)))
                 self.updated.add((j, i))
 
@@ -553,7 +555,7 @@ def execute(schedule: Schedule, seed: int, have_room: bool = True) -> None:
 
     def made(action: Action) -> list[Action]:
         """The result for another device that `action` makes."""
-        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind)
+        step = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1}.get(action.kind)
         if step is None:
             return []
         user = Action(action.kind, action.stage + step, action.micro_batch)
@@ -561,7 +563,7 @@ def execute(schedule: Schedule, seed: int, have_room: bool = True) -> None:
 
     def taken(action: Action) -> list[Action]:
         """The result of another device that `action` takes."""
-        step = {Kind.FORWARD: -1, Kind.BACKWARD: 1}.get(action.kind)
+        step = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1}.get(action.kind)
         if step is None:
             return []
         maker = Action(action.kind, action.stage + step, action.micro_batch)
@@ -601,12 +603,12 @@ def execute(schedule: Schedule, seed: int, have_room: bool = True) -> None:
     kinds = {a.kind for a in actions}
     for j, i in product(range(n), range(m)):
         require(held.get(("F", j, i)) == list(range(j + 1)))
-        if Kind.BACKWARD in kinds:
+        if ActionKind.BACKWARD in kinds:
             require(held.get(("B", j, i)) == list(range(j, n))[::-1])
             require(any((j, i) in device.gradients for device in devices))
         else:
-            require(kinds == {Kind.FORWARD})
-    for j in {a.stage for a in actions if a.kind is Kind.UPDATE}:
+            require(kinds == {ActionKind.FORWARD})
+    for j in {a.stage for a in actions if a.kind is ActionKind.UPDATE}:
         require(any((j, m - 1) in device.updated for device in devices))
 
 
@@ -686,7 +688,7 @@ def mutated(schedule: Schedule, data: st.DataObject) -> Schedule:
             table[e].insert(data.draw(st.integers(0, len(table[e]))), action)
         case "rename":
             stage, micro_batch = data.draw(st.integers(0, schedule.stages)), data.draw(st.integers(0, 8))
-            table[d][p] = Action(data.draw(st.sampled_from(Kind)), stage, micro_batch)
+            table[d][p] = Action(data.draw(st.sampled_from(ActionKind)), stage, micro_batch)
     return Schedule(slip, schedule.stages, schedule.micro_batches, tuple(map(tuple, table)))
 
 
@@ -758,7 +760,7 @@ def test_scheduling_is_plain_data(source):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for name in names:
-            ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors", "fxpipe.counts"))
+            ours = name.startswith(("fxpipe.scheduling", "fxpipe.errors", "fxpipe.utils.units"))
             assert ours or name.split(".")[0] in sys.stdlib_module_names, name
 
 

@@ -14,13 +14,28 @@ from hypothesis import strategies as st
 from test_simulate import TABLE_5
 
 from fxpipe.errors import ArgumentError, ScheduleError
-from fxpipe.scheduling import Action, Demand, Kind, Rows, Schedule, make_schedule, validate, zero_bubble, zero_bubble_2p
-from fxpipe.scheduling.playing import Play, played
-from fxpipe.scheduling.searched import WORTH, plays, zero_bubble_auto
+from fxpipe.scheduling import (
+    Action,
+    ActionKind,
+    Rows,
+    Schedule,
+    StageTimes,
+    make_schedule,
+    validate,
+    zero_bubble,
+    zero_bubble_2p,
+)
+from fxpipe.scheduling.zero_bubble_search import (
+    MIN_GAIN,
+    PartialSchedule,
+    candidate_schedules,
+    schedule_rows,
+    zero_bubble_auto,
+)
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
 
 
-def simulated(rows: Rows, m: int, demands: Sequence[Demand]) -> Simulation:
+def simulated(rows: Rows, m: int, demands: Sequence[StageTimes]) -> Simulation:
     """By what knows nothing of demands."""
     costs = [StageCost(d.forward, d.backward + d.weight, weight=d.weight) for d in demands]
     ways = [
@@ -31,26 +46,26 @@ def simulated(rows: Rows, m: int, demands: Sequence[Demand]) -> Simulation:
     return simulate_schedule(Schedule("searched", len(rows), m, rows), costs, ways)
 
 
-def peaks(rows: Rows, demands: Sequence[Demand]) -> list[float]:
+def peaks(rows: Rows, demands: Sequence[StageTimes]) -> list[float]:
     """Memory that each stage takes at once: counted from the rows alone."""
     found = []
     for row, d in zip(rows, demands, strict=True):
         held = most = 0.0
         for action in row:
-            if action.kind is Kind.FORWARD:
-                held += d.taken
-            elif action.kind is Kind.BACKWARD:
-                held += d.retaken
+            if action.kind is ActionKind.FORWARD:
+                held += d.forward_memory
+            elif action.kind is ActionKind.BACKWARD:
+                held += d.recompute_memory
             most = max(most, held)
-            if action.kind is Kind.BACKWARD:
-                held -= d.freed
-            elif action.kind is Kind.WEIGHT:
-                held -= d.taken + d.retaken - d.freed
+            if action.kind is ActionKind.BACKWARD:
+                held -= d.freed_memory
+            elif action.kind is ActionKind.WEIGHT:
+                held -= d.forward_memory + d.recompute_memory - d.freed_memory
         found.append(most)
     return found
 
 
-def fits(rows: Rows, demands: Sequence[Demand]) -> bool:
+def fits(rows: Rows, demands: Sequence[StageTimes]) -> bool:
     return all(d.limit is None or peak <= d.limit + 1e-9 for peak, d in zip(peaks(rows, demands), demands, strict=True))
 
 
@@ -86,13 +101,15 @@ def test_bubble_rates_of_the_searched_columns_of_table_5(of_table, searched):
     hidden, heads, rate, ours = searched
     taken, work = 34 * hidden + 5 * heads * 1024, m * (f + b + w)
 
-    alike = [Demand(f, b, w, sending=c, taken=taken, freed=taken - 32 * hidden, limit=p * taken)] * p
+    alike = [
+        StageTimes(f, b, w, sending=c, forward_memory=taken, freed_memory=taken - 32 * hidden, limit=p * taken)
+    ] * p
     rows = zero_bubble_auto(m, alike)
     assert round(1 - work / simulated(rows, m, alike).step_seconds, 4) == h1
     assert fits(rows, alike)
 
     alike = [replace(alike[0], limit=2 * p * taken)] * p
-    ends = [[stage.end - j * (f + c) for j, stage in enumerate(play.stages)] for play in plays(m, alike)]
+    ends = [[stage.end - j * (f + c) for j, stage in enumerate(play.stages)] for play in candidate_schedules(m, alike)]
     assert round(1 - work / min(map(max, ends)), 4) == (ours or rate)
     rows = zero_bubble_auto(m, alike)
     assert simulated(rows, m, alike).step_seconds == pytest.approx(work + (p - 1) * (f + c), rel=2e-3)
@@ -103,7 +120,7 @@ def test_bubble_rates_of_the_searched_columns_of_table_5(of_table, searched):
 
 
 @st.composite
-def any_demands(draw: st.DrawFn, n: int | None = None) -> list[Demand]:
+def any_demands(draw: st.DrawFn, n: int | None = None) -> list[StageTimes]:
     n = n or draw(st.integers(1, 6))
     times, units = st.integers(0, 9), st.integers(0, 5)
     found = []
@@ -111,7 +128,7 @@ def any_demands(draw: st.DrawFn, n: int | None = None) -> list[Demand]:
         taken, retaken = draw(units), draw(units)
         one = taken + retaken
         limit = draw(st.none() | st.integers(one, 14 * one + 1))
-        found.append(Demand(*(draw(times) for _ in range(5)), taken, retaken, draw(st.integers(0, one)), limit))
+        found.append(StageTimes(*(draw(times) for _ in range(5)), taken, retaken, draw(st.integers(0, one)), limit))
     return found
 
 
@@ -122,7 +139,7 @@ def test_rows_run_and_keep_to_the_limits(m, demands):
     rows = zero_bubble_auto(m, demands)
     validate(Schedule("searched", n, m, rows))
     assert {a for row in rows for a in row} == {
-        Action(kind, j, i) for kind in "FBW" for kind in (Kind(kind),) for j in range(n) for i in range(m)
+        Action(kind, j, i) for kind in "FBW" for kind in (ActionKind(kind),) for j in range(n) for i in range(m)
     }
     at_most = peaks(zero_bubble_2p(m, n), demands)
     for peak, demand, usual in zip(peaks(rows, demands), demands, at_most, strict=True):
@@ -133,15 +150,15 @@ def test_rows_run_and_keep_to_the_limits(m, demands):
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 14), any_demands())
 def test_no_longer_than_what_is_made_by_hand_and_fits(m, demands):
-    step = played(zero_bubble_auto(m, demands), m, demands).seconds
+    step = schedule_rows(zero_bubble_auto(m, demands), m, demands).seconds
     limited = [
         replace(d, limit=usual if d.limit is None else d.limit)
         for d, usual in zip(demands, peaks(zero_bubble_2p(m, len(demands)), demands), strict=True)
     ]
-    for rows, more in ((zero_bubble, 1e-9), (zero_bubble_2p, 2 * WORTH)):
+    for rows, more in ((zero_bubble, 1e-9), (zero_bubble_2p, 2 * MIN_GAIN)):
         made = rows(m, len(demands))
         if fits(made, limited):
-            assert step <= played(made, m, demands).seconds * (1 + more)
+            assert step <= schedule_rows(made, m, demands).seconds * (1 + more)
 
 
 @settings(max_examples=100, deadline=None)
@@ -149,7 +166,7 @@ def test_no_longer_than_what_is_made_by_hand_and_fits(m, demands):
 def test_stages_are_played_as_they_are_simulated(m, demands, data):
     """But for R, which the simulator has as an action of its own."""
     bare = [replace(demand, recompute=0) for demand in demands]
-    play: Play = data.draw(st.sampled_from(list(plays(m, bare))))
+    play: PartialSchedule = data.draw(st.sampled_from(list(candidate_schedules(m, bare))))
     found = simulated(play.rows, m, bare)
     assert play.seconds == pytest.approx(found.step_seconds)
     assert [stage.most for stage in play.stages] == pytest.approx(peaks(play.rows, bare))
@@ -161,18 +178,18 @@ def test_stages_are_played_as_they_are_simulated(m, demands, data):
 # -- all orders that there are -----------------------------------------------------------------------------------------
 
 
-def all_orders(m: int, j: int, demand: Demand) -> list[tuple[Action, ...]]:
+def all_orders(m: int, j: int, demand: StageTimes) -> list[tuple[Action, ...]]:
     """Of one stage, each kind by micro-batch, within the limit."""
 
     def longer(row: tuple[Action, ...], f: int, b: int, w: int) -> Iterator[tuple[Action, ...]]:
         if w == m:
             yield row
         if f < m and (demand.limit is None or f + 1 - w <= demand.limit):
-            yield from longer((*row, Action(Kind.FORWARD, j, f)), f + 1, b, w)
+            yield from longer((*row, Action(ActionKind.FORWARD, j, f)), f + 1, b, w)
         if b < f:
-            yield from longer((*row, Action(Kind.BACKWARD, j, b)), f, b + 1, w)
+            yield from longer((*row, Action(ActionKind.BACKWARD, j, b)), f, b + 1, w)
         if w < b:
-            yield from longer((*row, Action(Kind.WEIGHT, j, w)), f, b, w + 1)
+            yield from longer((*row, Action(ActionKind.WEIGHT, j, w)), f, b, w + 1)
 
     return list(longer((), 0, 0, 0))
 
@@ -188,7 +205,7 @@ def runs(rows: Rows) -> bool:
 @cache
 def that_run(n: int, m: int, limit: int | None) -> list[Rows]:
     """All tables of n stages, none of which keeps more than `limit` micro-batches."""
-    orders = [all_orders(m, j, Demand(1, 1, 1, limit=limit)) for j in range(n)]
+    orders = [all_orders(m, j, StageTimes(1, 1, 1, limit=limit)) for j in range(n)]
     return [rows for rows in product(*orders) if runs(rows)]
 
 
@@ -199,15 +216,17 @@ def test_of_few_stages_no_order_is_shorter(n, m, limit):
     random = Random(f"{n} {m}")
     for _ in range(12):
         demands = [
-            Demand(*(random.uniform(0.25, 1.75) for _ in range(3)), sending=random.choice([0.0, 0.1]), limit=limit or m)
+            StageTimes(
+                *(random.uniform(0.25, 1.75) for _ in range(3)), sending=random.choice([0.0, 0.1]), limit=limit or m
+            )
             for _ in range(n)
         ]
-        shortest = min(played(rows, m, demands).seconds for rows in that_run(n, m, limit))
-        assert zero_bubble_seconds(m, demands) == pytest.approx(shortest, rel=2 * WORTH)
+        shortest = min(schedule_rows(rows, m, demands).seconds for rows in that_run(n, m, limit))
+        assert zero_bubble_seconds(m, demands) == pytest.approx(shortest, rel=2 * MIN_GAIN)
 
 
-def zero_bubble_seconds(m: int, demands: Sequence[Demand]) -> float:
-    return played(zero_bubble_auto(m, demands), m, demands).seconds
+def zero_bubble_seconds(m: int, demands: Sequence[StageTimes]) -> float:
+    return schedule_rows(zero_bubble_auto(m, demands), m, demands).seconds
 
 
 # -- uneven stages -----------------------------------------------------------------------------------------------------
@@ -221,8 +240,8 @@ def test_uneven_stages_are_better_served_than_by_zero_bubble():
     for limit, steps in found.items():
         for _ in range(40):
             paces = [random.uniform(0.5, 1.5) for _ in range(8)]
-            demands = [Demand(*(pace * random.uniform(0.5, 1.5) for _ in range(3)), limit=limit) for pace in paces]
-            by_hand = played(zero_bubble(16, 8), 16, demands).seconds
+            demands = [StageTimes(*(pace * random.uniform(0.5, 1.5) for _ in range(3)), limit=limit) for pace in paces]
+            by_hand = schedule_rows(zero_bubble(16, 8), 16, demands).seconds
             steps.append(zero_bubble_seconds(16, demands) / by_hand)
     assert min(found[8]) < 0.96
     assert sum(found[8]) / 40 < 0.99
@@ -232,10 +251,10 @@ def test_uneven_stages_are_better_served_than_by_zero_bubble():
 
 def test_memory_for_some_more_micro_batches_is_of_use():
     """Between that of `zero_bubble` and of `zero_bubble_2p`, where W is short: the more memory, the shorter."""
-    steps = [zero_bubble_seconds(16, [Demand(2, 2, 1, limit=limit)] * 4) for limit in range(1, 9)]
+    steps = [zero_bubble_seconds(16, [StageTimes(2, 2, 1, limit=limit)] * 4) for limit in range(1, 9)]
     assert steps == sorted(steps, reverse=True)
-    assert steps[3] == played(zero_bubble(16, 4), 16, [Demand(2, 2, 1)] * 4).seconds
-    assert steps[6] == played(zero_bubble_2p(16, 4), 16, [Demand(2, 2, 1)] * 4).seconds
+    assert steps[3] == schedule_rows(zero_bubble(16, 4), 16, [StageTimes(2, 2, 1)] * 4).seconds
+    assert steps[6] == schedule_rows(zero_bubble_2p(16, 4), 16, [StageTimes(2, 2, 1)] * 4).seconds
     assert len({*steps[:7]}) == 7
 
 
@@ -250,12 +269,12 @@ def test_of_stages_that_are_alike_it_is_zero_bubble():
 
 def test_demands_of_other_stages_are_refused():
     with pytest.raises(ArgumentError, match="demands has 2 entries for 3 stages"):
-        make_schedule("zero_bubble_auto", 3, 4, demands=[Demand(1, 1, 1)] * 2)
+        make_schedule("zero_bubble_auto", 3, 4, demands=[StageTimes(1, 1, 1)] * 2)
 
 
 def test_a_limit_below_one_micro_batch_is_refused():
     with pytest.raises(ArgumentError, match=r"demands\[1\].limit=4 does not hold a single micro-batch, which takes 5"):
-        zero_bubble_auto(3, [Demand(1, 1, 1), Demand(1, 1, 1, taken=2, retaken=3, limit=4)])
+        zero_bubble_auto(3, [StageTimes(1, 1, 1), StageTimes(1, 1, 1, forward_memory=2, recompute_memory=3, limit=4)])
 
 
 def test_several_stages_on_a_device_are_refused():
@@ -264,4 +283,4 @@ def test_several_stages_on_a_device_are_refused():
 
 
 def test_any_other_schedule_is_the_same_for_all_demands():
-    assert make_schedule("1f1b", 2, 3, demands=[Demand(1, 1, 1)] * 2) is make_schedule("1f1b", 2, 3)
+    assert make_schedule("1f1b", 2, 3, demands=[StageTimes(1, 1, 1)] * 2) is make_schedule("1f1b", 2, 3)

@@ -16,15 +16,14 @@ from oracle import closing
 from test_deciding import Deep, deep_profile, loss, planned, rows
 
 import fxpipe
-from fxpipe.demands import demands_of
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
-from fxpipe.plans.simulating import varied
+from fxpipe.plans.simulate_plan import vary_plan
 from fxpipe.scheduling import CHECKPOINTS, Rows
-from fxpipe.scheduling.playing import played
-from fxpipe.scheduling.searched import WORTH
+from fxpipe.scheduling.zero_bubble_search import MIN_GAIN, schedule_rows
 from fxpipe.simulation import StageCost
-from fxpipe.tuning.rows import SAME
+from fxpipe.simulation.costs import stage_times_of
+from fxpipe.tuning.candidates import SAME_STEP_TOLERANCE
 
 AUTO = "zero_bubble_auto"
 
@@ -64,10 +63,10 @@ def test_other_micro_batches_have_the_order_of_their_own_figures() -> None:
     plan, other = uneven(chunks=8), uneven(chunks=8, schedule="1f1b")
     for chunks in (2, 4, 16):
         mine, yours = fxpipe.simulate(plan, chunks=chunks), fxpipe.simulate(other, schedule=AUTO, chunks=chunks)
-        assert mine.schedule == yours.schedule == varied(plan, chunks=chunks).as_schedule()
+        assert mine.schedule == yours.schedule == vary_plan(plan, chunks=chunks).as_schedule()
         assert mine.schedule.micro_batches == chunks
-    demands = [varied(plan, chunks=chunks).demands() for chunks in (4, 8)]
-    assert demands[0][0].taken == 2 * demands[1][0].taken
+    demands = [vary_plan(plan, chunks=chunks).demands() for chunks in (4, 8)]
+    assert demands[0][0].forward_memory == 2 * demands[1][0].forward_memory
     assert demands[0][0].forward > demands[1][0].forward
 
 
@@ -118,7 +117,7 @@ def test_what_a_plan_may_take_is_kept_to(plan: Plan) -> None:
         by_hand = fxpipe.simulate(plan, schedule=name)
         unlimited = [stage.memory_limit is None for stage in plan.stages]
         if all(fits is not False for fits in by_hand.fits) and "except_last" not in plan.checkpoint:
-            assert found.step_seconds <= by_hand.step_seconds * (1 + 2 * WORTH)
+            assert found.step_seconds <= by_hand.step_seconds * (1 + 2 * MIN_GAIN)
         if name == "zero_bubble_2p":
             peaks = zip(found.memory, by_hand.memory, unlimited, strict=True)
             assert all(mine.peak <= hand.peak for mine, hand, is_free in peaks if is_free)
@@ -131,7 +130,7 @@ def test_what_a_plan_demands_is_what_is_simulated(plan: Plan) -> None:
     plan = replace(plan, checkpoint=tuple("always" if mode == "always" else "never" for mode in plan.modes))
     found = fxpipe.simulate(plan)
     without = tuple(tuple(a for a in row if str(a.kind) != "R") for row in found.schedule.rows)
-    assert played(without, plan.micro_batches, plan.demands()).seconds == pytest.approx(found.step_seconds)
+    assert schedule_rows(without, plan.micro_batches, plan.demands()).seconds == pytest.approx(found.step_seconds)
 
 
 def test_a_limit_that_nothing_meets_is_told_by_the_simulation() -> None:
@@ -145,15 +144,15 @@ def test_a_limit_that_nothing_meets_is_told_by_the_simulation() -> None:
 def test_of_bytes_that_nobody_knows_micro_batches_are_counted() -> None:
     cost = StageCost(1, 2, weight=1)
     for limit in (None, 10):
-        (demand,) = demands_of([cost], limits=[limit])
-        assert (demand.taken, demand.retaken, demand.limit) == (1, 0, None)
+        (demand,) = stage_times_of([cost], limits=[limit])
+        assert (demand.forward_memory, demand.recompute_memory, demand.limit) == (1, 0, None)
 
 
 def test_more_memory_is_used_where_it_is_of_use() -> None:
     """From what one micro-batch takes to more than enough."""
     limits = [(62 + 5 * k) * MIB for k in range(1, 12)]
     steps = [step(uneven(4, chunks=16, limit=limit)) for limit in limits]
-    assert all(after <= (1 + SAME) * before for before, after in itertools.pairwise(steps))
+    assert all(after <= (1 + SAME_STEP_TOLERANCE) * before for before, after in itertools.pairwise(steps))
     assert steps[0] > 1.5 * steps[-1]
     assert steps[-1] < 0.98 * step(uneven(4, chunks=16), schedule="zero_bubble")
 

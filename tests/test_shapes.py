@@ -204,8 +204,8 @@ READS: dict[str, tuple[Any, list[Any]]] = {
 def test_comparisons_of_the_batch_size_are_kept(name):
     forward, conditions = READS[name]
     result = traced(forward)
-    assert [str(read.condition) for read in result.batch_reads] == [str(condition) for condition in conditions]
-    assert all(read.where.rpartition(":")[0] == __file__ for read in result.batch_reads)
+    assert [str(read.condition) for read in result.batch_conditions] == [str(condition) for condition in conditions]
+    assert all(read.where.rpartition(":")[0] == __file__ for read in result.batch_conditions)
 
 
 def test_graph_holds_for_the_batch_sizes_that_were_asked_for():
@@ -226,7 +226,7 @@ def test_size_as_a_key():
 
 def test_size_that_depends_on_values_is_a_value_that_is_read():
     graph = traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
-    assert [(g.expected, g.text.split()[0]) for g in graph.guards.questions] == [(True, "gt")]
+    assert [(g.expected, g.text.split()[0]) for g in graph.guards.guards] == [(True, "gt")]
     graph = traced(lambda lin, x: lin(x) if (h := lin(x))[h > 0].shape[0] > 3 else x)
     assert re.search(r"reads a size \(gt\) that hangs on the inputs and .* at .*test_shapes.py:\d+", graph.why[0])
 

@@ -17,9 +17,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.runtime import Interleaved, Workers
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
-from fxpipe.scheduling.actions import Kind
+from fxpipe.scheduling.actions import ActionKind
 
 BATCH = 6
 NAMES = [case.name for case in CASES]
@@ -90,7 +90,7 @@ def test_forward_backward_equals_the_plain_model(name, workers, per_device, chun
         assert len(pipe.plan.stages) == stages
         assert pipe.plan.placement == tuple(range(workers)) * per_device
         _assert_steps_equal(case, plain, pipe, [*MODES, ("1f1b", by_stage), ("gpipe", by_stage[::-1])], chunks)
-        recomputed = {r.action.stage for r in pipe.last_step.actions if r.action.kind is Kind.RECOMPUTE}
+        recomputed = {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE}
         expected = {
             j for j, mode in enumerate(by_stage[::-1]) if mode != "never" and (mode, chunks) != ("except_last", 1)
         }
@@ -145,7 +145,7 @@ def test_any_placement(placement):
 
 def _run(pipe, driver, drop_in):
     start = copy.deepcopy(pipe.model.state_dict())
-    pipe._fxpipe.engine.driver = driver
+    pipe._fxpipe.engine.executor = driver
     pipe.zero_grad()
     torch.manual_seed(8)
     ids, t = tokens(7)
@@ -177,12 +177,12 @@ def test_every_driver_gives_the_same_bits(workers, per_device, order):
     _set(pipe, checkpoint=modes)
     cpus = pipe._fxpipe.settings.workers
     assert len(cpus) == workers
-    with closing(Workers(cpus)) as driver:
+    with closing(ThreadedExecutor(cpus)) as driver:
         want = _run(pipe, driver, drop_in)
         actions = [r.action for r in pipe.last_step.actions]
         rows = make_schedule(schedule, len(modes), 4, modes, pipe.plan.placement).rows
         assert sorted(map(str, actions)) == sorted(str(a) for row in rows for a in row)
-    drivers = [*map(Interleaved, range(8)), *(Workers(cpus, jitter=seed) for seed in range(2))]
+    drivers = [*map(InterleavedExecutor, range(8)), *(ThreadedExecutor(cpus, jitter=seed) for seed in range(2))]
     for driver in drivers:
         with closing(driver):
             have = _run(pipe, driver, drop_in)
@@ -324,7 +324,7 @@ def test_a_checkpoint_mode_for_each_stage_is_saved_and_used_again(tmp_path):
     assert "checkpoint never (always in stage 1)" in str(plan)
     with fxpipe.pipeline(model, plan=plan) as pipe:
         pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
-        assert {r.action.stage for r in pipe.last_step.actions if r.action.kind is Kind.RECOMPUTE} == {1}
+        assert {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE} == {1}
         assert pipe.plan.checkpoint == plan.checkpoint
 
 

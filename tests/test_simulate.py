@@ -21,14 +21,14 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.hardware import HARDWARE, Hardware, shared_between
+from fxpipe.hardware import HARDWARE, Hardware, shared_adapters
 from fxpipe.partitioning import Link
 from fxpipe.plans import Plan, StagePlan
-from fxpipe.plans.simulating import varied
-from fxpipe.polynomials import Polynomial
-from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
-from fxpipe.scheduling import Kind, make_schedule, parse_schedule, round_robin, there_and_back
+from fxpipe.plans.simulate_plan import vary_plan
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
+from fxpipe.scheduling import ActionKind, make_schedule, parse_schedule, round_robin, there_and_back
 from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
+from fxpipe.utils.polynomial import Polynomial
 
 # -- published figures -------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ def test_bubble_rates_of_table_5_interleaved(row):
             for d, left in enumerate(rows):
                 while left:
                     kind, j, i = left[0].kind, left[0].stage, left[0].micro_batch
-                    other = j - 1 if kind is Kind.FORWARD else j + 1
+                    other = j - 1 if kind is ActionKind.FORWARD else j + 1
                     needs = (kind, other, i) if other in range(p * v) and waits(d, other % p, i) else None
                     if needs is not None and needs not in ends:
                         break
@@ -193,7 +193,7 @@ def planned() -> Plan:
 )
 def test_peaks_are_those_of_the_formulas_of_the_plan(name: str, mode: str) -> None:
     """Also of a plan that was made for another schedule and another mode; and their parts are those of the plan."""
-    made, other = skipping(schedule=name, checkpoint=mode), varied(planned(), schedule=name, checkpoint=mode)
+    made, other = skipping(schedule=name, checkpoint=mode), vary_plan(planned(), schedule=name, checkpoint=mode)
     assert [stage.bytes for stage in other.stages] == [stage.bytes for stage in made.stages]
     assert [stage.activation_bytes for stage in other.stages] == [stage.activation_bytes for stage in made.stages]
     found = fxpipe.simulate(planned(), schedule=name, checkpoint=mode)
@@ -250,7 +250,7 @@ def test_other_micro_batches_are_those_of_a_plan_made_for_them(chunks: int, batc
     """Bytes exactly. Seconds to rounding: here they are those of launches, whatever the size."""
     ids = torch.zeros(batch, 5, dtype=torch.long)
     made = fxpipe.plan(Skipping(), 4, example_args=(ids,), chunks=chunks, balance=CUT, hardware="h100")
-    other = varied(planned(), chunks=chunks, batch=batch)
+    other = vary_plan(planned(), chunks=chunks, batch=batch)
     assert (other.chunks, other.batch, other.micro_batch) == (made.chunks, made.batch, made.micro_batch)
     assert [portal.bytes for portal in other.portals] == [portal.bytes for portal in made.portals]
     assert [(s.bytes, s.size) for s in other.sendings] == [(s.bytes, s.size) for s in made.sendings]
@@ -275,7 +275,7 @@ def assert_alike(one: Plan, two: Plan) -> None:
 def test_other_hardware_is_planning_for_that_hardware(name: str) -> None:
     """Of a plan that was measured here, and of one that was made for other hardware."""
     for plan in (skipping(hardware=None, profile_budget=0.01), planned()):
-        assert_alike(varied(plan, hardware=name), skipping(hardware=name))
+        assert_alike(vary_plan(plan, hardware=name), skipping(hardware=name))
         made, found = fxpipe.simulate(skipping(hardware=name)), fxpipe.simulate(plan, hardware=name)
         assert found.step_seconds == pytest.approx(made.step_seconds)
         assert (found.devices, found.limits, found.fits) == (made.devices, made.limits, made.fits)
@@ -291,9 +291,9 @@ def test_work_that_grows_takes_as_long_as_on_a_plan_made_for_it() -> None:
 
     one = made(4, "h100")
     for chunks in (2, 8):
-        assert_alike(varied(one, hardware=slow, chunks=chunks), made(chunks, slow))
-        assert varied(one, hardware=slow, chunks=chunks).stages[1].forward_seconds > 1e-3
-    again = varied(varied(one, hardware=slow), chunks=2)  # by the part that is fixed and the part that grows
+        assert_alike(vary_plan(one, hardware=slow, chunks=chunks), made(chunks, slow))
+        assert vary_plan(one, hardware=slow, chunks=chunks).stages[1].forward_seconds > 1e-3
+    again = vary_plan(vary_plan(one, hardware=slow), chunks=2)  # by the part that is fixed and the part that grows
     assert again.stages[1].forward_seconds == pytest.approx(made(2, slow).stages[1].forward_seconds)
 
 
@@ -313,7 +313,7 @@ def test_updates_take_what_it_takes_to_move_their_bytes() -> None:
     assert found.update_seconds == max(stage.update_seconds for stage in plan.stages)
     assert found.step_seconds == max(span.end for span in found.spans)
     within = fxpipe.simulate(plan, schedule=parse_schedule("0F0 0B0 0U0\n1F0 1B0 1U0\n2F0 2B0 2U0\n3F0 3B0 3U0"))
-    updates = [span for span in within.spans if span.action.kind is Kind.UPDATE]
+    updates = [span for span in within.spans if span.action.kind is ActionKind.UPDATE]
     assert [span.seconds for span in updates] == pytest.approx([stage.update_seconds for stage in plan.stages])
     assert within.update_seconds == 0
 
@@ -398,7 +398,7 @@ def test_what_all_share_is_never_faster(case: Any) -> None:
         assert simulate_schedule(schedule, stages, own, overlaps=overlaps).spans == plain.spans
     device_of = {a.stage: d for d, row in enumerate(schedule.rows) for a in row}
     sent = sum(way.seconds for way in transfers if device_of[way.source] != device_of[way.target] and (
-        not way.is_gradient or any(a.kind is Kind.BACKWARD for row in schedule.rows for a in row)))  # fmt: skip
+        not way.is_gradient or any(a.kind is ActionKind.BACKWARD for row in schedule.rows for a in row)))  # fmt: skip
     shared = [replace(way, over=("all",)) for way in transfers]
     found = simulate_schedule(schedule, stages, shared, overlaps=overlaps)
     assert found.step_seconds >= sent * schedule.micro_batches  # they all go one after the other
@@ -406,11 +406,11 @@ def test_what_all_share_is_never_faster(case: Any) -> None:
 
 def test_devices_of_a_node_share_its_adapters() -> None:
     four = replace(HARDWARE["h100"], devices_per_node=4, adapters_per_node=2)
-    assert shared_between(four, 0, 3) == ()
-    assert shared_between(four, 1, 4) == ("node 0 adapter 0 out", "node 1 adapter 0 in")
-    assert shared_between(four, 2, 7) == ("node 0 adapter 1 out", "node 1 adapter 1 in")
-    assert shared_between(HARDWARE["h100"], 7, 9) == ("node 0 adapter 7 out", "node 1 adapter 1 in")
-    assert shared_between(four, 4, 1) == ("node 1 adapter 0 out", "node 0 adapter 0 in")
+    assert shared_adapters(four, 0, 3) == ()
+    assert shared_adapters(four, 1, 4) == ("node 0 adapter 0 out", "node 1 adapter 0 in")
+    assert shared_adapters(four, 2, 7) == ("node 0 adapter 1 out", "node 1 adapter 1 in")
+    assert shared_adapters(HARDWARE["h100"], 7, 9) == ("node 0 adapter 7 out", "node 1 adapter 1 in")
+    assert shared_adapters(four, 4, 1) == ("node 1 adapter 0 out", "node 0 adapter 0 in")
     with pytest.raises(ArgumentError, match="adapters_per_node=0"):
         replace(four, adapters_per_node=0)
     plan = skipping(hardware=replace(HARDWARE["h100"], devices_per_node=2, adapters_per_node=1))
@@ -465,7 +465,7 @@ def test_of_a_plan_that_does_not_know_its_batch_micro_batches_are_what_they_were
     plan = even_plan((0, 1), m=4)
     assert fxpipe.simulate(plan).samples is None
     assert fxpipe.simulate(plan, chunks=2).samples == 4  # 4 micro-batches of one sample
-    assert varied(plan, chunks=2).micro_batch == 2
+    assert vary_plan(plan, chunks=2).micro_batch == 2
 
 
 def test_bytes_of_a_plan_without_formulas_grow_in_proportion() -> None:
@@ -476,7 +476,7 @@ def test_bytes_of_a_plan_without_formulas_grow_in_proportion() -> None:
         stages=tuple(replace(stage, sent=Polynomial()) for stage in plan.stages),
         sendings=tuple(replace(way, size=Polynomial()) for way in plan.sendings),
     )
-    twice, known = (varied(one, batch=2 * (plan.batch or 0)) for one in (bare, plan))
+    twice, known = (vary_plan(one, batch=2 * (plan.batch or 0)) for one in (bare, plan))
     assert twice.micro_batch == 2 * plan.micro_batch
     assert [way.bytes for way in twice.sendings] == [2 * way.bytes for way in plan.sendings]
     assert [way.seconds for way in twice.sendings] == [way.seconds for way in known.sendings]

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fxpipe.simulation
-import fxpipe.stage_costs
+import fxpipe.simulation.costs
 from fxpipe.errors import ArgumentError, ScheduleError
 from fxpipe.scheduling import (
     CHECKPOINTS,
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     make_schedule,
     micro_batches_in_flight,
     parse_schedule,
 )
-from fxpipe.simulation import Memory, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
 
 SIZES = list(product(range(1, 7), range(1, 9)))
 TRAINING = ["gpipe", "1f1b"]
-ANYWHERE = [name for name, recipe in SCHEDULES.items() if not recipe.is_bound]
+ANYWHERE = [name for name, recipe in SCHEDULES.items() if not recipe.has_fixed_placement]
 ZERO_BUBBLE = """
     0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2 0U2
     1F0 1B0 1F1 1B1 1W0 1F2 1B2 1W1 1W2 1U2
@@ -107,7 +107,7 @@ def test_gpipe_recomputes_in_the_bubble(checkpoint):
 def test_first_recompute_is_over_before_its_gradient_arrives(name):
     for n in range(2, 7):
         simulation = simulate(name, n, m=8, checkpoint="always")
-        first = next(s.action for s in simulation.spans if s.action.stage == 0 and s.action.kind is Kind.BACKWARD)
+        first = next(s.action for s in simulation.spans if s.action.stage == 0 and s.action.kind is ActionKind.BACKWARD)
         assert span(simulation, f"0R{first.micro_batch}").end <= span(simulation, f"1B{first.micro_batch}").start
 
 
@@ -210,7 +210,7 @@ def test_bytes_of_each_link():
 HEAVY = StageCost(1, 2, parameter_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
 
 
-def totals(memory: Memory) -> tuple[tuple[float, float], ...]:
+def totals(memory: MemoryTimeline) -> tuple[tuple[float, float], ...]:
     return tuple((time, parts.total) for time, parts in memory.steps)
 
 
@@ -269,13 +269,13 @@ class World:
     def __init__(self, schedule: Schedule, stages: list[StageCost], transfers: list[Transfer], overlaps: bool):
         self.schedule, self.stages, self.transfers, self.overlaps = schedule, stages, transfers, overlaps
         self.home = {a.stage: d for d, row in enumerate(schedule.rows) for a in row}
-        self.has_split = {a.stage for row in schedule.rows for a in row if a.kind is Kind.WEIGHT}
+        self.has_split = {a.stage for row in schedule.rows for a in row if a.kind is ActionKind.WEIGHT}
         self.waiting = [deque(row) for row in schedule.rows]
         self.running: dict[int, tuple[Action, float, float]] = {}  # by device: action, start, end
         self.queues: dict[tuple[int, int], deque[tuple[int, int]]] = {}  # by link: (number of the transfer, i)
         self.carrying: dict[tuple[int, int], tuple[int, int, float]] = {}
         self.arrived: set[tuple[int, int]] = set()
-        self.ended: set[Action] = set()
+        self.ended_modules: set[Action] = set()
         self.spans: dict[Action, tuple[float, float]] = {}
         self.now = 0.0
 
@@ -293,7 +293,7 @@ class World:
         for d, (action, start, end) in list(self.running.items()):
             if end == self.now:
                 del self.running[d]
-                self.ended.add(action)
+                self.ended_modules.add(action)
                 self.spans[action] = start, end
                 self._hand_over(action)
                 return True
@@ -325,18 +325,26 @@ class World:
 
     def _can_start(self, action: Action) -> bool:
         j, i = action.stage, action.micro_batch
-        if action.kind is Kind.FORWARD and j > 0 and Action(Kind.FORWARD, j - 1, i) not in self.ended:
+        if (
+            action.kind is ActionKind.FORWARD
+            and j > 0
+            and Action(ActionKind.FORWARD, j - 1, i) not in self.ended_modules
+        ):
             return False
         last = self.schedule.stages - 1
-        if action.kind is Kind.BACKWARD and j < last and Action(Kind.BACKWARD, j + 1, i) not in self.ended:
+        if (
+            action.kind is ActionKind.BACKWARD
+            and j < last
+            and Action(ActionKind.BACKWARD, j + 1, i) not in self.ended_modules
+        ):
             return False
         return all((k, i) in self.arrived for k in self._incoming(action))
 
     def _incoming(self, action: Action) -> list[int]:
         return [k for k, t in enumerate(self.transfers) if t.target == action.stage and self._kind(t) is action.kind]
 
-    def _kind(self, transfer: Transfer) -> Kind:
-        return Kind.FORWARD if transfer.source < transfer.target else Kind.BACKWARD
+    def _kind(self, transfer: Transfer) -> ActionKind:
+        return ActionKind.FORWARD if transfer.source < transfer.target else ActionKind.BACKWARD
 
     def _copies(self, action: Action) -> float:
         found = [self.transfers[k] for k in self._incoming(action)]
@@ -346,11 +354,11 @@ class World:
         cost = self.stages[action.stage]
         weight = cost.backward / 2 if cost.weight is None else cost.weight
         return {
-            Kind.FORWARD: cost.forward,
-            Kind.RECOMPUTE: cost.forward if cost.recompute is None else cost.recompute,
-            Kind.BACKWARD: cost.backward - (weight if action.stage in self.has_split else 0),
-            Kind.WEIGHT: weight,
-            Kind.UPDATE: 0,
+            ActionKind.FORWARD: cost.forward,
+            ActionKind.RECOMPUTE: cost.forward if cost.recompute is None else cost.recompute,
+            ActionKind.BACKWARD: cost.backward - (weight if action.stage in self.has_split else 0),
+            ActionKind.WEIGHT: weight,
+            ActionKind.UPDATE: 0,
         }[action.kind]
 
     def bytes_at(self, time: float, device: int) -> float:
@@ -364,20 +372,20 @@ class World:
         return total + sum(self.stages[a.stage].working_bytes for a in active)
 
     def _held(self, j: int, i: int, time: float) -> float:
-        begin, end = self.spans[Action(Kind.FORWARD, j, i)]
+        begin, end = self.spans[Action(ActionKind.FORWARD, j, i)]
         saves = begin
-        for kind in (Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT):
+        for kind in (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.WEIGHT):
             if (found := self.spans.get(Action(kind, j, i))) is not None:
                 end = found[1]
-                saves = found[0] if kind is Kind.RECOMPUTE else saves
-        trains = Action(Kind.BACKWARD, j, i) in self.spans
+                saves = found[0] if kind is ActionKind.RECOMPUTE else saves
+        trains = Action(ActionKind.BACKWARD, j, i) in self.spans
         cost = self.stages[j]
         return (cost.input_bytes + cost.portal_bytes if begin < time < end else 0) + (
             cost.saved_bytes if trains and saves < time < end else 0
         )
 
 
-def at(memory: Memory, time: float) -> float:
+def at(memory: MemoryTimeline, time: float) -> float:
     return [parts.total for start, parts in memory.steps if start <= time][-1]
 
 
@@ -455,18 +463,18 @@ def test_peaks_of_stages_are_those_of_counting_live_micro_batches(case):
     for j, cost in enumerate(stages):
         actions = [a for row in schedule.rows for a in row if a.stage == j]
         kinds = {a.kind for a in actions}
-        recomputed = {a.micro_batch for a in actions if a.kind is Kind.RECOMPUTE}
-        last = next((kind for kind in (Kind.WEIGHT, Kind.BACKWARD) if kind in kinds), None)
+        recomputed = {a.micro_batch for a in actions if a.kind is ActionKind.RECOMPUTE}
+        last = next((kind for kind in (ActionKind.WEIGHT, ActionKind.BACKWARD) if kind in kinds), None)
         held: dict[int, float] = {}
         peak, flight = 0.0, 0
         for a in actions:
-            if a.kind is Kind.FORWARD:
+            if a.kind is ActionKind.FORWARD:
                 held[a.micro_batch] = cost.input_bytes + cost.portal_bytes
-            if a.kind is Kind.RECOMPUTE or (
-                a.kind is Kind.FORWARD and a.micro_batch not in recomputed and last is not None
+            if a.kind is ActionKind.RECOMPUTE or (
+                a.kind is ActionKind.FORWARD and a.micro_batch not in recomputed and last is not None
             ):
                 held[a.micro_batch] += cost.saved_bytes
-            if a.kind is not Kind.UPDATE:
+            if a.kind is not ActionKind.UPDATE:
                 peak = max(peak, sum(held.values()) + cost.working_bytes)
             flight = max(flight, len(held))
             if a.kind is last or last is None:
@@ -496,7 +504,7 @@ def test_transfers_are_those_of_the_runtime():
     from models import BY_NAME
 
     import fxpipe
-    from fxpipe.rewriting.program import INPUT
+    from fxpipe.rewriting.program import PIPE_INPUT
 
     case = BY_NAME["unet"]
     args, _ = case.inputs(2)
@@ -505,10 +513,10 @@ def test_transfers_are_those_of_the_runtime():
             pipe(*args)
         (_, assembly), *_ = pipe._fxpipe.graphs
     wiring = assembly.wiring
-    links = [(user, link) for user, row in enumerate(wiring.links) for link in row if link.value.source != INPUT]
+    links = [(user, link) for user, row in enumerate(wiring.links) for link in row if link.value.source != PIPE_INPUT]
     assert any(user > link.value.source + 1 for user, link in links)
-    want = sorted(pair for user, link in links for pair in ((link.value.source, user), (user, link.earlier)))
-    have = sorted((t.source, t.target) for (maker, _), users in wiring.users.items() if maker != INPUT
+    want = sorted(pair for user, link in links for pair in ((link.value.source, user), (user, link.gradient_target)))
+    have = sorted((t.source, t.target) for (maker, _), users in wiring.users.items() if maker != PIPE_INPUT
                   for t in transfers_of(maker, users, 1))  # fmt: skip
     assert have == want
 
@@ -586,7 +594,7 @@ def test_long_timeline_keeps_its_width_and_shows_kinds():
     assert drawn[3] == "." * 2 + "F" * 31 + "B" * 63 + "." * 4
 
 
-@pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.stage_costs])
+@pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.simulation.costs])
 def test_example_in_docstring_prints_what_it_says(module):
     result = doctest.testmod(module)
     assert result.attempted

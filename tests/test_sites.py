@@ -12,10 +12,10 @@ from test_deciding import BATCH, CHUNKS, Deep, assert_trains_like, assert_within
 from torch import nn
 
 import fxpipe
-from fxpipe.deciding.sites import MARGIN, Worker
 from fxpipe.errors import ArgumentError, MemoryLimitError
 from fxpipe.hardware import HARDWARE, Hardware
 from fxpipe.partitioning import Link
+from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
 from fxpipe.plans.figures import plan_figures
 from fxpipe.profiling import Seconds
 
@@ -41,7 +41,7 @@ def test_a_plan_for_hardware_that_is_not_here(name: str) -> None:
     assert plan.balance == "optimal"
     assert plan.devices == (("cpu",) * 2 if name == "cpu" else ("cuda:0", "cuda:1"))
     for stage in plan.stages:
-        assert stage.memory_limit == int(known.memory * (1 - MARGIN))
+        assert stage.memory_limit == int(known.memory * (1 - MEMORY_MARGIN))
         assert stage.forward_seconds >= known.launch
     ways = {(way.source, way.target): way for way in plan.sendings}
     assert set(ways) == {(0, 1), (1, 0)}
@@ -70,11 +70,11 @@ def test_given_devices_need_not_be_here_if_the_hardware_is_given() -> None:
 
 def test_the_memory_of_the_hardware_is_a_limit() -> None:
     free = estimated(Deep(), 3, rows(), hardware=hardware())
-    small = int(max(needs(free)) * 0.85 / (1 - MARGIN))
+    small = int(max(needs(free)) * 0.85 / (1 - MEMORY_MARGIN))
     plan = estimated(Deep(), 3, rows(), hardware=hardware(memory=small))
     assert_within(plan)
     assert "always" in plan.modes
-    assert {stage.memory_limit for stage in plan.stages} == {int(small * (1 - MARGIN))}
+    assert {stage.memory_limit for stage in plan.stages} == {int(small * (1 - MEMORY_MARGIN))}
     given = estimated(Deep(), 3, rows(), hardware=hardware(memory=small), memory_limit="1GiB")  # the user knows better
     assert given.checkpoint == "never"
     with pytest.raises(MemoryLimitError, match="What would fit"):
@@ -184,10 +184,12 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
         )
 
     monkeypatch.setattr("fxpipe.profiling.profile", profile)
-    monkeypatch.setattr("fxpipe.deciding.sites.kinds_of", lambda devices: list(devices[:2]))
+    monkeypatch.setattr("fxpipe.planning.cost_model.device_kinds", lambda devices: list(devices[:2]))
     monkeypatch.setattr("fxpipe.planning.Studied.profiles_for", lambda studied, settings: list(studied.profiles))
-    monkeypatch.setattr("fxpipe.deciding.cases.kinds_left", lambda before, now: (0, 1))
-    monkeypatch.setattr("fxpipe.deciding.sites.workers_of", lambda settings: (Worker(0, None), Worker(1, None)))
+    monkeypatch.setattr("fxpipe.planning.cut_problem.remaining_kinds", lambda before, now: (0, 1))
+    monkeypatch.setattr(
+        "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))
+    )
 
 
 @pytest.mark.parametrize("times", [3.0, 1 / 3])
@@ -210,7 +212,7 @@ def test_unequal_devices_get_unequal_shares(monkeypatch: pytest.MonkeyPatch, tim
 
 def test_measured_links_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between devices that are at hand."""
-    monkeypatch.setattr("fxpipe.deciding.sites.link_at_hand", lambda one, other: SLOW)
+    monkeypatch.setattr("fxpipe.planning.cost_model.local_link", lambda one, other: SLOW)
     x = torch.randn(BATCH, 64)
     traced = fxpipe.trace(Narrow(), (x,), chunks=CHUNKS)
     profile = fxpipe.profile(traced, (x,), micro_batch=2, hardware=hardware())
@@ -222,9 +224,9 @@ def test_measured_links_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_at_hand_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     free = planned()
-    memory = int(0.85 * max(needs(free)) / (1 - MARGIN))
-    monkeypatch.setattr("fxpipe.deciding.sites.memory_at_hand", lambda device: 3 * memory)  # shared by three workers
+    memory = int(0.85 * max(needs(free)) / (1 - MEMORY_MARGIN))
+    monkeypatch.setattr("fxpipe.planning.cost_model.local_memory", lambda device: 3 * memory)  # shared by three workers
     plan = planned()
     assert_within(plan)
     assert "always" in plan.modes
-    assert {stage.memory_limit for stage in plan.stages} == {int(3 * memory * (1 - MARGIN)) // 3}
+    assert {stage.memory_limit for stage in plan.stages} == {int(3 * memory * (1 - MEMORY_MARGIN)) // 3}

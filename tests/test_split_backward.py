@@ -18,28 +18,37 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts
-from fxpipe.rewriting.splitting import split_weights
-from fxpipe.rewriting.tape import ADDMM, BMM, LINEAR, MATMUL, Tape, convolution, looked_up, split_node
-from fxpipe.runtime import Assembly, Engine, Interleaved, Workers, wire
+from fxpipe.rewriting.split_backward import split_stage_backward
+from fxpipe.rewriting.weight_gradients import (
+    ADDMM,
+    BMM,
+    LINEAR,
+    MATMUL,
+    WeightGradientTape,
+    convolution_kind,
+    split_embedding,
+    split_node,
+    weight_gradients_of,
+)
+from fxpipe.runtime import BoundProgram, Engine, InterleavedExecutor, ThreadedExecutor, wire_program
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.weighing import weighed
 from fxpipe.scheduling import CHECKPOINTS, make_schedule, parse_schedule
-from fxpipe.scheduling.actions import Action, Kind, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.tracing import trace
 
 CPU = torch.device("cpu")
 
 
 def with_weights(schedule: Schedule, late: int = 1, stages: set[int] | None = None) -> Schedule:
-    """The schedule with W for `stages`, each `late` micro-batches behind its B."""
+    """The schedule with W for `stages_section`, each `late` micro-batches behind its B."""
     rows = []
     for row in schedule.rows:
         found: list[Action] = []
         waiting: list[Action] = []
         for action in row:
             found.append(action)
-            if action.kind is Kind.BACKWARD and (stages is None or action.stage in stages):
-                waiting.append(Action(Kind.WEIGHT, action.stage, action.micro_batch))
+            if action.kind is ActionKind.BACKWARD and (stages is None or action.stage in stages):
+                waiting.append(Action(ActionKind.WEIGHT, action.stage, action.micro_batch))
                 found += [waiting.pop(0) for _ in range(len(waiting) - late)]
         rows.append((*found, *waiting))
     return Schedule(schedule.name, schedule.stages, schedule.micro_batches, tuple(rows))
@@ -56,7 +65,7 @@ class EverySplit(EveryCut):
 
     def weighed(self, *starts):
         """By stage, the parameters that W computes the gradients of."""
-        return [set(split_weights(stage).weighed) for stage in self.program((0, *starts)).stages]
+        return [set(split_stage_backward(stage).split_parameters) for stage in self.program((0, *starts)).stages]
 
 
 # -- one node ----------------------------------------------------------------------------------------------------------
@@ -76,13 +85,13 @@ def _assert_node(kind, plain, x, w, b=None, options=(), casts=False):
     y, upstream = _gradients(plain, x, [w] if b is None else [w, b])
     want = torch.autograd.grad(y, leaves, upstream)
 
-    tape = Tape()
+    tape = WeightGradientTape()
     node = split_node(kind, ("w", None if b is None else "b"), casts)
     have_y, _ = _gradients(lambda *args: node(tape, *args, *options), x, [w, b])
     asked = [t for t in (x,) if t.requires_grad]
     found = torch.autograd.grad(have_y, [*asked, *tape.edges], upstream)
     tape.arrived(found[len(asked) :])
-    named = dict(weighed(tape))
+    named = dict(weight_gradients_of(tape))
     have = [
         *found[: len(asked)],
         *(named[name] for name, t in (("w", w), ("b", b)) if t is not None and t.requires_grad),
@@ -154,7 +163,7 @@ def test_products_of_every_size(sizes):
 def test_convolutions(dims, transposed, dtype):
     names = ("conv_transpose" if transposed else "conv") + f"{dims}d"
     function = getattr(F, names)
-    kind = convolution(function, dims, transposed)
+    kind = convolution_kind(function, dims, transposed)
 
     def plain(stride, padding, dilation, output_padding, groups):
         more = (
@@ -188,7 +197,13 @@ def test_casts_of_autocast():
                 _assert_node(MATMUL, torch.matmul, x, _tensor(6, 4), casts=True)
         size = [1, 1], [0, 0], [1, 1], [0, 0], 1
         _assert_node(
-            convolution(F.conv2d, 2, False), F.conv2d, _tensor(2, 3, 5, 5), _tensor(4, 3, 3, 3), _tensor(4), size, True
+            convolution_kind(F.conv2d, 2, False),
+            F.conv2d,
+            _tensor(2, 3, 5, 5),
+            _tensor(4, 3, 3, 3),
+            _tensor(4),
+            size,
+            True,
         )
         _assert_node(
             LINEAR, F.linear, _tensor(3, 6, dtype=torch.float64), _tensor(4, 6, dtype=torch.float64), casts=True
@@ -202,7 +217,7 @@ def test_what_b_frees_and_what_w_frees():
         pass
 
     x, w = _tensor(5, 6), _tensor(4, 6)
-    tape = Tape()
+    tape = WeightGradientTape()
     hidden = x.exp()
     y = split_node(LINEAR, ("w", None), False)(tape, hidden, w)
     z = y.sin()
@@ -217,31 +232,31 @@ def test_what_b_frees_and_what_w_frees():
     assert alive() is None
     assert kept() is None  # what is on the tape is a detached one
     assert len(tape.uses) == len(tape.gradients) == 1
-    assert [name for name, _ in weighed(tape)] == ["w"]
+    assert [name for name, _ in weight_gradients_of(tape)] == ["w"]
     assert not tape.uses
     assert not tape.gradients
 
 
 def test_an_input_changed_in_place_is_refused():
     x, w = _tensor(5, 6), _tensor(4, 6)
-    tape = Tape()
+    tape = WeightGradientTape()
     hidden = x * 1
     y = split_node(LINEAR, ("w", None), False)(tape, hidden, w)
     hidden.add_(1)
     tape.arrived(torch.autograd.grad(y.sum(), tape.edges))
     with pytest.raises(RuntimeError, match="modified by an inplace operation: the input that w was applied to"):
-        list(weighed(tape))
+        list(weight_gradients_of(tape))
 
 
 def test_sparse_gradients_of_an_embedding():
     w, ids = _tensor(7, 4), torch.tensor([[1, 5, 1], [0, 2, 5]])
-    look_up = looked_up(F.embedding, "w", 1)
+    look_up = split_embedding(F.embedding, "w", 1)
     for options in ({"sparse": True}, {"padding_idx": 5}, {"scale_grad_by_freq": True}):
-        tape = Tape()
+        tape = WeightGradientTape()
         y = look_up(tape, ids, w, **options)
         z = split_node(LINEAR, ("w", None), False)(tape, y, w)
         tape.arrived(torch.autograd.grad(z.square().sum(), tape.edges))
-        ((_, have),) = weighed(tape)
+        ((_, have),) = weight_gradients_of(tape)
         (want,) = torch.autograd.grad(F.linear(F.embedding(ids, w, **options), w).square().sum(), [w])
         assert torch.equal(have.to_dense(), want.to_dense())
 
@@ -297,7 +312,7 @@ WEIGHED = (
 
 
 def test_which_parameters_are_left_to_w(uses):
-    (found,) = uses.weighed()
+    (found,) = uses.split_parameters()
     assert found == set(WEIGHED)
 
 
@@ -331,17 +346,17 @@ def test_transposed_weights_whose_sum_has_another_order_stay_with_b():
         (lambda x, w: (x @ w.t()).tanh() @ w + w.mean(), set()),
     ):
         every = EverySplit(Turned(function), torch.randn(6, 6))
-        assert every.weighed() == [names]
+        assert every.split_parameters() == [names]
         every.check((0,), 3, "1f1b")
 
 
 def test_names_of_nodes_stay(uses):
     for stage in uses.program((0, 9)).stages:
-        split = split_weights(stage)
+        split = split_stage_backward(stage)
         names = [[n.name for n in s.run.graph.nodes] for s in (stage, split)]
         assert [n for n in names[0] if n not in ("t",)] == [n for n in names[1] if n != "tape"]
         assert (split.locations, split.code) == (stage.locations, stage.code)
-        assert split_weights(dataclasses.replace(stage, changes=stage.attributes)).run is stage.run
+        assert split_stage_backward(dataclasses.replace(stage, changed_buffers=stage.attributes)).run is stage.run
 
 
 def test_some_stages_have_w(uses):
@@ -358,9 +373,9 @@ def _train(every, starts, chunks, driver, steps=3, with_w=True, checkpoint="neve
     """Losses, and the model after some steps of an optimizer."""
     program, traced, model = every.program(starts), every.traced, copy.deepcopy(every.model)
     engine = Engine(model, driver)
-    assembly = Assembly(
+    assembly = BoundProgram(
         program,
-        wire(program),
+        wire_program(program),
         (CPU,) * len(program.stages),
         traced.in_dims,
         traced.out_dims,
@@ -410,15 +425,15 @@ def _thirds(every):
 def test_steps_of_models(name):
     every = EverySplit(BY_NAME[name].make(), *BY_NAME[name].inputs(6)[0])
     starts = _thirds(every)
-    want = _train(every, starts, 4, Interleaved(0), with_w=False)
+    want = _train(every, starts, 4, InterleavedExecutor(0), with_w=False)
     if name != "gpt":  # whose tied weight is summed stage by stage
         plain = _train_plain(every, 4)
         for key in every.model.state_dict():
             assert torch.equal(plain[key], want[key]), key
-    assert all(every.weighed(*starts[1:]))
-    _assert_equal(_train(every, starts, 4, Interleaved(1)), want, "W")
-    _assert_equal(_train(every, starts, 4, Interleaved(2), checkpoint="always"), want, "W after R")
-    with closing(Workers([CPU] * 3, jitter=1)) as workers:
+    assert all(every.split_parameters(*starts[1:]))
+    _assert_equal(_train(every, starts, 4, InterleavedExecutor(1)), want, "W")
+    _assert_equal(_train(every, starts, 4, InterleavedExecutor(2), checkpoint="always"), want, "W after R")
+    with closing(ThreadedExecutor([CPU] * 3, jitter=1)) as workers:
         _assert_equal(_train(every, starts, 4, workers), want, "W in threads")
 
 
@@ -438,13 +453,13 @@ def test_t5_of_transformers():
 
     ids = torch.randint(1, 50, (6, 5))
     every = EverySplit(Logits(), ids, ids[:, :4])
-    assert "t5.shared.weight" in every.weighed()[0]
-    one = _train(every, (0,), 3, Interleaved(0), steps=2)
+    assert "t5.shared.weight" in every.split_parameters()[0]
+    one = _train(every, (0,), 3, InterleavedExecutor(0), steps=2)
     plain = _train_plain(every, 3, steps=2)
     for name in every.model.state_dict():
         assert torch.equal(one[name], plain[name]), name
-    want = _train(every, _thirds(every), 3, Interleaved(0), steps=2, with_w=False)
-    _assert_equal(_train(every, _thirds(every), 3, Interleaved(1), steps=2), want, "W")
+    want = _train(every, _thirds(every), 3, InterleavedExecutor(0), steps=2, with_w=False)
+    _assert_equal(_train(every, _thirds(every), 3, InterleavedExecutor(1), steps=2), want, "W")
 
 
 def test_a_written_table():
@@ -466,7 +481,7 @@ def test_autocast(dtype):
         every = EverySplit(model, torch.randn(6, 4, 6), torch.randint(0, 11, (6, 4)))
         want = every._have(every.program((0,)), 3, "1f1b", "never", 0)
         for starts in ((0,), _thirds(every)):
-            assert any(every.weighed(*starts[1:]))
+            assert any(every.split_parameters(*starts[1:]))
             every.check(starts, 3, "1f1b")
             every.check(starts, 3, "1f1b", "always")
     assert want.gradients["first.weight"].dtype == torch.float32
@@ -492,7 +507,7 @@ def test_complex():
             return torch.view_as_real(self.outer(self.conv(self.inner(torch.complex(x, x.sin())).tanh())))
 
     every = EverySplit(Complex(), torch.randn(6, 4, 6))
-    assert every.weighed()[0] == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
+    assert every.split_parameters()[0] == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
     for starts in ((0,), _thirds(every)):
         every.check(starts, 3, "1f1b")
 
@@ -536,8 +551,8 @@ def test_a_graph_of_export():
 
     every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
     every.traced = trace(every.model, every.args, chunks=3, tracer="export")
-    every.forbidden = forbidden_cuts(every.traced)
-    assert every.weighed()[0] == {name for name, _ in every.model.named_parameters()}
+    every.forbidden_cuts = forbidden_cuts(every.traced)
+    assert every.split_parameters()[0] == {name for name, _ in every.model.named_parameters()}
     for starts in ((0,), _thirds(every)):
         every.check(starts, 3, "1f1b")
 
@@ -559,7 +574,7 @@ def test_frozen_after_planning():
 
 def _counted(every, starts, monkeypatch):
     """What each kind of action has run, in one micro-batch."""
-    counts = {kind: Counter() for kind in Kind}
+    counts = {kind: Counter() for kind in ActionKind}
     perform = Step.perform
 
     def counting(step, action):
@@ -586,16 +601,16 @@ def test_w_carries_the_weights(monkeypatch):
     every = EverySplit(Model(), torch.randint(0, 11, (6, 9)))
     for starts in ((0,), (0, 3)):
         counts = _counted(every, starts, monkeypatch)
-        assert counts[Kind.BACKWARD] == {"mm": 2, "conv x": 2, "conv w": 0}
-        assert counts[Kind.WEIGHT] == {"mm": 2, "conv x": 0, "conv w": 2, "embedding_dense_backward": 1}
-        assert counts[Kind.FORWARD] == {}  # nothing is computed twice: here linear is addmm
+        assert counts[ActionKind.BACKWARD] == {"mm": 2, "conv x": 2, "conv w": 0}
+        assert counts[ActionKind.WEIGHT] == {"mm": 2, "conv x": 0, "conv w": 2, "embedding_dense_backward": 1}
+        assert counts[ActionKind.FORWARD] == {}  # nothing is computed twice: here linear is addmm
 
 
 def test_b_of_the_first_stage_has_only_edges(monkeypatch):
     every = EverySplit(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)), torch.randn(6, 6))
     counts = _counted(every, (0, 1), monkeypatch)
-    assert counts[Kind.BACKWARD] == {"mm": 2}
-    assert counts[Kind.WEIGHT] == {"mm": 3}
+    assert counts[ActionKind.BACKWARD] == {"mm": 2}
+    assert counts[ActionKind.WEIGHT] == {"mm": 3}
 
 
 def test_nothing_is_left_of_a_step(monkeypatch):
@@ -603,16 +618,16 @@ def test_nothing_is_left_of_a_step(monkeypatch):
     every = EverySplit(BY_NAME["gpt"].make(), *BY_NAME["gpt"].inputs(6)[0])
     steps, tapes = [], []
 
-    class Watching(Interleaved):
+    class Watching(InterleavedExecutor):
         def drive(self, step, rows):
             steps.append(step)
             super().drive(step, rows)
 
     def made(**options):
-        tapes.append(Tape(**options))
+        tapes.append(WeightGradientTape(**options))
         return tapes[-1]
 
-    monkeypatch.setattr("fxpipe.runtime.opened.Tape", made)
+    monkeypatch.setattr("fxpipe.runtime.stage_instance.WeightGradientTape", made)
     _train(every, _thirds(every), 3, Watching(0), steps=1, checkpoint="always")
     (step,) = steps
     assert (step.tapes, step.pending, step.saved) == ({}, {}, {})
@@ -640,7 +655,7 @@ def test_a_failure_in_w_is_noted():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Spoils()(x).sum().backward()
     every = EverySplit(Spoils(), x)
-    for driver in (Interleaved(0), Workers([CPU])):
+    for driver in (InterleavedExecutor(0), ThreadedExecutor([CPU])):
         with closing(driver), pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
             _train(every, (0,), 3, driver)
         assert caught.value.__notes__ == ["fxpipe: stage 0 of 1 on cpu, micro-batch 0, backward of weights"]
@@ -650,7 +665,7 @@ def test_a_failure_of_a_split_node_names_it():
     every = EverySplit(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(6, 6))
     every.model[2].weight = nn.Parameter(torch.randn(6, 5))
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
-        _train(every, (0, 1), 3, Interleaved(0))
+        _train(every, (0, 1), 3, InterleavedExecutor(0))
     (note,) = caught.value.__notes__
     assert note.startswith("fxpipe: stage 1 of 2 on cpu, micro-batch 0, forward, node")
     assert ", module 2 (" in note

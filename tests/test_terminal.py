@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 from drawn_steps import simulated
 
-from fxpipe.scheduling import Action, Kind, make_schedule
+from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
-from fxpipe.timelines import Span
-from fxpipe.timelines.terminal import SHADES, coloured, plain, shows_colours, timeline_text
-from fxpipe.timelines.text import timeline
+from fxpipe.simulation.text_timeline import timeline_lines
+from fxpipe.simulation.timeline import Span
+from fxpipe.viz.terminal import KIND_SHADES, coloured_timeline, plain_timeline, shows_colours, timeline_text
 
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -54,12 +54,12 @@ def _even():
 
 def test_a_line_shows_names_kinds_and_bubble():
     found = _even()
-    assert timeline(found.spans, 3, found.step_seconds) == [
+    assert timeline_lines(found.spans, 3, found.step_seconds) == [
         "F0 F1 F2 ............B0=== F3 B1=== ...B2=== ...B3=== ",
         "...F0 F1 ......B0=== F2 B1=== F3 B2=== ...B3=== ......",
         "......F0 B0=== F1 B1=== F2 B2=== F3 B3=== ............",
     ]
-    assert timeline(found.spans, 3, found.step_seconds, columns=18) == [
+    assert timeline_lines(found.spans, 3, found.step_seconds, columns=18) == [
         "FFF....BBFBB.BB.BB",
         ".FF..BBFBBFBB.BB..",
         "..FBBFBBFBBFBB....",
@@ -68,33 +68,33 @@ def test_a_line_shows_names_kinds_and_bubble():
 
 def test_a_device_that_is_busy_looks_busy_however_short_its_actions():
     found = _many(64, 256)
-    lines = timeline(found.spans, 64, found.step_seconds)
+    lines = timeline_lines(found.spans, 64, found.step_seconds)
     assert {len(line) for line in lines} == {100}
     for d, line in enumerate(lines):
-        for kind in (Kind.FORWARD, Kind.BACKWARD):
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             busy = sum(s.seconds for s in found.spans if s.device == d and s.action.kind is kind)
             assert line.count(str(kind)) / 100 == pytest.approx(busy / found.step_seconds, abs=0.03)
 
 
 def test_actions_far_apart_and_far_shorter_than_a_column_are_no_busy_device():
-    spans = [Span(Action(Kind.FORWARD, 0, i), 0, i * 1.0, i + 0.01) for i in range(100)]
-    line = timeline(spans, 1, 100.0, columns=50)[0]
+    spans = [Span(Action(ActionKind.FORWARD, 0, i), 0, i * 1.0, i + 0.01) for i in range(100)]
+    line = timeline_lines(spans, 1, 100.0, columns=50)[0]
     assert line.count("F") <= 1
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_step_without_time_has_nothing_to_show(seconds):
-    spans = [Span(Action(Kind.FORWARD, 0, 0), 0, 0.0, 0.0)]
-    assert timeline(spans, 1, seconds) == [""]
-    assert "device 0" in plain(simulated("1f1b", 2, 2, unit=0))
-    assert "device 1" in coloured(simulated("1f1b", 2, 2, unit=0))
+    spans = [Span(Action(ActionKind.FORWARD, 0, 0), 0, 0.0, 0.0)]
+    assert timeline_lines(spans, 1, seconds) == [""]
+    assert "device 0" in plain_timeline(simulated("1f1b", 2, 2, unit=0))
+    assert "device 1" in coloured_timeline(simulated("1f1b", 2, 2, unit=0))
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
 @pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (64, 256)])
 def test_lines_fit_the_window(devices, micro_batches, columns):
     found = _many(devices, micro_batches)
-    for text in (plain(found, columns=columns), coloured(found, columns=columns)):
+    for text in (plain_timeline(found, columns=columns), coloured_timeline(found, columns=columns)):
         lines = [CODES.sub("", line) for line in text.splitlines()]
         assert max(map(len, lines)) <= columns
         assert sum(line.startswith("device") for line in lines) == devices
@@ -107,7 +107,7 @@ def _without_codes(line: str) -> str:
 
 def test_colours_are_where_the_actions_are():
     found = _even()
-    text = coloured(found, columns=100)
+    text = coloured_timeline(found, columns=100)
     lines = text.splitlines()
     start = len("device 0  ")
     width = len(_without_codes(lines[0]).split(" busy ")[0]) - start
@@ -116,7 +116,7 @@ def test_colours_are_where_the_actions_are():
         for span in found.spans:
             if span.device == d:
                 first, end = (round(time / found.step_seconds * 2 * width) for time in (span.start, span.end))
-                assert set(halves[first:end]) == {SHADES[span.action.kind]}, span
+                assert set(halves[first:end]) == {KIND_SHADES[span.action.kind]}, span
         busy = sum(half is not None for half in halves) / len(halves)
         assert busy == pytest.approx(found.busy[d] / found.step_seconds, abs=0.03)
     assert "F0" in _without_codes(lines[0])
@@ -125,7 +125,7 @@ def test_colours_are_where_the_actions_are():
 
 
 def test_every_line_ends_in_the_terminals_own_colours():
-    for line in coloured(simulated("zbv", 4, 8, per_device=2)).splitlines():
+    for line in coloured_timeline(simulated("zbv", 4, 8, per_device=2)).splitlines():
         codes = CODES.findall(line)
         assert not codes or codes[-1] == "\x1b[0m"
 
@@ -134,8 +134,8 @@ def test_text_never_has_colours_and_without_blocks_only_ascii():
     found = simulated("zero_bubble", 4, 8)
     assert "\x1b" not in str(found)
     assert str(found).isascii()
-    assert plain(found).isascii()
-    assert coloured(found, has_blocks=False).isascii()
+    assert plain_timeline(found).isascii()
+    assert coloured_timeline(found, has_blocks=False).isascii()
 
 
 @pytest.mark.parametrize(
@@ -194,5 +194,5 @@ def test_a_closed_stream_is_no_terminal():
 
 def test_numbers_of_devices_stand_below_each_other():
     found = simulated("1f1b", 11, 2)
-    for text in (str(found), plain(found)):
+    for text in (str(found), plain_timeline(found)):
         assert len({line.index("|") for line in text.splitlines() if line.startswith("device")}) == 1

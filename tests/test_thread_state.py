@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxpipe
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
-from fxpipe.runtime import Interleaved
-from fxpipe.thread_state import ThreadState, applied
+from fxpipe.runtime import InterleavedExecutor
 
 WORD = contextvars.ContextVar("WORD", default="unset")
 seen: list[tuple[str, object]] = []  # by `Looks`: (thread, what it found)
@@ -246,8 +246,8 @@ def test_a_dispatch_mode_sees_the_operations_of_forward_and_backward(driver, fre
     with Operations() as want_backward:
         loss.backward()
     with _pipe_of(_net(), **({"example_args": ()} if fresh else {})) as pipe:
-        usual = pipe._fxpipe.engine.driver
-        pipe._fxpipe.engine.driver = Interleaved(0) if driver == "one thread" else usual
+        usual = pipe._fxpipe.engine.executor
+        pipe._fxpipe.engine.executor = InterleavedExecutor(0) if driver == "one thread" else usual
         with Operations() as forward:
             loss = pipe(_x()).sum()
         with Operations() as backward:
@@ -396,8 +396,8 @@ def test_a_profiler_that_does_not_see_the_workers_is_warned_of():
     with _pipe_of(_net(), 2) as pipe:
         with profile(activities=[ProfilerActivity.CPU]), pytest.warns(UserWarning, match="profile_all_threads=True"):
             pipe(_x())
-        pipe._fxpipe.engine.driver.close()
-        pipe._fxpipe.engine.driver = Interleaved(0)
+        pipe._fxpipe.engine.executor.close()
+        pipe._fxpipe.engine.executor = InterleavedExecutor(0)
         with profile(activities=[ProfilerActivity.CPU]) as found:
             pipe(_x())  # in this thread, which it sees
     assert "fxpipe F stage 1 micro-batch 1" in {event.name for event in found.events()}
@@ -405,7 +405,7 @@ def test_a_profiler_that_does_not_see_the_workers_is_warned_of():
 
 def test_the_default_device_of_an_import_is_nobodys_device():
     """The token of each graph was on a GPU for good, where a script sets the default device first."""
-    spec = importlib.util.find_spec("fxpipe.runtime.entering")
+    spec = importlib.util.find_spec("fxpipe.runtime.stage_instance")
     module = importlib.util.module_from_spec(spec)
     with torch.device("meta"):
         spec.loader.exec_module(module)
@@ -470,7 +470,7 @@ def test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread():
         state = ThreadState.now()
         assert torch.is_autocast_cache_enabled()
     assert not torch.is_autocast_enabled("cpu")
-    with applied(state):
+    with set_thread_state(state):
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
         assert not torch.is_autocast_cache_enabled()

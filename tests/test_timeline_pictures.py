@@ -11,20 +11,19 @@ from itertools import pairwise
 import pytest
 from drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
 
-from fxpipe.drawing.axes import byte_ticks, time_ticks
-from fxpipe.drawing.colours import KINDS, RECEIVING
-from fxpipe.drawing.raster import raster_of
-from fxpipe.drawing.scene import Area, Bars, Group, Line, Rect, Text, flat
-from fxpipe.drawing.svg import svg_of
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.runtime.record import ActionRecord, DeviceRecord, StepRecord
-from fxpipe.scheduling import Action, Kind
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
+from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation import Simulation
-from fxpipe.timelines.boxes import MOST_BOXES
-from fxpipe.timelines.gantt import Gantt, gantt
-from fxpipe.timelines.pages import timeline_figure, timeline_page
-from fxpipe.timelines.pictures import FORMATS, check_picture_path, save_timeline
-from fxpipe.timelines.traces import trace_of
+from fxpipe.viz.axes import byte_ticks, time_ticks
+from fxpipe.viz.gantt import MAX_BOXES, Gantt, draw_gantt
+from fxpipe.viz.perfetto import perfetto_trace
+from fxpipe.viz.png_pdf import raster_of
+from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
+from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text, flatten_items
+from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
+from fxpipe.viz.svg import svg_of
+from fxpipe.viz.timeline_html import timeline_figure, timeline_page
 
 SVG = "{http://www.w3.org/2000/svg}"
 STEPS = {
@@ -47,12 +46,12 @@ LARGE = {"large": lambda: simulated("1f1b", 64, 64)}  # more actions than boxes
 @cache
 def _drawn(name: str) -> tuple[Simulation, Gantt]:
     found = (STEPS | LARGE)[name]()
-    return found, gantt(found.as_step())
+    return found, draw_gantt(found.as_step())
 
 
 def _group(drawn: Gantt, name: str) -> list:
     time = next(item for item in drawn.scene.items if isinstance(item, Group) and item.name == "time")
-    return list(flat(next((group.items for group in time.items if group.name == name), ())))
+    return list(flatten_items(next((group.items for group in time.items if group.name == name), ())))
 
 
 # -- the picture as data ---------------------------------------------------------------------------------------------
@@ -73,14 +72,14 @@ def test_nothing_is_cut_off_and_no_text_covers_another(name):
 @pytest.mark.parametrize("name", STEPS)
 def test_every_action_is_one_box_as_long_as_it_takes(name):
     found, drawn = _drawn(name)
-    boxes = [item for item in _group(drawn, "boxes") if item.fill != RECEIVING]
+    boxes = [item for item in _group(drawn, "boxes") if item.fill != RECEIVING_COLOUR]
     assert len(boxes) == len(found.spans)
     frame, scale = drawn.frame, drawn.frame.width / found.step_seconds if found.step_seconds else 0
     left = defaultdict(list)
     for box in boxes:
         left[box.fill, round((box.y - drawn.top) / drawn.pitch)].append(box)
     for span in found.spans:
-        box = left[KINDS[span.action.kind], span.device].pop(0)
+        box = left[KIND_COLOURS[span.action.kind], span.device].pop(0)
         assert box.x == pytest.approx(frame.left + (span.start + span.receiving) * scale, abs=1e-6)
         assert box.width == pytest.approx((span.seconds - span.receiving) * scale if span.seconds else 1, abs=1e-6)
         assert f"stage {span.action.stage}, micro-batch {span.action.micro_batch}:" in box.title
@@ -103,7 +102,7 @@ def test_what_is_white_is_bubble(name):
 
 def test_what_a_device_copies_is_a_box_before_its_action():
     found, drawn = _drawn("copies")
-    copied = [item for item in _group(drawn, "boxes") if item.fill == RECEIVING]
+    copied = [item for item in _group(drawn, "boxes") if item.fill == RECEIVING_COLOUR]
     assert len(copied) == sum(span.receiving > 0 for span in found.spans) > 0
     total = sum(item.width for item in copied)
     assert total == pytest.approx(sum(s.receiving for s in found.spans) / found.step_seconds * drawn.frame.width)
@@ -113,7 +112,7 @@ def test_what_a_device_copies_is_a_box_before_its_action():
 @pytest.mark.parametrize("name", [*STEPS, *LARGE])
 def test_names_stand_in_the_boxes_of_their_actions(name):
     _, drawn = _drawn(name)
-    boxes = [item for item in _group(drawn, "boxes") if isinstance(item, Rect) and item.fill != RECEIVING]
+    boxes = [item for item in _group(drawn, "boxes") if isinstance(item, Rect) and item.fill != RECEIVING_COLOUR]
     for text in _group(drawn, "names"):
         left, top, right, bottom = bounds(text)
         holding = [
@@ -121,13 +120,13 @@ def test_names_stand_in_the_boxes_of_their_actions(name):
         ]
         assert len(holding) == 1, text.text
         stage, batch = re.search(r"stage (\d+), micro-batch (\d+):", holding[0].title).groups()
-        kind = next(str(kind) for kind, fill in KINDS.items() if fill == holding[0].fill)
+        kind = next(str(kind) for kind, fill in KIND_COLOURS.items() if fill == holding[0].fill)
         assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}", stage)
 
 
 def test_a_device_with_several_stages_names_them():
     found = simulated("interleaved_1f1b", 2, 4, per_device=2)
-    names = [text.text for text in _group(gantt(found.as_step()), "names")]
+    names = [text.text for text in _group(draw_gantt(found.as_step()), "names")]
     assert sorted(names) == sorted(str(span.action) for span in found.spans)
 
 
@@ -150,15 +149,15 @@ def test_with_room_every_action_has_its_name():
 
 def test_an_update_takes_no_time_and_is_seen():
     record = KNOWN
-    update = ActionRecord(Action(Kind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
-    drawn = gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
-    stroke = next(item for item in _group(drawn, "boxes") if item.fill == KINDS[Kind.UPDATE])
+    update = ActionRecord(Action(ActionKind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
+    drawn = draw_gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
+    stroke = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.UPDATE])
     assert stroke.width == 1
     assert stroke.x + stroke.width == pytest.approx(drawn.frame.right)
 
 
 def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
-    drawn = gantt(KNOWN.as_step())
+    drawn = draw_gantt(KNOWN.as_step())
     texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
     for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
         assert text in texts
@@ -169,7 +168,7 @@ def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
 def test_a_long_title_and_long_names_of_devices_are_shortened():
     record = KNOWN
     devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
-    drawn = gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
+    drawn = draw_gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
     check_scene(drawn.scene)
     assert drawn.scene.width < 1500
 
@@ -177,7 +176,7 @@ def test_a_long_title_and_long_names_of_devices_are_shortened():
 def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
     found, drawn = _drawn("large")
     boxes = _group(drawn, "boxes")
-    assert len(found.spans) > MOST_BOXES
+    assert len(found.spans) > MAX_BOXES
     assert len(boxes) == 2 * 64
     assert sum(len(item.spans) for item in boxes) == len(found.spans)
     assert len(svg_of(drawn.scene)) < 400_000
@@ -221,7 +220,7 @@ def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, d
     found = simulated("1f1b", devices, 4)
     limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
                          found.step_seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
-    drawn = gantt(limited.as_step())
+    drawn = draw_gantt(limited.as_step())
     check_scene(drawn.scene)
     lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
     assert bool(lines) is is_drawn
@@ -270,7 +269,9 @@ def test_an_svg_is_xml_that_tells_what_it_shows(name):
     assert root.find(f"{SVG}title").text == root.get("aria-label")
     assert found.schedule.name in root.get("aria-label")
     assert not list(root.iter(f"{SVG}script"))
-    assert len(list(root.iter(f"{SVG}text"))) == sum(isinstance(item, Text) for item in flat(drawn.scene.items))
+    assert len(list(root.iter(f"{SVG}text"))) == sum(
+        isinstance(item, Text) for item in flatten_items(drawn.scene.items)
+    )
 
 
 def test_a_png_has_two_dots_for_each_point():
@@ -278,7 +279,7 @@ def test_a_png_has_two_dots_for_each_point():
     _, drawn = _drawn("two devices")
     pixels = image.imread(io.BytesIO(raster_of(drawn.scene, "png")))
     assert pixels.shape[:2] == (int(2 * drawn.scene.height), int(2 * drawn.scene.width))
-    box = next(item for item in _group(drawn, "boxes") if item.fill == KINDS[Kind.BACKWARD])
+    box = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.BACKWARD])
     x, y = int(2 * (box.x + 3)), int(2 * (box.y + 3))
     assert [round(float(part) * 255) for part in pixels[y, x][:3]] == [0x0A, 0x5C, 0x99]
     empty = int(2 * (drawn.frame.right - 3)), int(2 * (drawn.top + drawn.pitch + 3))  # device 1 has ended by then
@@ -288,7 +289,7 @@ def test_a_png_has_two_dots_for_each_point():
 def test_every_format_is_written_whole(tmp_path):
     pytest.importorskip("matplotlib")
     found = STEPS["two devices"]()
-    for form in FORMATS:
+    for form in TIMELINE_FORMATS:
         path = tmp_path / f"step.{form.upper()}"
         found.save_timeline(path, title="A <title> & more")
         assert path.stat().st_size > 1000
@@ -296,12 +297,14 @@ def test_every_format_is_written_whole(tmp_path):
     assert (tmp_path / "step.PDF").read_bytes().startswith(b"%PDF")
     assert ElementTree.parse(tmp_path / "step.SVG").getroot().get("aria-label").startswith("A <title> & more")
     assert json.loads((tmp_path / "step.JSON").read_text())["otherData"]["schedule"] == "1f1b"
-    assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(FORMATS), "nothing else is left"
+    assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(TIMELINE_FORMATS), (
+        "nothing else is left"
+    )
     KNOWN.save_timeline(tmp_path / "record.svg")
     assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", TIMELINE_FORMATS)
 def test_any_title_can_be_written(tmp_path, form):
     if form in ("png", "pdf"):
         pytest.importorskip("matplotlib")
@@ -334,7 +337,7 @@ def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(ArgumentError, match=what):
-        check_picture_path(tmp_path / name)
+        check_timeline_path(tmp_path / name)
     with pytest.raises(ArgumentError, match=what):
         save_timeline(KNOWN, tmp_path / name)
 
@@ -354,7 +357,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxpipe.files.os.replace", full)
+    monkeypatch.setattr("fxpipe.utils.files.os.replace", full)
     with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
         save_timeline(KNOWN, path)
     assert path.read_text() == "before"
@@ -376,8 +379,8 @@ def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for suffix in ("png", "pdf"):
         with pytest.raises(ArgumentError, match=re.escape("pip install fxpipe[plot]")):
-            check_picture_path(tmp_path / f"step.{suffix}")
-    assert check_picture_path(tmp_path / "step.svg") == "svg"
+            check_timeline_path(tmp_path / f"step.{suffix}")
+    assert check_timeline_path(tmp_path / "step.svg") == "svg"
     save_timeline(KNOWN, tmp_path / "step.html")
 
 
@@ -409,7 +412,7 @@ def test_figures_of_one_page_share_a_script():
 @pytest.mark.parametrize("name", ["two devices", "a V", "recompute"])
 def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
     found = STEPS[name]()
-    events = trace_of(found)["traceEvents"]
+    events = perfetto_trace(found)["traceEvents"]
     actions = [event for event in events if event["ph"] == "X"]
     assert len(actions) == len(found.spans)
     by_name = {span.action: span for span in found.spans}
@@ -430,7 +433,7 @@ def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
 
 def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
     record = KNOWN
-    one = gantt(record.as_step())
+    one = draw_gantt(record.as_step())
     assert [item.width for item in _group(one, "boxes")] == pytest.approx(
         [span.seconds / record.seconds * one.frame.width for span in record.spans]
     )

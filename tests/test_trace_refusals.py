@@ -24,9 +24,9 @@ from torch import nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, FxpipeError, TraceError
-from fxpipe.tracing.guards import refuse_unanswerable
-from fxpipe.tracing.recording.record import record
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing.guards import refuse_unguardable
+from fxpipe.tracing.record.record_model import record
+from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced
 
 
@@ -60,7 +60,7 @@ def x() -> torch.Tensor:
 def recorded(model: nn.Module, *args: Any) -> Traced:
     """Recording alone, without another way to turn to."""
     traced = record(model, args, {})
-    refuse_unanswerable(traced)
+    refuse_unguardable(traced)
     return traced
 
 
@@ -130,7 +130,7 @@ def test_reads_that_cannot_be_answered_before_a_step(name):
     assert "keep the decision in tensors (torch.where, masks), or take it outside forward" in text
     assert _names_line_of(forward, text), text
     assert error.modules == {"inner"}
-    assert not error.final
+    assert not error.is_final
 
 
 def _matches(pattern: str, text: str) -> bool:
@@ -250,7 +250,7 @@ def test_refused_with_module_line_and_remedy(name):
     assert _matches(what, text), text
     assert remedy in text
     assert _names_line_of(forward, text), text
-    assert error.final == (name in FINAL)
+    assert error.is_final == (name in FINAL)
     assert bool(error.modules) == (name not in FINAL)
 
 
@@ -514,7 +514,7 @@ def test_the_error_of_all_ways_names_the_module(monkeypatch):
     def forward(m, x):
         return _elsewhere_with_grad * torch.vmap(m.lin)(x)
 
-    monkeypatch.setattr("fxpipe.tracing.ways.export", fails)
+    monkeypatch.setattr("fxpipe.tracing.strategies.trace_by_export", fails)
     with pytest.raises(TraceError) as caught:
         trace(Outer(Inner(forward)), (x(),))
     _, recording, export, _ = str(caught.value).split("\n")

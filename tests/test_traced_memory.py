@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fxpipe
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe.errors import InternalError
-from fxpipe.forgetting import forgetting, forgetting_in
-from fxpipe.tracing.recording import on_a_part
+from fxpipe.tracing.record import small_batch as on_a_part
 
 DEPTH, BATCH, WIDTH = 24, 8, 32
 
@@ -63,7 +63,7 @@ class Most(TorchDispatchMode):
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_activations_go_when_forward_needs_them_no_more(monkeypatch, chunks):
-    monkeypatch.setattr(on_a_part, "LONG", 0.0)
+    monkeypatch.setattr(on_a_part, "LONG_RECORDING", 0.0)
     model = Deep()
     with Most() as seen:
         traced = fxpipe.trace(model, (torch.randn(BATCH, WIDTH),), chunks=chunks)
@@ -126,22 +126,25 @@ def test_what_needs_saved_tensors_has_them(function):
 )
 def test_functions_of_torch_save_nothing(function, saves):
     x = torch.randn(3, requires_grad=True)
-    block = forgetting()
-    with forgetting_in(function, block):
+    block = NoSavedTensors()
+    with saving_block_for(function, block):
         y = x.tanh()
     if saves:
         assert torch.autograd.grad(y.sum(), x)
-        assert not block.was_asked
+        assert not block.was_read
     else:
         with pytest.raises(InternalError, match="saved nothing"):
             torch.autograd.grad(y.sum(), x)
-        assert block.was_asked
+        assert block.was_read
 
 
 def test_hooks_of_the_user_count():
     seen = []
     x = torch.randn(3, requires_grad=True)
-    with saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t), forgetting_in(torch.tanh, forgetting()):
+    with (
+        saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t),
+        saving_block_for(torch.tanh, NoSavedTensors()),
+    ):
         y = x.tanh()
     assert len(seen) == 1
     assert torch.autograd.grad(y.sum(), x)
@@ -232,7 +235,7 @@ def test_writing_to_a_sparse_tensor_is_seen():
     by_name = {node.name: node for node in traced.nodes}
     alias = traced.effects.alias
     assert alias[by_name["mul"]] == alias[by_name["mul_1"]]
-    assert {alias[by_name["mul"]]} in traced.effects.writes
+    assert {alias[by_name["mul"]]} in traced.effects.written_classes
     traced = fxpipe.trace(Sparse(read_and_written), (x,))
     assert "float_1" in {node.name for node in traced.nodes}, "what forward changes is asked in the stages"
 

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import trace
+from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import ArgumentTypeError, TraceError
-from fxpipe.thread_state import applied
 from fxpipe.tracing import Traced
-from fxpipe.tracing.flags import flags, modules_of
-from fxpipe.tracing.traced import WORKING, call, lookup
+from fxpipe.tracing.cache_key import all_modules, module_flags
+from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 
 Pair = namedtuple("Pair", "left right")
 
@@ -63,12 +63,12 @@ def run(traced: Traced, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch
     buffers = {}
     for node in traced.graph.nodes:
         if node.op == "get_attr":
-            tensor = lookup(traced, node)
+            tensor = attribute_tensor(traced, node)
             values[node] = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
             buffers[node.target] = values[node]
-        elif node.op in WORKING:
-            with applied(node.meta["state"]):
-                values[node] = call(node, values.__getitem__)
+        elif node.op in CALL_OPS:
+            with set_thread_state(node.meta["state"]):
+                values[node] = call_node(node, values.__getitem__)
     buffers |= {name: values[node] for name, node in traced.assigned.items()}
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
     return pytree.tree_unflatten(outputs, traced.out_spec), buffers
@@ -468,7 +468,7 @@ def test_changed_buffers(name):
         torch.testing.assert_close(value, before[key][1], equal_nan=True)
     if name == "NaN":
         assert traced.effects is not None
-        assert not any(traced.effects.writes)
+        assert not any(traced.effects.written_classes)
     else:
         assert_same_as_model(traced, x(5))
 
@@ -498,7 +498,7 @@ def test_batch_norm_statistics_are_known_to_be_written():
     assert traced.effects is not None
     written = {n.target for n in traced.graph.nodes if n.op == "get_attr"} & {"1.running_mean", "1.running_var"}
     classes = {n.target: traced.effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
-    assert {classes[name] for name in written} <= traced.effects.writes[names(traced).index("_1")]
+    assert {classes[name] for name in written} <= traced.effects.written_classes[names(traced).index("_1")]
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------
@@ -552,13 +552,13 @@ FLAGS: dict[str, Any] = {
 def test_flags_tell_whatever_decides_which_python_runs(change):
     model: Any = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.BatchNorm1d(6))
     model.gain = 1.0
-    before = flags(model)
+    before = module_flags(model)
     model.gain = 2.0  # is what forward reads, and no matter of flags
     model.register_buffer("mask", None)
     model[0].weight = nn.Parameter(torch.ones(6, 6))
-    assert flags(model) == before
+    assert module_flags(model) == before
     change(model)
-    assert flags(model) != before
+    assert module_flags(model) != before
 
 
 class _Lister(nn.Module):
@@ -579,8 +579,8 @@ def test_flags_are_those_of_all_modules():
         nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": shared, "b": nn.ReLU()})),
         nn.Sequential(nn.ReLU(), _Lister()),
     ):
-        assert {*modules_of(model)} == {*model.modules()}
-        assert len(flags(model)) == len(list(model.modules()))
+        assert {*all_modules(model)} == {*model.modules()}
+        assert len(module_flags(model)) == len(list(model.modules()))
 
 
 def test_matches_asks_for_everything_that_a_graph_hangs_on():

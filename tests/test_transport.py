@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe.runtime import Interleaved
+from fxpipe.runtime import InterleavedExecutor
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.packing import Packed, covered, is_plain, pack
-from fxpipe.runtime.transport import Transport, forced_copies
+from fxpipe.runtime.transport import PackedTensor, Transport, covered_extent, forced_copies, is_packable, pack
 
 # -- packing ---------------------------------------------------------------------------------------------------------
 
@@ -69,7 +68,7 @@ def test_a_copy_is_alike_in_strides_and_bits(name):
     packed = pack(tensor)
     assert packed.memory.is_contiguous()
     assert packed.memory.dim() == 1
-    assert packed.memory.numel() <= max(tensor.numel(), covered(tensor.shape, tensor.stride())[0])
+    assert packed.memory.numel() <= max(tensor.numel(), covered_extent(tensor.shape, tensor.stride())[0])
     have = packed.at(packed.memory.clone()).unpack()
     assert_alike(have, tensor)
     assert not have._is_view() or have.is_conj() or have.is_neg()
@@ -108,10 +107,10 @@ def test_any_strides():
 )
 def test_what_is_not_plain_is_copied_as_it_knows_best(tensor):
     given = tensor()
-    assert not is_plain(given)
+    assert not is_packable(given)
     with forced_copies():
         transport = Transport([CPU])
-    sent = transport.ship(given, CPU)
+    sent = transport.start_copy(given, CPU)
     have = transport.open(sent, CPU)
     assert have is not given
     assert type(have) is type(given)
@@ -123,7 +122,7 @@ def test_what_is_not_plain_is_copied_as_it_knows_best(tensor):
 def test_on_one_device_nothing_is_copied():
     transport, tensor = Transport([CPU]), _of(3)
     for thing in (tensor, 3, None, (tensor, 1), "x"):
-        assert transport.ship(thing, CPU) is thing
+        assert transport.start_copy(thing, CPU) is thing
         assert transport.open(thing, CPU) is thing
     assert transport.bring(tensor, CPU) is tensor
     assert transport.at(CPU) is transport.at(CPU), "the context of a CPU's action costs nothing"
@@ -136,7 +135,7 @@ def pipe_of(case, stages=3, chunks=3, **options):
     plain = case.make()
     args, kwargs = case.inputs(6)
     pipe = fxpipe.pipeline(plain, ["cpu"] * stages, chunks, example_args=args, example_kwargs=kwargs, **options)
-    pipe._fxpipe.engine.driver = Interleaved(1)
+    pipe._fxpipe.engine.executor = InterleavedExecutor(1)
     return pipe, args, kwargs, case.target(6)
 
 
@@ -214,7 +213,7 @@ def test_what_is_odd_crosses_alike(monkeypatch):
             assert have.value.layout is want.layout
             if want.layout is torch.strided:
                 assert_alike(have.value, want.detach())
-                dense, gaps = want.is_contiguous(), covered(want.shape, want.stride())[0] > want.numel()
+                dense, gaps = want.is_contiguous(), covered_extent(want.shape, want.stride())[0] > want.numel()
                 seen.add("conj" if want.is_conj() else "dense" if dense else "gaps" if gaps else "overlaps")
             else:
                 seen.add("sparse")
@@ -227,7 +226,7 @@ def test_what_is_odd_crosses_alike(monkeypatch):
         with fxpipe.pipeline(
             copy.deepcopy(model), ["cpu"] * 2, 3, example_args=(x,), balance=[cut, count - cut]
         ) as pipe:
-            pipe._fxpipe.engine.driver = Interleaved(2)
+            pipe._fxpipe.engine.executor = InterleavedExecutor(2)
             grads = []
             for forced in (False, True):
                 pipe.zero_grad()
@@ -264,25 +263,25 @@ def unet():
 def pretend(unet, monkeypatch):
     """`pretend(devices, seed)`: the stages are on these devices; returns the machine."""
     pipe = unet[0]
-    graphs, driver = list(pipe._fxpipe.graphs), pipe._fxpipe.engine.driver
+    graphs, driver = list(pipe._fxpipe.graphs), pipe._fxpipe.engine.executor
 
     def begin(devices, seed):
         machine = FakeMachine(seed)
         for given in pytree.tree_leaves(unet[2]):
             machine.place(given, CPU)
         pipe._fxpipe.graphs[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
-        pipe._fxpipe.engine.driver = Interleaved(seed)
-        for kind in pipe._fxpipe.engine._losses.kinds.values():
+        pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
+        for kind in pipe._fxpipe.engine._loss_histories.kinds.values():
             kind.passes = 1  # not verified in the 10th step, which would ask a real GPU for its random numbers
         monkeypatch.setattr(Transport, "of", lambda stages, given: Transport([*stages, ONE, TWO], machine))
-        unpack, enter = Packed.unpack, Exchange.enter_gradients
+        unpack, enter = PackedTensor.unpack, Exchange.enter_gradients
 
         def used(self):
             machine.use(self.memory)
             return unpack(self)
 
-        monkeypatch.setattr(Packed, "unpack", used)
-        monkeypatch.setattr("fxpipe.runtime.step.mark", lambda stream: 0.0)  # events of torch are no stand-ins
+        monkeypatch.setattr(PackedTensor, "unpack", used)
+        monkeypatch.setattr("fxpipe.runtime.step.mark_time", lambda stream: 0.0)  # events of torch are no stand-ins
 
         def placed(self, place, gradients):
             for gradient in gradients:
@@ -294,7 +293,7 @@ def pretend(unet, monkeypatch):
 
     yield begin
     pipe._fxpipe.graphs[:] = graphs
-    pipe._fxpipe.engine.driver = driver
+    pipe._fxpipe.engine.executor = driver
 
 
 @pytest.mark.parametrize("drop_in", [False, True])

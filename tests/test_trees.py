@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import fxpipe
-from fxpipe import trees
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.rewriting import Constant, split
+from fxpipe.rewriting import ConstantOutput, split_into_stages
+from fxpipe.utils import pytree as trees
 
 Pair = namedtuple("Pair", "left right")
 
@@ -129,7 +129,7 @@ def test_there_and_back(name):
     again = pytree.tree_unflatten(leaves, spec)
     assert parts(again) == parts(tree)
     assert trees.flatten(again)[1] == spec
-    assert trees.leaves_like(tree, spec) == leaves
+    assert trees.leaves_by_structure(tree, spec) == leaves
     assert not any(dataclasses.is_dataclass(leaf) for leaf in leaves)
 
 
@@ -139,7 +139,7 @@ def test_there_and_back(name):
 def test_objects_of_an_output(tree):
     leaves, spec = trees.flatten_output(tree, lambda leaf: leaf is T)
     assert parts(pytree.tree_unflatten(leaves, spec)) == parts(tree)
-    assert trees.leaves_like(tree, spec) == leaves
+    assert trees.leaves_by_structure(tree, spec) == leaves
     leaves, spec = trees.flatten_output(tree, lambda leaf: False)
     assert leaves == [tree]
     assert leaves[0] is tree
@@ -178,13 +178,13 @@ def test_what_holds_itself_is_refused(make):
 
 def test_broadcasting():
     spec = trees.flatten([T, {"x": T, "y": T}, Plain(T, T)])[1]
-    assert trees.broadcast("mean", spec) == ["mean"] * 6
-    assert trees.broadcast([0, {"y": None, "x": "mean"}, 1], spec) == [0, "mean", None, 1, 1, 1]
-    assert trees.broadcast([0, 1, Plain(2, 3)], spec)[:5] == [0, 1, 1, 2, 3]
-    assert trees.broadcast([0, {"x": 1}, {"b": 2}], spec)[:3] == [0, 1, trees.FOUND]
+    assert trees.broadcast_prefix("mean", spec) == ["mean"] * 6
+    assert trees.broadcast_prefix([0, {"y": None, "x": "mean"}, 1], spec) == [0, "mean", None, 1, 1, 1]
+    assert trees.broadcast_prefix([0, 1, Plain(2, 3)], spec)[:5] == [0, 1, 1, 2, 3]
+    assert trees.broadcast_prefix([0, {"x": 1}, {"b": 2}], spec)[:3] == [0, 1, trees.UNNAMED]
     for wrong in ([0, 1], (0, 1, 2), [0, {"z": 1}, 2], [[0], 1, 2], [0, 1, {"c": 1}], [0, 1, Plain(2, [3])]):
-        with pytest.raises(trees.DiffersError):
-            trees.broadcast(wrong, spec)
+        with pytest.raises(trees.StructureError):
+            trees.broadcast_prefix(wrong, spec)
 
 
 # -- through a pipe --------------------------------------------------------------------------------------------------
@@ -337,8 +337,8 @@ def test_a_registered_output_goes_by_its_own_functions():
 def test_a_device_in_the_output_is_that_of_the_outputs():
     traced = fxpipe.trace(Model(cached), (x(),))
     last = torch.device("cuda", 1)
-    outputs = split(traced, (0, 2), [x().device, last]).outputs
-    assert [o.value for o in outputs if isinstance(o, Constant)].count(last) == 2
+    outputs = split_into_stages(traced, (0, 2), [x().device, last]).outputs
+    assert [o.value for o in outputs if isinstance(o, ConstantOutput)].count(last) == 2
 
 
 def test_an_output_that_holds_itself_is_refused():

@@ -12,14 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxpipe
+from fxpipe.config.pipeline_options import PipelineOptions, Settings, make_settings
+from fxpipe.config.stage_placement import TRAINING_SCHEDULES, place_stages
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
-from fxpipe.options import Options
-from fxpipe.placing import TRAINING_SCHEDULES, placed
-from fxpipe.planning import planned, study
+from fxpipe.planning import prepare_profiled, trace_and_profile
 from fxpipe.profiling import Profile, Seconds
-from fxpipe.settings import Settings, make_settings
-from fxpipe.tuning.candidates import candidates, chunks_for_batch
-from fxpipe.tuning.rows import SAME, Row, in_order, preferred
+from fxpipe.tuning.candidates import (
+    SAME_STEP_TOLERANCE,
+    CandidateResult,
+    candidates_of_model,
+    chunks_for_batch,
+    order_for_table,
+    rank_fitting,
+)
 
 BATCH = 8
 
@@ -43,7 +48,7 @@ class Net(nn.Module):
 
 def settings_for(devices: list[str], profile: Profile, **others: Any) -> Settings:
     usual = {"chunks": 4, "checkpoint": "never"}
-    return make_settings(Options(devices=devices, profile=profile, **usual | others))
+    return make_settings(PipelineOptions(devices=devices, profile=profile, **usual | others))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,7 @@ def test_numbers_of_micro_batches_double_and_divide_the_batch_where_they_can() -
 
 
 def test_candidates_are_what_schedules_can_have() -> None:
-    found = list(candidates(TRAINING_SCHEDULES, (1, 2), (1, 2, 4)))
+    found = list(candidates_of_model(TRAINING_SCHEDULES, (1, 2), (1, 2, 4)))
     assert len({*found}) == len(found)
     each = {name: {one.stages_per_device for one in found if one.schedule == name} for name in TRAINING_SCHEDULES}
     assert each["zbv"] == {2}
@@ -91,19 +96,19 @@ def test_the_best_is_what_trying_all_of_them_finds(model: Net, x: torch.Tensor, 
     workers = ["cpu"] * devices
     tuning = fxpipe.tune(model, workers, example_args=(x,), profile=profile, stages_per_device=[1, 2])
     usual = settings_for(workers, profile)
-    studied = study(model, (x,), {}, usual)
+    studied = trace_and_profile(model, (x,), {}, usual)
     steps = {}
-    for one in candidates(TRAINING_SCHEDULES, (1, 2, 4, 8), (1, 2)):
-        placement = placed(devices, one.stages_per_device, one.schedule, one.chunks, None)
+    for one in candidates_of_model(TRAINING_SCHEDULES, (1, 2, 4, 8), (1, 2)):
+        placement = place_stages(devices, one.stages_per_device, one.schedule, one.chunks, None)
         settings = replace(usual, schedule=one.schedule, chunks=one.chunks, placement=placement)
-        plan = planned(studied, settings).plan
+        plan = prepare_profiled(studied, settings).plan
         steps[one.schedule, one.chunks, one.stages_per_device] = fxpipe.simulate(plan).step_seconds
     # A single sample is refused by batch norm, so that no plan of it can be chosen.
     least = min(seconds for (_, chunks, _), seconds in steps.items() if chunks < BATCH)
     best = tuning.best
     assert best.step_seconds == pytest.approx(steps[best.schedule, best.chunks, best.stages_per_device])
     assert least <= best.step_seconds * (1 + 1e-9)
-    assert best.step_seconds <= (1 + SAME) * least
+    assert best.step_seconds <= (1 + SAME_STEP_TOLERANCE) * least
     for row in tuning.rows:  # a bound is none if a real step is below it
         if row.plan is None and row.step_seconds:
             assert row.step_seconds <= steps[row.schedule, row.chunks, row.stages_per_device] * (1 + 1e-9)
@@ -123,7 +128,7 @@ def test_every_row_says_what_its_plan_comes_to(model: Net, x: torch.Tensor, prof
         assert row.simulation.step_seconds == row.step_seconds == fxpipe.simulate(row.plan).step_seconds
         assert row.memory == tuple(memory.peak for memory in row.simulation.memory)
     tried = {(row.schedule, row.chunks, row.stages_per_device) for row in tuning.rows}
-    everything = candidates(TRAINING_SCHEDULES, (1, 2, 4, 8), (1, 2))
+    everything = candidates_of_model(TRAINING_SCHEDULES, (1, 2, 4, 8), (1, 2))
     assert tried == {(one.schedule, one.chunks, one.stages_per_device) for one in everything}
 
 
@@ -284,7 +289,7 @@ def test_a_plan_tries_what_needs_no_new_cut(model: Net, x: torch.Tensor, profile
     for row in tuning.rows:
         assert row.plan is not None
         assert [stage.nodes for stage in row.plan.stages] == [stage.nodes for stage in plan.stages]
-    assert tuning.best.step_seconds <= (1 + SAME) * min(row.step_seconds for row in tuning.rows)
+    assert tuning.best.step_seconds <= (1 + SAME_STEP_TOLERANCE) * min(row.step_seconds for row in tuning.rows)
     assert {row.schedule for row in fxpipe.tune(plan, schedules=["1f1b"], chunks=[4]).rows} == {"1f1b"}
     assert fxpipe.tune(plan, batch_size=64).best.plan.batch == 64
     with fxpipe.pipeline(model, plan=plan, schedule="auto") as pipe:
@@ -356,16 +361,16 @@ def test_micro_batches_that_the_model_refuses_are_not_chosen(model: Net, x: torc
 def test_of_equally_long_steps_the_one_with_least_memory_is_chosen() -> None:
     plan: Any = object()
     rows = [
-        Row("gpipe", 8, 1, plan=plan, step_seconds=1.0, memory=(30.0, 10.0)),
-        Row("1f1b", 8, 1, plan=plan, step_seconds=1.0 + SAME / 2, memory=(20.0, 10.0)),
-        Row("zbv", 8, 2, plan=plan, step_seconds=0.9, memory=(50.0, 10.0), lacks=5.0),
-        Row("zero_bubble", 8, 1, why="too long", step_seconds=1.2),
-        Row("zero_bubble", 4, 1, why="another graph"),
+        CandidateResult("gpipe", 8, 1, plan=plan, step_seconds=1.0, memory=(30.0, 10.0)),
+        CandidateResult("1f1b", 8, 1, plan=plan, step_seconds=1.0 + SAME_STEP_TOLERANCE / 2, memory=(20.0, 10.0)),
+        CandidateResult("zbv", 8, 2, plan=plan, step_seconds=0.9, memory=(50.0, 10.0), lacks=5.0),
+        CandidateResult("zero_bubble", 8, 1, why="too long", step_seconds=1.2),
+        CandidateResult("zero_bubble", 4, 1, why="another graph"),
     ]
-    assert [row.schedule for row in preferred(rows)] == ["1f1b", "gpipe"]
-    assert in_order(rows[::-1]) == (rows[0], rows[1], rows[3], rows[2], rows[4])
+    assert [row.schedule for row in rank_fitting(rows)] == ["1f1b", "gpipe"]
+    assert order_for_table(rows[::-1]) == (rows[0], rows[1], rows[3], rows[2], rows[4])
     measured = [replace(rows[0], measured_seconds=2.0), replace(rows[1], measured_seconds=3.0), *rows[2:]]
-    assert preferred(measured)[0].schedule == "gpipe"
+    assert rank_fitting(measured)[0].schedule == "gpipe"
 
 
 @pytest.mark.parametrize(

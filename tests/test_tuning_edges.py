@@ -15,13 +15,13 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import MemoryLimitError
-from fxpipe.planning import study
+from fxpipe.planning import trace_and_profile
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.tuning import measuring, tuner
-from fxpipe.tuning.candidates import Candidate
-from fxpipe.tuning.plans import OfModel
-from fxpipe.tuning.rows import SAME, Row
+from fxpipe.tuning import measure_candidates as measuring
+from fxpipe.tuning import tuner
+from fxpipe.tuning.candidate_plans import ModelPlans
+from fxpipe.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateResult
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 LARGE = 1 << 40
@@ -40,7 +40,7 @@ def profile(model: nn.Module) -> Profile:
 
 def test_modes_of_ones_own_stay_where_cuts_move_to_fit(model: nn.Module, profile: Profile) -> None:
     settings = settings_for(["cpu", "cpu"], profile, checkpoint=["always", "never"], memory_limit=LARGE)
-    plans = OfModel(study(model, (X,), {}, settings), settings)
+    plans = ModelPlans(trace_and_profile(model, (X,), {}, settings), settings)
     candidate = Candidate("1f1b", 4, 1)
     for plan in (plans.plan(candidate, "never"), plans.within_limits(candidate, "never")):
         assert plan is not None
@@ -72,9 +72,9 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
     """The third is about as long as the second and takes less memory, but is no choice before the first has gone."""
     plan: Any = object()
     rows = [
-        Row("1f1b", 1, 1, plan=plan, step_seconds=1.0, memory=(1.0,)),
-        Row("1f1b", 2, 1, plan=plan, step_seconds=1.0 + 0.9 * SAME, memory=(9.0,)),
-        Row("1f1b", 4, 1, plan=plan, step_seconds=1.0 + 1.5 * SAME, memory=(5.0,)),
+        CandidateResult("1f1b", 1, 1, plan=plan, step_seconds=1.0, memory=(1.0,)),
+        CandidateResult("1f1b", 2, 1, plan=plan, step_seconds=1.0 + 0.9 * SAME_STEP_TOLERANCE, memory=(9.0,)),
+        CandidateResult("1f1b", 4, 1, plan=plan, step_seconds=1.0 + 1.5 * SAME_STEP_TOLERANCE, memory=(5.0,)),
     ]
     tried: list[int] = []
 
@@ -82,9 +82,9 @@ def test_where_the_best_are_refused_others_are_tried_before_they_are_chosen(monk
         tried.append(chunks)
         return chunks == 2
 
-    monkeypatch.setattr(tuner, "is_the_model", is_the_model)
+    monkeypatch.setattr(tuner, "holds_for_chunks", is_the_model)
     nothing: Any = None
-    found = tuner._that_run(rows, 1, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
+    found = tuner._check_best(rows, 1, SimpleNamespace(traced=nothing, batch=8), (), {}, nothing)
     assert tried == [1, 4, 2]
     assert [row.plan is None for row in found] == [True, False, True]
 
@@ -133,7 +133,7 @@ def test_after_measuring_tensors_are_where_they_were() -> None:
     """Parameters and buffers move to where stages want them: here to another place in memory, as if it were a GPU's."""
     norm = nn.BatchNorm1d(4)
     before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in norm.state_dict().items()}
-    with measuring._as_it_was([norm], ()):
+    with measuring._restore_all([norm], ()):
         for tensor in norm.state_dict(keep_vars=True).values():
             tensor.data = tensor.data + 1
     for name, tensor in norm.state_dict().items():
@@ -150,7 +150,7 @@ def test_a_plan_that_names_a_worker_far_away_is_damaged(model: nn.Module, profil
 
 
 def test_what_does_not_fit_is_not_explained_for_each_candidate(monkeypatch):
-    monkeypatch.setattr("fxpipe.partitioning.optimal.shortage", lambda *args: pytest.fail("nobody reads it"))
+    monkeypatch.setattr("fxpipe.partitioning.optimal.memory_limit_error", lambda *args: pytest.fail("nobody reads it"))
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with pytest.raises(MemoryLimitError, match="would do"):
         fxpipe.tune(

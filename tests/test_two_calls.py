@@ -14,10 +14,10 @@ from torch import fx, nn
 
 from fxpipe import trace
 from fxpipe.errors import TraceError
-from fxpipe.tracing.checking import two_calls
-from fxpipe.tracing.checking.two_calls import check_two_calls
-from fxpipe.tracing.recording import hooks
+from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify import training_equivalence as two_calls
+from fxpipe.tracing.verify.training_equivalence import check_training_equivalence
 
 
 def _leaves(batch: torch.Tensor) -> list[Any]:
@@ -37,10 +37,10 @@ def _twice(value: torch.Tensor) -> torch.Tensor:
 
 def test_a_recording_with_a_wrong_backward_is_refused() -> None:
     traced = trace(Forward(lambda m, a: m.lin(a).tanh()), (x(),))
-    check_two_calls(traced, _leaves(x()))
+    check_training_equivalence(traced, _leaves(x()))
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight' by the traced graph is not the model's.*leaf_mod"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
 
 
 @pytest.mark.parametrize(
@@ -51,16 +51,16 @@ def test_a_gradient_that_is_missing_is_none_that_is_zero(function: Any) -> None:
     traced = trace(model, (x(),))
     _replaced(traced, "detach", lambda value: value * 0 + value.detach())
     with pytest.raises(TraceError, match=r"gradient of 'other\.weight'"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
 
 
 def test_directions_of_large_outputs_repeat_and_tell_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_calls, "PERIOD", 5)
     traced = trace(Forward(lambda m, a: m.lin(a).tanh()), (x(),))
-    check_two_calls(traced, _leaves(x()))
+    check_training_equivalence(traced, _leaves(x()))
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match="gradient of"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
     direction = two_calls._direction(torch.zeros(3, 4), 0, 1.0)
     assert direction.flatten()[:5].tolist() == direction.flatten()[5:10].tolist()
     assert len({*direction.flatten().tolist()}) == 5
@@ -69,8 +69,8 @@ def test_directions_of_large_outputs_repeat_and_tell_as_much(monkeypatch: pytest
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_the_scale_of_a_gradient_is_its_largest_number(dtype: torch.dtype) -> None:
     numbers = torch.tensor([1.0, -3.0, 2.0], dtype=dtype)
-    assert two_calls._Gradient.of(numbers).scale == 3
-    assert math.isnan(two_calls._Gradient.of(numbers * math.nan).scale)
+    assert two_calls._GradientSummary.of(numbers).scale == 3
+    assert math.isnan(two_calls._GradientSummary.of(numbers * math.nan).scale)
 
 
 def test_gradients_of_inputs_are_compared() -> None:
@@ -79,7 +79,7 @@ def test_gradients_of_inputs_are_compared() -> None:
     traced = trace(model, (batch,))
     _replaced(traced, "tanh", _twice)
     with pytest.raises(TraceError, match="gradient of 'input args"):
-        check_two_calls(traced, _leaves(batch))
+        check_training_equivalence(traced, _leaves(batch))
 
 
 @pytest.mark.parametrize("fault", [lambda g: g * 2, lambda g: g.roll(1, 0), lambda g: g.roll(1, 1), torch.zeros_like])
@@ -93,12 +93,12 @@ def test_large_gradients_are_compared_by_their_sums(fault: Any, monkeypatch: pyt
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return fault(gradient)
 
-    monkeypatch.setattr(two_calls, "SMALL", 8)
+    monkeypatch.setattr(two_calls, "SMALL_GRADIENT", 8)
     traced = trace(Forward(lambda m, a: a @ m.lin.weight.clone()), (x(),))
-    check_two_calls(traced, _leaves(x()))
+    check_training_equivalence(traced, _leaves(x()))
     _replaced(traced, "clone", Fault.apply)
     with pytest.raises(TraceError, match=r"gradient of 'lin\.weight'"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
 
 
 def test_what_cancels_out_is_rounding_and_no_difference() -> None:
@@ -110,7 +110,7 @@ def test_what_cancels_out_is_rounding_and_no_difference() -> None:
     model, batch = Forward(forward, key=nn.Linear(6, 6)), torch.randn(4, 5, 6)
     traced = trace(model, (batch,))
     _replaced(traced, "softmax", lambda value, dim: (value * 3).double().div(3).softmax(dim).float())
-    check_two_calls(traced, _leaves(batch))
+    check_training_equivalence(traced, _leaves(batch))
 
 
 def test_hooks_of_the_users_see_nothing_and_stay() -> None:
@@ -139,7 +139,7 @@ def test_gradients_go_as_soon_as_they_are_compared() -> None:
             return a
 
     alive: list[int] = []
-    of = two_calls._Gradient.of
+    of = two_calls._GradientSummary.of
 
     def counted(gradient: torch.Tensor) -> Any:
         gc.collect()
@@ -150,7 +150,7 @@ def test_gradients_go_as_soon_as_they_are_compared() -> None:
     model = Deep()
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_calls._Gradient, "of", counted)
+        patch.setattr(two_calls._GradientSummary, "of", counted)
         trace(model, (torch.randn(4, 300),))
     assert len(weights) == 24
     assert max(alive) <= 12 + 3  # the weights, and what is made at the moment
@@ -206,10 +206,10 @@ def test_what_the_second_call_makes_of_the_state_is_compared() -> None:
         return y
 
     traced = trace(Forward(forward, seen=torch.zeros(1)), (x(),))
-    check_two_calls(traced, _leaves(x()))
+    check_training_equivalence(traced, _leaves(x()))
     _replaced(traced, "where", lambda condition, yes, no: torch.ones(1))
     with pytest.raises(TraceError, match="output 0 of the second of two calls in a row is not the model's"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
 
 
 @pytest.mark.parametrize(("changes", "calls"), [(False, 1), (True, 2)])
@@ -236,7 +236,7 @@ def test_a_buffer_that_the_graph_does_not_change_is_told() -> None:
     traced = trace(Forward(lambda m, a: m.lin(a) + m.seen.add_(1), seen=torch.zeros(1)), (x(),))
     _replaced(traced, next(n.name for n in traced.nodes if "add_" in str(n.target)), lambda value, one: value + one)
     with pytest.raises(TraceError, match="forward changes 'seen', and the traced graph does not do the same"):
-        check_two_calls(traced, _leaves(x()))
+        check_training_equivalence(traced, _leaves(x()))
 
 
 def test_tensors_in_lists_are_after_tracing_what_they_were() -> None:
@@ -253,7 +253,7 @@ def test_tensors_in_lists_are_after_tracing_what_they_were() -> None:
 @pytest.mark.parametrize("tracer", ["record", "export", "fx", fx.Tracer])
 def test_every_way_to_a_graph_is_compared(tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared = []
-    monkeypatch.setattr("fxpipe.tracing.check_two_calls", lambda traced, *_: compared.append(traced.tracer))
+    monkeypatch.setattr("fxpipe.tracing.check_training_equivalence", lambda traced, *_: compared.append(traced.tracer))
     trace(nn.Linear(6, 6), (x(),), tracer=tracer)
     trace(nn.Linear(6, 6), (x(),), tracer=tracer, check=False)
     assert len(compared) == 1
@@ -266,4 +266,4 @@ def test_an_input_that_a_computed_value_is_written_to_ends_no_gradient() -> None
         return m.other(a)
 
     model = Forward(forward, other=nn.Linear(6, 6))
-    check_two_calls(trace(model, (x(),)), _leaves(x()))
+    check_training_equivalence(trace(model, (x(),)), _leaves(x()))

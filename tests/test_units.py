@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxpipe.units import human_bytes, human_seconds
+from fxpipe.utils.units import human_bytes, human_seconds
 
 MIB = 2**20
 

@@ -16,8 +16,9 @@ from torch import fx, nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing import Traced, ways
-from fxpipe.tracing.recording.refusals import CannotRecord
+from fxpipe.tracing import Traced
+from fxpipe.tracing import strategies as ways
+from fxpipe.tracing.record.unrecordable import CannotRecord
 
 # -- recording or export ---------------------------------------------------------------------------------------------
 
@@ -49,13 +50,13 @@ class Around(nn.Module):
 def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that were exported."""
     seen: list[nn.Module] = []
-    export = ways.export
+    export = ways.trace_by_export
 
     def noted(model: nn.Module, *given: Any) -> Traced:
         seen.append(model)
         return export(model, *given)
 
-    monkeypatch.setattr(ways, "export", noted)
+    monkeypatch.setattr(ways, "trace_by_export", noted)
     return seen
 
 
@@ -73,7 +74,7 @@ def test_export_wins_where_recording_keeps_most_parameters_in_one_piece(exports:
 @pytest.mark.parametrize("others", [1, 2])
 def test_export_is_not_tried_where_most_parameters_are_recorded(others: int, exports: list[nn.Module]) -> None:
     traced = trace(Around(others), (x(),))
-    assert traced.largest_whole == 1 / (1 + others) <= ways.LARGE
+    assert traced.largest_opaque_share == 1 / (1 + others) <= ways.LARGE_NODE_SHARE
     assert not exports
     assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
     assert_same_as_model(traced, x(7))
@@ -82,7 +83,7 @@ def test_export_is_not_tried_where_most_parameters_are_recorded(others: int, exp
 def test_what_the_user_keeps_whole_is_not_exported(exports: list[nn.Module]) -> None:
     traced = trace(Around(0), (x(),), leaf_modules=["inner"])
     assert not exports
-    assert (traced.tracer, traced.largest_whole) == ("record", 1.0)
+    assert (traced.tracer, traced.largest_opaque_share) == ("record", 1.0)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -158,16 +159,16 @@ def test_an_input_that_only_an_unused_value_mixes_with_others(
 
 
 def test_one_way_that_is_asked_for_is_the_only_one(exports: list[nn.Module]) -> None:
-    assert trace(Around(0), (x(),), tracer="record").largest_whole == 1.0
+    assert trace(Around(0), (x(),), tracer="record").largest_opaque_share == 1.0
     assert not exports
 
 
-@pytest.mark.parametrize("error", [TraceError("no"), CannotRecord("final", final=True), RuntimeError("of torch")])
+@pytest.mark.parametrize("error", [TraceError("no"), CannotRecord("final", is_final=True), RuntimeError("of torch")])
 def test_export_that_fails_loses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Traced:
         raise error
 
-    monkeypatch.setattr(ways, "export", fails)
+    monkeypatch.setattr(ways, "trace_by_export", fails)
     traced = trace(Around(0), (x(),))
     assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
 
@@ -178,7 +179,7 @@ def test_export_that_is_no_finer_loses(monkeypatch: pytest.MonkeyPatch) -> None:
         found.tracer = "export"
         return found
 
-    monkeypatch.setattr(ways, "export", as_whole)
+    monkeypatch.setattr(ways, "trace_by_export", as_whole)
     assert trace(Around(0), (x(),)).tracer == "record"
 
 
@@ -205,7 +206,7 @@ def test_export_where_recording_fails(error: TraceError, exports: list[nn.Module
 
 
 def test_nothing_else_is_tried_where_no_graph_could_carry_it(exports: list[nn.Module], monkeypatch: Any) -> None:
-    _cannot_record(monkeypatch, CannotRecord("a reason", final=True))
+    _cannot_record(monkeypatch, CannotRecord("a reason", is_final=True))
     with pytest.raises(CannotRecord, match=r"^a reason$"):
         trace(Around(1), (x(),))
     assert not exports
@@ -213,10 +214,10 @@ def test_nothing_else_is_tried_where_no_graph_could_carry_it(exports: list[nn.Mo
 
 def test_what_is_final_in_export_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Traced:
-        raise CannotRecord("of export", final=True)
+        raise CannotRecord("of export", is_final=True)
 
     _cannot_record(monkeypatch, CannotRecord("of recording", in_stages=True))
-    monkeypatch.setattr(ways, "export", fails)
+    monkeypatch.setattr(ways, "trace_by_export", fails)
     with pytest.raises(CannotRecord, match=r"^of export$") as caught:
         trace(Around(1), (x(),))
     assert str(caught.value.__cause__) == "of recording"

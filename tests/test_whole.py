@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
-from fxpipe.rewriting.random_nodes import dice_of, mixed
+from fxpipe.rewriting.rng import mix_seed, seeded_python_rng
 from fxpipe.tracing import trace
 
 
@@ -94,7 +94,7 @@ def test_each_is_one_node_of_its_class_and_line():
     assert "test_whole.py:" in node.meta["source"]
     assert traced.whole == {"b": "asked for by leaf_modules"}
     assert traced.why == ("module 'b' is kept whole: asked for by leaf_modules",)
-    assert 0.5 < traced.largest_whole < 0.9
+    assert 0.5 < traced.largest_opaque_share < 0.9
 
 
 def test_unknown_name():
@@ -302,7 +302,7 @@ class CutWhole(EveryCut):
     def __init__(self, model: nn.Module, *args: Any, leaf_modules: Any = ("inner",), **options: Any):
         super().__init__(model, *args, **options)
         self.traced = trace(model, args, chunks=3, leaf_modules=list(leaf_modules))
-        self.forbidden = fxpipe.rewriting.forbidden_cuts(self.traced)
+        self.forbidden_cuts = fxpipe.rewriting.forbidden_cuts(self.traced)
         assert self.traced.whole
 
 
@@ -451,8 +451,8 @@ def test_random_numbers_are_those_of_the_micro_batch(forward, mode):
     for i, part in enumerate(given.tensor_split(3)):
         h = plain.first(part)
         with torch.random.fork_rng():
-            torch.manual_seed(mixed(mixed(seed, i), 0))
-            with dice_of(mixed(mixed(seed, i), 0)):
+            torch.manual_seed(mix_seed(mix_seed(seed, i), 0))
+            with seeded_python_rng(mix_seed(mix_seed(seed, i), 0)):
                 h = plain.inner(h)
         (F.mse_loss(plain.last(h), torch.ones(2, 6)) / 3).backward()
     for name, p in plain.named_parameters():
@@ -636,7 +636,7 @@ def test_a_guard_on_what_a_module_kept_whole_changes_is_no_guard():
             return self.last(x * 2 if self.inner.running_mean.abs().sum() > 5 else x)
 
     traced = trace(Reads(nn.BatchNorm1d(6)), (x(),), leaf_modules=["inner"])
-    assert not traced.guards.questions
+    assert not traced.guards.guards
     assert "forward of the model behind its call of 'inner' is kept whole" in traced.why[-1]
 
 
@@ -1025,5 +1025,5 @@ def test_draws_inside_of_a_module_kept_whole_are_its_own():
     for seed in range(6):
         traced = trace(Dropping(), (x(),), leaf_modules=["inner"], seed=seed)
         assert [*traced.whole] == ["inner"]
-        assert traced.lots == (False, True, True, True)
+        assert traced.draws_from_stream == (False, True, True, True)
         assert traced.guards.hold(traced, [x()], seed)

@@ -5,10 +5,9 @@ import os
 import sys
 
 try:
-    from fxpipe.inspect.cli import main
-    from fxpipe.inspect.process import finish, set_up
+    from fxpipe.inspect.cli import finish_process, main, set_up_process
 
-    set_up()
+    set_up_process()
 except KeyboardInterrupt:  # as `main` ends, which is not there yet
     print("fxpipe.inspect: interrupted", file=sys.stderr)
     sys.exit(130)
@@ -21,5 +20,5 @@ except BrokenPipeError:
     # The reader has seen enough (`... | head`). Python flushes once more at exit, which must find an open file.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     status = 1
-finish()
+finish_process()
 sys.exit(status)

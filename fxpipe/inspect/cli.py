@@ -7,15 +7,17 @@ the user can mend ends in one line there and exit status 2. A traceback is a bug
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import sys
 from collections.abc import Sequence
 
 from fxpipe.errors import FxpipeError, MemoryLimitError
-from fxpipe.inspect.request import in_options, parse_request
+from fxpipe.inspect.request import parse_request, with_option_name
 
 # Neither torch nor anything that imports it is imported above: --help answers at once.
 
-INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
+EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,20 +26,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout
         with contextlib.redirect_stdout(sys.stderr):
-            from fxpipe.inspect.finding import find
-            from fxpipe.inspect.showing import shown, write_files
-            from fxpipe.progress import showing
+            from fxpipe.inspect.output import output_text, write_outputs
+            from fxpipe.inspect.run import run_request
+            from fxpipe.utils.progress import show_progress
 
-            with showing(request.progress):
-                found = find(request)
-            text = shown(found, request, out)
-            write_files(found, request.outputs)
+            with show_progress(request.progress):
+                found = run_request(request)
+            text = output_text(found, request, out)
+            write_outputs(found, request.outputs)
         print(text)
     except FxpipeError as error:
         words = error.brief if isinstance(error, MemoryLimitError) else str(error)
-        print(f"fxpipe.inspect: {in_options(' '.join(words.split()))}", file=sys.stderr)
+        print(f"fxpipe.inspect: {with_option_name(' '.join(words.split()))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("fxpipe.inspect: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     return 0
+
+
+# -- How the process of the command shall run: it is short, looks at one model, and somebody waits for it ------------
+
+
+def set_up_process() -> None:
+    """To be called before torch is loaded, whose OpenMP reads the environment then."""
+    # Threads that wait for each other spin for milliseconds; beside other work on the same cores they keep it, and each
+    # other, from going on, and all takes twice as long.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # some microseconds
+    # Nearly all objects are of imported modules, and stay: to look at them again and again takes a second.
+    gc.set_threshold(50_000, 50, 100)
+
+
+def finish_process() -> None:
+    """To be called at the end: the system takes all at once, and to look for garbage in it takes another second."""
+    gc.freeze()

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.inputs import Input, Shape
-from fxpipe.inspect.words import close_to, describe
+from fxpipe.inspect.inputs import InputOption, InputShape
+from fxpipe.inspect.targets import describe_error, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-PREFIX = "hf:"
-BATCH, LENGTH = 8, 128  # of a text that is drawn
+HUGGING_FACE_PREFIX = "hf:"
+TEXT_BATCH, TEXT_LENGTH = 8, 128  # of a text that is drawn
 RAW_AUDIO = 16_000  # samples: one second
-NO_FIELDS = ("attn_implementation",)  # that a configuration takes and shows under another name
+HIDDEN_CONFIG_FIELDS = ("attn_implementation",)  # that a configuration takes and shows under another name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,47 +32,49 @@ class ModelType:
     name: str
 
     def __str__(self) -> str:
-        return f"{PREFIX}{self.name}"
+        return f"{HUGGING_FACE_PREFIX}{self.name}"
 
 
 def parse_model_type(text: str) -> ModelType:
     """`hf:gpt2` -> ModelType("gpt2")."""
-    name = text.removeprefix(PREFIX)
+    name = text.removeprefix(HUGGING_FACE_PREFIX)
     if not re.fullmatch(r"[\w.-]+", name):
         raise ArgumentError(f"{text!r}: expected the type of a model of transformers, as in hf:gpt2")
     return ModelType(name)
 
 
-def load_shipped(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
+def load_hugging_face_model(model_type: ModelType, kwargs: Mapping[str, Any]) -> nn.Module:
     """The model, in training mode, from its default configuration with these fields."""
     config = _config(model_type, kwargs)
     name = _class_name(config)
     try:
         import transformers
 
-        from fxpipe.inspect.repeating import Repeating
+        from fxpipe.inspect.random_weights import RepeatedRandomWeights
 
-        with Repeating():
+        with RepeatedRandomWeights():
             model: nn.Module = getattr(transformers, name).from_config(config)
     except Exception as error:
-        raise ArgumentError(f"{model_type}: {name} cannot be made of its configuration: {describe(error)}") from error
+        raise ArgumentError(
+            f"{model_type}: {name} cannot be made of its configuration: {describe_error(error)}"
+        ) from error
     return model.train()
 
 
-def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[Input, ...]:
+def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[InputOption, ...]:
     """Named shapes for the model, of at least so many samples."""
     config: Any = model.config
-    wanted = _wanted(model)
-    batch = max(BATCH, least_batch)
-    makers: dict[str, Callable[[Any, int], Shape]] = {
-        "input_ids": _text,
-        "decoder_input_ids": _text,
-        "pixel_values": _image,
-        "input_features": _spectrogram,
-        "input_values": _waveform,
+    wanted = _wanted_inputs(model)
+    batch = max(TEXT_BATCH, least_batch)
+    makers: dict[str, Callable[[Any, int], InputShape]] = {
+        "input_ids": _text_shape,
+        "decoder_input_ids": _text_shape,
+        "pixel_values": _image_shape,
+        "input_features": _spectrogram_shape,
+        "input_values": _waveform_shape,
     }
     try:
-        return tuple(Input(makers[name](config, batch), name) for name in wanted)
+        return tuple(InputOption(makers[name](config, batch), name) for name in wanted)
     except (KeyError, AttributeError, TypeError):
         names = " ".join(f"--input {name}=..." for name in wanted)
         raise ArgumentError(
@@ -80,7 +82,7 @@ def example_inputs(model: nn.Module, least_batch: int = 1) -> tuple[Input, ...]:
         ) from None
 
 
-def vocabulary(model: nn.Module) -> int:
+def vocabulary_size(model: nn.Module) -> int:
     """Integers below this are tokens; 2 where the configuration names no vocabulary."""
     config = _text_config(model.config)
     return max(2, getattr(config, "vocab_size", None) or 2)
@@ -94,14 +96,16 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
     transformers.logging.set_verbosity_error()  # it warns of defaults
     known = list(transformers.CONFIG_MAPPING)
     if model_type.name not in known:
-        close = close_to(model_type.name, known) or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"
+        close = (
+            did_you_mean(model_type.name, known) or f"; it has {len(known)}, gpt2, llama, bert, t5 and vit among them"
+        )
         raise ArgumentError(f"transformers {transformers.__version__} has no model type {model_type.name!r}{close}")
     try:
         made = transformers.CONFIG_MAPPING[model_type.name]
         default = made()
         for name in kwargs:
-            if not hasattr(default, name) and name not in NO_FIELDS:
-                close = close_to(name, (field for field in default.to_dict() if not field.startswith("_")))
+            if not hasattr(default, name) and name not in HIDDEN_CONFIG_FIELDS:
+                close = did_you_mean(name, (field for field in default.to_dict() if not field.startswith("_")))
                 raise ArgumentError(f"--kwargs: the configuration of {model_type} has no field {name!r}{close}")
         # Keys and values kept for generation are nothing that training returns.
         off = {"use_cache": False} if hasattr(default, "use_cache") else {}
@@ -109,7 +113,7 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
     except ArgumentError:
         raise
     except Exception as error:
-        raise ArgumentError(f"{model_type}: its configuration raised {describe(error)}") from error
+        raise ArgumentError(f"{model_type}: its configuration raised {describe_error(error)}") from error
 
 
 def _class_name(config: Any) -> str:
@@ -132,7 +136,7 @@ def _class_name(config: Any) -> str:
     return next((name for name in names if type(config) in tables[name]), "AutoModel")
 
 
-def _wanted(model: Any) -> list[str]:
+def _wanted_inputs(model: Any) -> list[str]:
     """What the model must be given."""
     config = model.config
     main = getattr(model, "main_input_name", "input_ids")
@@ -148,22 +152,24 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _text(config: Any, batch: int) -> Shape:
+def _text_shape(config: Any, batch: int) -> InputShape:
     most = [getattr(_text_config(config), name, None) for name in ("max_position_embeddings", "n_positions")]
     most += [getattr(config, "max_target_positions", None)]
-    return Shape((batch, min([LENGTH, *(size for size in most if isinstance(size, int) and size > 0)])), "int64")
+    return InputShape(
+        (batch, min([TEXT_LENGTH, *(size for size in most if isinstance(size, int) and size > 0)])), "int64"
+    )
 
 
-def _image(config: Any, batch: int) -> Shape:
+def _image_shape(config: Any, batch: int) -> InputShape:
     vision = getattr(config, "vision_config", None) or config
     size = getattr(vision, "image_size", 224)
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
-    return Shape((batch, getattr(vision, "num_channels", 3), int(height), int(width)), "float32")
+    return InputShape((batch, getattr(vision, "num_channels", 3), int(height), int(width)), "float32")
 
 
-def _spectrogram(config: Any, batch: int) -> Shape:
-    return Shape((batch, config.num_mel_bins, 2 * config.max_source_positions), "float32")
+def _spectrogram_shape(config: Any, batch: int) -> InputShape:
+    return InputShape((batch, config.num_mel_bins, 2 * config.max_source_positions), "float32")
 
 
-def _waveform(config: Any, batch: int) -> Shape:
-    return Shape((batch, RAW_AUDIO), "float32")
+def _waveform_shape(config: Any, batch: int) -> InputShape:
+    return InputShape((batch, RAW_AUDIO), "float32")

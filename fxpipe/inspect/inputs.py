@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.target import FORMS, Target, call_target, parse_target
-from fxpipe.inspect.words import an, describe
+from fxpipe.inspect.targets import TARGET_FORMS, Target, call_target, describe_error, parse_target, with_article
 
 if TYPE_CHECKING:
     import torch
 
-FLOATS = ("float32", "float64", "float16", "bfloat16")
-INTEGERS = ("int64", "int32", "bool")
-DTYPES = FLOATS + INTEGERS
-NAMED = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)")
-SHAPE = re.compile(r"(?P<sizes>[1-9]\d*(x[1-9]\d*)*)(:(?P<dtype>\w+))?")
-ACCEPTED = (
-    f"sizes (8x3x64x64), sizes and a dtype (8x128:int64; {', '.join(DTYPES)}), either with the name of an argument "
-    f"(input_ids=8x128:int64), or a function that makes the inputs ({FORMS.replace('factory', 'make_inputs')})"
+FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
+INTEGER_DTYPES = ("int64", "int32", "bool")
+INPUT_DTYPES = FLOAT_DTYPES + INTEGER_DTYPES
+NAMED_INPUT = re.compile(r"(?P<name>[^\W\d]\w*)=(?P<value>.*)")
+SHAPE_TEXT = re.compile(r"(?P<sizes>[1-9]\d*(x[1-9]\d*)*)(:(?P<dtype>\w+))?")
+ACCEPTED_INPUTS = (
+    f"sizes (8x3x64x64), sizes and a dtype (8x128:int64; {', '.join(INPUT_DTYPES)}), either with the name of an "
+    f"argument "
+    f"(input_ids=8x128:int64), or a function that makes the inputs ({TARGET_FORMS.replace('factory', 'make_inputs')})"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class InputShape:
     """One tensor, to be drawn."""
 
     sizes: tuple[int, ...]
@@ -42,10 +42,10 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class InputOption:
     """What one `--input` asks for."""
 
-    value: Shape | Target
+    value: InputShape | Target
     name: str | None = None  # of the argument; None: it goes by position, or brings its names along
 
     def __str__(self) -> str:
@@ -53,14 +53,14 @@ class Input:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ModelArguments:
     """What a model is called with."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def parse_input(text: str) -> Input:
+def parse_input(text: str) -> InputOption:
     """What one `--input` says.
 
     8x3x64x64              ->  Input(Shape((8, 3, 64, 64), "float32"))
@@ -68,21 +68,21 @@ def parse_input(text: str) -> Input:
     input_ids=8x128:int64  ->  Input(Shape((8, 128), "int64"), "input_ids")
     data:make_batch        ->  Input(Target("data", "make_batch"))
     """
-    match = NAMED.fullmatch(text)
+    match = NAMED_INPUT.fullmatch(text)
     name, value = (match["name"], match["value"]) if match is not None else (None, text)
-    match = SHAPE.fullmatch(value)
+    match = SHAPE_TEXT.fullmatch(value)
     if match is not None:
         dtype = match["dtype"] or "float32"
-        if dtype not in DTYPES:
-            raise ArgumentError(f"{text!r}: no dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
-        return Input(Shape(tuple(int(size) for size in match["sizes"].split("x")), dtype), name)
+        if dtype not in INPUT_DTYPES:
+            raise ArgumentError(f"{text!r}: no dtype {dtype!r}; accepted are {', '.join(INPUT_DTYPES)}")
+        return InputOption(InputShape(tuple(int(size) for size in match["sizes"].split("x")), dtype), name)
     try:
-        return Input(parse_target(value), name)
+        return InputOption(parse_target(value), name)
     except ArgumentError:
-        raise ArgumentError(f"{text!r}: expected {ACCEPTED}") from None
+        raise ArgumentError(f"{text!r}: expected {ACCEPTED_INPUTS}") from None
 
 
-def make_arguments(inputs: Iterable[Input], *, integers_below: int = 2, on_meta: bool = False) -> Arguments:
+def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on_meta: bool = False) -> ModelArguments:
     """The inputs in order: tensors and tuples are positional arguments, names and dicts keyword arguments.
 
     Args:
@@ -98,7 +98,7 @@ def make_arguments(inputs: Iterable[Input], *, integers_below: int = 2, on_meta:
         if isinstance(given.value, Target):
             made = call_target(given.value)
         else:
-            made = _empty(given.value) if on_meta else _drawn(given.value, generator, integers_below)
+            made = _empty_tensor(given.value) if on_meta else _draw_tensor(given.value, generator, integers_below)
         if given.name is not None:
             made = {given.name: made}
         if isinstance(made, torch.Tensor):
@@ -112,29 +112,29 @@ def make_arguments(inputs: Iterable[Input], *, integers_below: int = 2, on_meta:
             kwargs.update(made)
         else:
             raise ArgumentError(
-                f"--input {given}: returned {an(made)}; expected a tensor, a tuple of positional arguments, "
+                f"--input {given}: returned {with_article(made)}; expected a tensor, a tuple of positional arguments, "
                 f"or a dict of keyword arguments"
             )
-    return Arguments(tuple(args), kwargs)
+    return ModelArguments(tuple(args), kwargs)
 
 
-def _drawn(shape: Shape, generator: torch.Generator, integers_below: int) -> torch.Tensor:
+def _draw_tensor(shape: InputShape, generator: torch.Generator, integers_below: int) -> torch.Tensor:
     import torch
 
     dtype = getattr(torch, shape.dtype)
     try:
-        if shape.dtype in INTEGERS:
+        if shape.dtype in INTEGER_DTYPES:
             below = 2 if shape.dtype == "bool" else integers_below
             return torch.randint(0, below, shape.sizes, generator=generator).to(dtype)
         return torch.randn(shape.sizes, generator=generator).to(dtype)
     except (RuntimeError, TypeError, OverflowError, MemoryError) as error:  # more than there is, or than can be said
-        raise ArgumentError(f"--input {shape}: cannot be made: {describe(error)}") from error
+        raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error
 
 
-def _empty(shape: Shape) -> torch.Tensor:
+def _empty_tensor(shape: InputShape) -> torch.Tensor:
     import torch
 
     try:
         return torch.empty(shape.sizes, dtype=getattr(torch, shape.dtype), device="meta")
     except (RuntimeError, TypeError, OverflowError) as error:
-        raise ArgumentError(f"--input {shape}: cannot be made: {describe(error)}") from error
+        raise ArgumentError(f"--input {shape}: cannot be made: {describe_error(error)}") from error

@@ -9,11 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.inspect.devices import Devices
-from fxpipe.inspect.files import SUFFIXES, Output
-from fxpipe.inspect.inputs import Input
-from fxpipe.inspect.options import make_parser
-from fxpipe.inspect.subjects import PlanFile, Subject
+from fxpipe.inspect.cli_options import DevicesOption, PlanFile, Subject, make_parser
+from fxpipe.inspect.inputs import InputOption
+from fxpipe.utils.files import check_output_path
+
+# -- Files that the command is to write, looked at before the long work ----------------------------------------------
+
+OUTPUT_FORMATS = {
+    "timeline": ("png", "pdf", "svg", "html", "json"),
+    "graph": ("svg", "html"),
+    "report": ("html",),
+    "save": ("json",),
+}
+OUTPUT_NAMES = {"timeline": "a timeline", "graph": "a graph", "report": "a report", "save": "a plan"}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file."""
+
+    option: str  # one of SUFFIXES
+    path: Path
+
+    def __str__(self) -> str:
+        return f"--{self.option} {self.path}"
+
+
+def check_outputs(outputs: Sequence[OutputFile]) -> None:
+    """Nothing is written.
+
+    Raises:
+        ArgumentError: for the first that could not be: its suffix, its place, what it takes to draw it.
+    """
+    taken: dict[Path, OutputFile] = {}
+    for output in outputs:
+        other = taken.setdefault(output.path.resolve(), output)
+        if other is not output:
+            raise ArgumentError(f"{output}: --{other.option} is to be written there; give another path")
+        form = check_output_path(
+            output.path, OUTPUT_FORMATS[output.option], f"--{output.option}: {OUTPUT_NAMES[output.option]}"
+        )
+        if form in ("png", "pdf"):
+            from fxpipe.viz.png_pdf import require_matplotlib
+
+            require_matplotlib(form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +61,10 @@ class Request:
 
     subject: Subject
     kwargs: dict[str, Any] = field(default_factory=dict)  # of the factory, or fields of the configuration
-    inputs: tuple[Input, ...] = ()
+    inputs: tuple[InputOption, ...] = ()
     on_meta: bool = False  # build the model without memory
     evaluating: bool = False
-    devices: Devices | None = None
+    devices: DevicesOption | None = None
     stages_per_device: int | None = None
     options: dict[str, Any] = field(default_factory=dict)  # of `fxpipe.plan`: those that were given
     json: bool = False
@@ -33,7 +72,7 @@ class Request:
     diff: Path | None = None  # the plan to compare with
     sweep: bool = False
     tune: bool = False
-    outputs: tuple[Output, ...] = ()
+    outputs: tuple[OutputFile, ...] = ()
     progress: bool = True
 
     @property
@@ -42,22 +81,22 @@ class Request:
         return bool(self.json or self.code is not None or self.diff or self.outputs)
 
 
-OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
-OF_A_STEP = ("chunks", "schedule", "checkpoint", "hardware")  # that another step of a plan may have, as it is
+PLAN_OPTIONS = ("chunks", "schedule", "checkpoint", "balance", "tracer", "memory_limit", "optimizer_state", "hardware")
+STEP_OPTIONS = ("chunks", "schedule", "checkpoint", "hardware")  # that another step of a plan may have, as it is
 
 
-ARGUMENTS = (*OPTIONS, "devices", "stages_per_device", "pin")
+OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin")
 
 
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
     found = make_parser().parse_args(argv)
-    given = {name: getattr(found, name) for name in OPTIONS}
+    given = {name: getattr(found, name) for name in PLAN_OPTIONS}
     given["leaf_modules"] = tuple(found.leaf) or None
-    given["pin"] = _each_once(found.pin, "--pin") or None
+    given["pin"] = _dict_without_repeats(found.pin, "--pin") or None
     request = Request(
         subject=found.target,
-        kwargs=_each_once(found.kwargs, "--kwargs"),
+        kwargs=_dict_without_repeats(found.kwargs, "--kwargs"),
         inputs=tuple(found.input),
         on_meta=found.meta,
         evaluating=found.eval,
@@ -69,22 +108,22 @@ def parse_request(argv: Sequence[str]) -> Request:
         diff=found.diff,
         sweep=found.sweep,
         tune=found.tune,
-        outputs=tuple(Output(name, path) for name in SUFFIXES if (path := getattr(found, name)) is not None),
+        outputs=tuple(OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(found, name)) is not None),
         progress=not found.no_progress,
     )
-    _check_together(request)
+    _check_option_combination(request)
     return request
 
 
-def in_options(message: str) -> str:
+def with_option_name(message: str) -> str:
     """A message of planning, which begins with an argument of Python's, behind the option that gave it."""
     match = re.match(r"(\w+)['\w\[\].]*(=|: )", message)
     name = match[1] if match is not None else ""
-    options = {"leaf_modules": "--leaf", **{name: f"--{name.replace('_', '-')}" for name in ARGUMENTS}}
+    options = {"leaf_modules": "--leaf", **{name: f"--{name.replace('_', '-')}" for name in OPTION_ARGUMENTS}}
     return f"{options[name]}: {message}" if name in options else message
 
 
-def _each_once(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
+def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -93,7 +132,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
     return found
 
 
-def _check_together(request: Request) -> None:
+def _check_option_combination(request: Request) -> None:
     """A saved plan is made already; code goes alone."""
     if request.code is not None and (request.json or request.diff or request.sweep or request.tune):
         other = "json" if request.json else "diff" if request.diff else "sweep" if request.sweep else "tune"
@@ -110,7 +149,7 @@ def _check_together(request: Request) -> None:
         "--devices": request.devices,
         "--stages-per-device": request.stages_per_device,
         "--sweep": request.sweep,
-        **{f"--{name.replace('_', '-')}": name in request.options for name in OPTIONS if name not in OF_A_STEP},
+        **{f"--{name.replace('_', '-')}": name in request.options for name in PLAN_OPTIONS if name not in STEP_OPTIONS},
         "--leaf": "leaf_modules" in request.options,
         "--pin": "pin" in request.options,
     }

@@ -4,32 +4,30 @@ By time alone: `block.py` (the algorithm, and why it ends), `nodes.py` (what is 
 `pins.py` (what the user says), `cutting.py` (all of it together: `partition`).
 
 With transfers, memory and unequal devices: `chain.py` (the graph in numbers), `loads.py` (what a stage comes to),
-`optimal.py` (what the best cut is, and the way to it), `search.py` (the way itself), `ranges.py` (loads of any stage,
-quickly), `shortage.py` (why nothing fits, and what would).
+`optimal.py` (what the best cut is, and the way to it), `search_candidates.py` (the way itself), `number_ranges.py`
+(loads of any stage, quickly), `memory_limit_error.py` (why nothing fits, and what would).
 
-`follow.py` cuts a later graph of the same model like the first.
+`cut_least_misplaced.py` cuts a later graph of the same model like the first.
 """
 
 from fxpipe.partitioning.block import block_partition
-from fxpipe.partitioning.chain import Chain, Flow, Held, Link, Site, Weights
-from fxpipe.partitioning.cutting import Partition, cut_by_block, partition
-from fxpipe.partitioning.follow import follow
-from fxpipe.partitioning.loads import StageLoad, stage_loads
-from fxpipe.partitioning.optimal import Optimal, optimal_partition
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageLoad, StageSite, stage_loads
+from fxpipe.partitioning.cutting import Partition, cut_by_block, cut_least_misplaced, partition
+from fxpipe.partitioning.optimal import OptimalCut, optimal_partition
 
 __all__ = [
     "Chain",
     "Flow",
-    "Held",
+    "HeldStorage",
     "Link",
-    "Optimal",
+    "OptimalCut",
+    "ParameterUse",
     "Partition",
-    "Site",
     "StageLoad",
-    "Weights",
+    "StageSite",
     "block_partition",
     "cut_by_block",
-    "follow",
+    "cut_least_misplaced",
     "optimal_partition",
     "partition",
     "stage_loads",

@@ -12,8 +12,12 @@ places, and so counts once in each stage that has one of them:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStorage:
     """A storage that autograd keeps from forward to backward in each stage that has one of these nodes."""
 
     bytes: float
@@ -36,12 +40,12 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ParameterUse:
     """A parameter or a buffer: each stage that uses it has it in memory."""
 
     bytes: float
     users: tuple[int, ...]  # places, ascending
-    trained: bool  # has a gradient and a state of the optimizer
+    is_trained: bool  # has a gradient and a state of the optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +55,13 @@ class Chain:
     forward: tuple[tuple[float, ...], ...]  # by kind of device, then by place: seconds
     backward: tuple[tuple[float, ...], ...]
     flows: tuple[Flow, ...] = ()
-    held: tuple[Held, ...] = ()
-    weights: tuple[Weights, ...] = ()
+    held: tuple[HeldStorage, ...] = ()
+    weights: tuple[ParameterUse, ...] = ()
     working: tuple[float, ...] = ()  # by place: bytes held for a moment beside all of the above; none: no memory known
-    forbidden: Mapping[int, str] = field(default_factory=dict)  # place -> why no cut may stand before it
-    low: tuple[int, ...] = ()  # by place: the first stage that may have the node; none: all are free
-    high: tuple[int, ...] = ()  # by place: the last one
-    required: tuple[int, ...] = ()  # places before which a cut must stand
+    forbidden_cuts: Mapping[int, str] = field(default_factory=dict)  # place -> why no cut may stand before it
+    first_stages: tuple[int, ...] = ()  # by place: the first stage that may have the node; none: all are free
+    last_stages: tuple[int, ...] = ()  # by place: the last one
+    required_cuts: tuple[int, ...] = ()  # places before which a cut must stand
 
     def __len__(self) -> int:
         return len(self.forward[0])
@@ -72,7 +76,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class StageSite:
     """Where a stage runs, and how."""
 
     kind: int = 0  # of device: which of the chain's seconds hold
@@ -84,3 +88,211 @@ class Site:
     recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
     overlaps: bool = False  # do transfers run beside computation
     state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter
+
+
+# -- What a stage comes to on the device where it would run: seconds, and bytes of memory, for any start and end -----
+#
+# All of it is for one micro-batch, on a stage that holds the places start to end - 1 of a chain.
+#
+# **Seconds.** The stage computes its forward and its backward (its forward twice if it recomputes), and it receives:
+#
+# - each flow that an earlier stage makes and that has a user here, once, over the link into this stage, whoever sends
+# it: a portal, too, is billed where it arrives. Inputs of the model come by themselves. - a gradient for each returning
+# flow that is made or used here and has a user in a later stage, over the link into the next stage, backwards:
+# gradients go from a user to the next earlier user, and from the first one to the maker.
+#
+# What is received takes `latency + bytes / bytes_per_second`. The caller of the model is no stage: what goes to and
+# comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both, or the larger one
+# where transfers run beside computation.
+#
+# **Memory.** For the time of a step a stage has
+#
+#     weights, each once, with the gradients and the optimizer's state of those that are trained
+#     + for each micro-batch in flight:  the received flows that are kept for backward
+#     + for each micro-batch in flight, or if the stage recomputes for each that has run again and not yet gone back:
+#       the other storages kept for backward
+#     + the largest working memory of a place
+#
+# A stage that recomputes keeps all that its forward was given. Another one keeps the received flows that return (their
+# gradient is asked for at them) or are saved here. What is saved and was made in an earlier stage has come as a flow,
+# so it must not count twice. Which flow that is, is known by the maker: of the flows of a place and the storages made
+# there that outlive it, the largest flow is the largest storage, and so on. Such a storage counts as much as its flow,
+# here. A storage that came as a view made by another node counts beside that flow: rather too much than too little.
+#
+# Sums are rounded once, at the end: equal stages come to equal numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """A stage in seconds and bytes, for one micro-batch."""
+
+    forward_seconds: float
+    backward_seconds: float
+    recompute: bool  # does it run its forward again before its backward
+    receive_seconds: float  # values in forward, gradients in backward
+    seconds: float  # of all that: the time in which the stage is done with a micro-batch
+    parameter_bytes: float  # buffers among them
+    state_bytes: float  # gradients and the optimizer's state
+    received_bytes: float  # kept for backward of what other stages made; for each micro-batch in flight
+    held_bytes: float  # kept for backward beside that; for each in flight, but for few only if it recomputes
+    working_bytes: float  # held for a moment
+    memory: float  # of all that
+
+
+def stage_loads(
+    chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool]
+) -> tuple[StageLoad, ...]:
+    """The load of each stage of a cut; stage j is on `sites[j]`."""
+    storages = flow_of_storage(chain)
+    stages = enumerate(pairwise([*starts, len(chain)]))
+    return tuple(_stage_load(chain, sites, j, start, end, recompute[j], storages) for j, (start, end) in stages)
+
+
+def stage_load(
+    chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool
+) -> StageLoad:
+    """The load of places `start` to `end - 1` on `sites[stage]`."""
+    return _stage_load(chain, sites, stage, start, end, recompute, flow_of_storage(chain))
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedBytes:
+    """What a stage keeps for backward of what other stages made."""
+
+    kept: float  # where it does not recompute
+    plain_portals: float  # of that, what stages before the last one made
+    given: float  # where it recomputes: all of it
+    recomputing_portals: float
+
+
+def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, ...]:
+    """For each stage of a cut."""
+    storages = flow_of_storage(chain)
+    found = []
+    for j, (start, end) in enumerate(pairwise([*starts, len(chain)])):
+        came = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
+        saved = _held_bytes(chain, start, end, storages)[1]
+        kept = [flow for i, flow in came if flow.returns or i in saved]
+        flows = (kept, [flow for _, flow in came])
+        before = starts[j - 1] if j else 0
+        sums = [(_flow_bytes(of), _flow_bytes(flow for flow in of if flow.maker < before)) for of in flows]
+        found.append(ReceivedBytes(*sums[0], *sums[1]))
+    return tuple(found)
+
+
+def _flow_bytes(flows: Iterable[Flow]) -> float:
+    """Bytes of them all."""
+    return math.fsum(flow.bytes for flow in flows)
+
+
+def recompute_choices(site: StageSite) -> tuple[bool, ...]:
+    """Whether a stage there may recompute, the way that is preferred first."""
+    if site.must_recompute:
+        return (True,)
+    return (False, True) if site.may_recompute else (False,)
+
+
+def any_within(places: Sequence[int], start: int, end: int) -> bool:
+    """Whether one of these ascending places is from `start` to `end - 1`."""
+    first = bisect_left(places, start)
+    return first < len(places) and places[first] < end
+
+
+def flow_arrives(flow: Flow, start: int, end: int) -> bool:
+    """Whether a stage receives it from an earlier one."""
+    return 0 <= flow.maker < start and any_within(flow.users, start, end)
+
+
+def gradient_arrives(flow: Flow, start: int, end: int, n: int) -> bool:
+    """Whether a stage receives a gradient of it from a later one; place `n` is the model's output."""
+    touched = start <= flow.maker < end or any_within(flow.users, start, end)
+    return flow.returns and touched and any_within(flow.users, end, n)
+
+
+def sending_seconds(flow: Flow, link: Link | None) -> float:
+    """What it takes to send a flow, or its gradient."""
+    return 0.0 if link is None else link.latency + flow.bytes / link.bytes_per_second
+
+
+def flow_of_storage(chain: Chain) -> dict[int, int]:
+    """Index of a held storage -> index of the flow that it is in a later stage. See the module's text."""
+    flows: dict[int, list[int]] = defaultdict(list)
+    helds: dict[int, list[int]] = defaultdict(list)
+    for i, flow in enumerate(chain.flows):
+        if flow.maker >= 0:
+            flows[flow.maker].append(i)
+    for i, held in enumerate(chain.held):
+        if held.maker >= 0 and held.savers[-1] > held.maker:
+            helds[held.maker].append(i)
+    pairs: dict[int, int] = {}
+    for maker in flows.keys() & helds.keys():
+        largest_flows = sorted(flows[maker], key=lambda i: -chain.flows[i].bytes)
+        largest_helds = sorted(helds[maker], key=lambda i: -chain.held[i].bytes)
+        pairs |= dict(zip(largest_helds, largest_flows, strict=False))
+    return pairs
+
+
+def _stage_load(
+    chain: Chain,
+    sites: Sequence[StageSite],
+    stage: int,
+    start: int,
+    end: int,
+    recompute: bool,
+    storages: Mapping[int, int],
+) -> StageLoad:
+    site = sites[stage]
+    forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
+    received = [i for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
+    transfers = [sending_seconds(chain.flows[i], site.link) for i in received]
+    if stage + 1 < len(sites):
+        returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
+        transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
+    work = [*forward, *backward, *(forward if recompute else ())]
+    seconds = max(math.fsum(work), math.fsum(transfers)) if site.overlaps else math.fsum(work + transfers)
+
+    weights = [w for w in chain.weights if any_within(w.users, start, end)]
+    parameters = [w.bytes for w in weights]
+    state = [w.bytes * site.state for w in weights if w.is_trained]
+    kept, held = _kept_bytes(chain, received, start, end, recompute, storages)
+    working = max(chain.working[start:end], default=0.0)
+    held_times = site.recomputed if recompute else site.in_flight
+    activations = [b * site.in_flight for b in kept] + [b * held_times for b in held]
+    return StageLoad(
+        math.fsum(forward),
+        math.fsum(backward),
+        recompute,
+        math.fsum(transfers),
+        seconds,
+        math.fsum(parameters),
+        math.fsum(state),
+        math.fsum(kept),
+        math.fsum(held),
+        working,
+        math.fsum([*parameters, *state, *activations, working]),
+    )
+
+
+def _kept_bytes(
+    chain: Chain, received: Sequence[int], start: int, end: int, recompute: bool, storages: Mapping[int, int]
+) -> tuple[list[float], list[float]]:
+    """Bytes kept for backward: of received flows, and beside them."""
+    held, came_and_saved = _held_bytes(chain, start, end, storages)
+    flows = ((i, chain.flows[i]) for i in received)
+    return [flow.bytes for i, flow in flows if recompute or flow.returns or i in came_and_saved], held
+
+
+def _held_bytes(chain: Chain, start: int, end: int, storages: Mapping[int, int]) -> tuple[list[float], set[int]]:
+    """Bytes kept for backward beside received flows; and which of those are saved."""
+    held, came_and_saved = [], set()
+    for i, storage in enumerate(chain.held):
+        if not any_within(storage.savers, start, end):
+            continue
+        flow = storages.get(i) if storage.maker < start else None
+        if flow is None:
+            held.append(storage.bytes)
+        elif any_within(chain.flows[flow].users, start, end):
+            came_and_saved.add(flow)
+        else:  # it came as a view
+            held.append(chain.flows[flow].bytes)
+    return held, came_and_saved

@@ -23,8 +23,7 @@ from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, PartitionError
 from fxpipe.partitioning.block import check_count, exact_integers, partition_integers
-from fxpipe.partitioning.by_hand import cuts_by_names, is_by_names, starts_by_counts
-from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,9 @@ def partition(
         PartitionError: these nodes cannot be cut as asked.
     """
     stages = check_count(stages, "stages")
-    nodes = Nodes(tuple(costs), tuple(names), tuple(modules), forbidden or {})
+    nodes = NodeSequence(tuple(costs), tuple(names), tuple(modules), forbidden or {})
     if stages > len(nodes.items()):
-        raise PartitionError(nodes.why_not_so_many(stages))
+        raise PartitionError(nodes.too_many_stages_message(stages))
     if isinstance(balance, str):
         if balance != "block":
             raise ArgumentError(_unknown_balance(balance, nodes))
@@ -106,14 +105,14 @@ def partition(
     return Partition(starts, tuple(sums), kind)
 
 
-def cut_by_block(nodes: Nodes, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
+def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
     """Where stages begin: at the required places, and elsewhere so that the largest cost of a stage is least.
 
     Between required cuts each part is cut by itself. A stage more makes no part's largest one larger, so to give one at
     a time to the part that has the largest leads to the least bottleneck.
     """
     costs = exact_integers(nodes.costs)
-    parts = [_Part.of(start, stop, costs, nodes) for start, stop in pairwise([0, *required, len(costs)])]
+    parts = [_ItemRun.of(start, stop, costs, nodes) for start, stop in pairwise([0, *required, len(costs)])]
     if len(parts) == 1:
         return parts[0].in_stages(stages).starts
     for _ in range(stages - len(parts)):
@@ -123,7 +122,7 @@ def cut_by_block(nodes: Nodes, stages: int, required: Sequence[int] = ()) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _ItemRun:
     """The items between two required cuts, in so many stages."""
 
     items: tuple[int, ...]  # the places at which they begin
@@ -131,12 +130,12 @@ class _Part:
     lengths: tuple[int, ...]  # of the stages, in items
 
     @classmethod
-    def of(cls, start: int, stop: int, costs: Sequence[int], nodes: Nodes) -> _Part:
+    def of(cls, start: int, stop: int, costs: Sequence[int], nodes: NodeSequence) -> _ItemRun:
         items = tuple(place for place in nodes.items() if start <= place < stop)
         sums = tuple(sum(costs[one:two]) for one, two in pairwise([*items, stop]))
         return cls(items, sums, (len(items),))
 
-    def in_stages(self, number: int) -> _Part:
+    def in_stages(self, number: int) -> _ItemRun:
         return replace(self, lengths=partition_integers(self.costs, number))
 
     @property
@@ -153,10 +152,51 @@ class _Part:
         return tuple(self.items[first] for first in accumulate(self.lengths[:-1], initial=0))
 
 
-def _unknown_balance(balance: str, nodes: Nodes) -> str:
+def _unknown_balance(balance: str, nodes: NodeSequence) -> str:
     if balance in nodes.names or balance in nodes.modules:
         return f"balance={balance!r} names a node or a module: to end a stage behind it, write balance=[{balance!r}]"
     return (
         f'balance={balance!r} is unknown; there is "block". To cut by hand, give a list: the number of nodes of each '
         "stage, or the names of the nodes or modules behind which a stage ends"
     )
+
+
+# -- Cuts a graph like another one: each node should go to the stage where its parameters are ------------------------
+
+
+def cut_least_misplaced(misplaced: Sequence[Sequence[float]], forbidden: Mapping[int, str]) -> tuple[int, ...]:
+    """Starts of stages with the least sum of `misplaced[place][stage]`, exactly, by dynamic programming.
+
+    Args:
+        misplaced: for each place, what it costs to put its node into each of the stages.
+        forbidden: place -> why no cut may stand before it.
+
+    Returns:
+        The place of the first node of each stage; every stage has at least one node. Ties go to the earlier cut.
+
+    Raises:
+        PartitionError: there are fewer places for cuts than needed.
+    """
+    stages = len(misplaced[0]) if misplaced else 0
+    infinite = float("inf")
+    # best[j]: least cost of the places so far, the last of them in stage j; and the starts that lead there
+    best: list[tuple[float, tuple[int, ...]]] = [(infinite, ())] * stages
+    for place, costs in enumerate(misplaced):
+        before = best
+        best = []
+        for j in range(stages):
+            stay = before[j]
+            if place == 0:
+                enter: tuple[float, tuple[int, ...]] = (0.0, (0,)) if j == 0 else (infinite, ())
+            elif j > 0 and place not in forbidden and before[j - 1][0] < infinite:
+                enter = (before[j - 1][0], (*before[j - 1][1], place))
+            else:
+                enter = (infinite, ())
+            cost, starts = min(stay, enter)
+            best.append((cost + costs[j], starts))
+    if not best or best[-1][0] == infinite:
+        raise PartitionError(
+            f"the graph has {len(misplaced)} nodes, and fewer than {stages} blocks of them can be separated; "
+            "use fewer devices"
+        )
+    return best[-1][1]

@@ -4,16 +4,17 @@ The question: n nodes stand in a row, and stage j will run on site j. What stage
 that they receive and in bytes, says `loads.py`. Cut the row into stages, none empty. In order of priority:
 
 1. every stage fits into its memory; it recomputes if it must, or if it may and does not fit otherwise;
-2. the *bottleneck*, the largest `seconds` of a stage, is the least possible. So a cut is moved rather than a stage made
+2. the *bottleneck*, the largest `seconds_cell` of a stage, is the least possible. So a cut is moved rather than a stage
+made
    to recompute where that is faster;
 3. of such cuts, as few stages as possible recompute;
 4. of those, the stages are even: from the first on, each ends where the larger of its seconds and the mean of what is
    left for each later stage is least, among the ends from which (1) to (3) can still be had.
 
-(1) to (3) are exact, by integers (`ranges.py`), and tested against every cut of small chains.
+(1) to (3) are exact, by integers (`number_ranges.py`), and tested against every cut of small chains.
 
-The way (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places where the next
-one can start.
+The way (`search_candidates.py`): a limit L on seconds is tested by going from stage to stage with the set of places
+where the next one can start.
 
     starts of stage j      . . . x . x x . .        each start leads to the ends that L and its memory allow;
     starts of stage j + 1  . . . . . x . x x        all of them together are the starts of the next stage
@@ -37,20 +38,204 @@ transfers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from fxpipe.errors import MemoryLimitError, PartitionError
-from fxpipe.partitioning.chain import Chain, Site
-from fxpipe.partitioning.loads import StageLoad, stage_loads
-from fxpipe.partitioning.nodes import Nodes
-from fxpipe.partitioning.search import Search
-from fxpipe.partitioning.shortage import Trial, no_cut_fits, shortage
-from fxpipe.units import human_bytes
+from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, stage_loads
+from fxpipe.partitioning.manual_cuts import NodeSequence
+from fxpipe.partitioning.search import CutSearch
+from fxpipe.utils.units import human_bytes
+
+# Says why no cut fits into memory, and what would: a table of the best attempt, the part at fault, remedies tried.
+#
+# The best attempt is the cut of which the worst stage is over its limit by the fewest bytes, to within one part in
+# 1024.
+#
+# A remedy is not guessed: it is a list of *trials*, each another chain or other sites with words that say what they
+# stand for, and it is offered only if a cut of one of them fits; the first that does is the one that is named.
+
+ATTEMPT_PRECISION = 1024  # the best attempt is found to within this fraction
+SHORTAGE_HEADERS = (
+    "stage",
+    "nodes",
+    "parameters",
+    "gradients, optimizer",
+    "activations",
+    "working",
+    "needs",
+    "limit",
+    "over by",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Optimal:
+class RemedyTrial:
+    """Something else to do."""
+
+    words: str  # "use 4 devices"
+    chain: Chain
+    sites: Sequence[StageSite]
+
+    def fits(self) -> bool:
+        return CutSearch(self.chain, self.sites).fits()
+
+
+def recompute_trials(chain: Chain, sites: Sequence[StageSite]) -> Iterator[RemedyTrial]:
+    """That stages may recompute, where some may not."""
+    if not all(site.may_recompute or site.must_recompute for site in sites):
+        yield RemedyTrial("let stages recompute", chain, [replace(site, may_recompute=True) for site in sites])
+
+
+def first_fitting_trial(trials: Iterable[RemedyTrial]) -> RemedyTrial | None:
+    return next((trial for trial in trials if trial.fits()), None)
+
+
+def no_cut_fits_message(stages: int) -> str:
+    return f"no cut into {'1 stage' if stages == 1 else f'{stages} stages'} fits into memory"
+
+
+def memory_limit_error(
+    chain: Chain, sites: Sequence[StageSite], names: Sequence[str] = (), remedies: Iterable[Iterable[RemedyTrial]] = ()
+) -> MemoryLimitError:
+    """The error where no cut fits: the table, the part at fault, and of each remedy the first trial that fits.
+
+    Args:
+        names: of the nodes, or none.
+        remedies: each a list of trials, the mildest first.
+    """
+    starts, loads = best_attempt(chain, sites)
+    over = [
+        load.memory - site.memory if site.memory is not None else 0.0 for load, site in zip(loads, sites, strict=True)
+    ]
+    ends = [*starts[1:], len(chain)]
+    rows = [
+        _shortage_row(j, *row) for j, row in enumerate(zip(pairwise([*starts, len(chain)]), loads, sites, strict=True))
+    ]
+    worst = over.index(max(over))
+    head = f"{no_cut_fits_message(len(sites))}; the best one is over by {human_bytes(max(over))} in stage {worst}"
+    found = [
+        f"The problem: {_problem_message(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."
+    ]
+    tried = [first_fitting_trial(trials) for trials in remedies]
+    words = [trial.words for trial in tried if trial is not None]
+    if words:
+        found.append(f"What would fit: {'; or '.join(words)}.")
+    elif tried:
+        found.append("Nothing that was tried would fit: the model needs devices with more memory.")
+    message = "\n".join([f"{head}:", *_table_lines([SHORTAGE_HEADERS, *rows]), *found])
+    return MemoryLimitError(message, " ".join([f"{head}.", *found]), max(over))
+
+
+def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, ...], tuple[StageLoad, ...]]:
+    """The starts and loads of the cut that is over its limits by the least; there must be a cut but for memory."""
+    search = CutSearch(chain, sites)
+    low, high = 0.0, max(1.0, *(site.memory / ATTEMPT_PRECISION for site in sites if site.memory is not None))
+    while not (fitting := search.with_spare(high)).fits():
+        low, high = high, 2 * high
+    while high - low > high / ATTEMPT_PRECISION:
+        middle = (low + high) / 2
+        if (other := search.with_spare(middle)).fits():
+            high, fitting = middle, other
+        else:
+            low = middle
+    starts, recompute = fitting.cut(None)
+    return starts, stage_loads(chain, sites, starts, recompute)
+
+
+def _table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+
+
+def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: StageSite) -> tuple[str, ...]:
+    each, times = load.received_bytes + load.held_bytes, site.in_flight
+    if load.recompute:
+        held = human_bytes(load.held_bytes) + (f" x {site.recomputed}" if site.recomputed > 1 else "")
+        activations = f"{human_bytes(load.received_bytes)} x {times} + {held}, recomputed"
+    else:
+        activations = f"{human_bytes(each)} x {times}"
+    limit, over = ("none", "") if site.memory is None else (human_bytes(site.memory), _overrun(load, site.memory))
+    return (
+        str(stage),
+        f"{places[0]}-{places[1] - 1}",
+        human_bytes(load.parameter_bytes),
+        human_bytes(load.state_bytes),
+        activations,
+        human_bytes(load.working_bytes),
+        human_bytes(load.memory),
+        limit,
+        over,
+    )
+
+
+def _overrun(load: StageLoad, limit: float) -> str:
+    return human_bytes(load.memory - limit) if load.memory > limit else "-"
+
+
+def _problem_message(
+    chain: Chain,
+    sites: Sequence[StageSite],
+    names: Sequence[str],
+    load: StageLoad,
+    stage: int,
+    places: tuple[int, int],
+) -> str:
+    """Which part is at fault, of what needs most of all down to what just adds up."""
+    single = _single_node_message(chain, sites, names)
+    if single:
+        return single
+    state = min(site.state for site in sites)
+    everything = sum(w.bytes * (1 + state if w.is_trained else 1) for w in chain.weights)
+    together = sum(math.inf if site.memory is None else site.memory for site in sites)
+    if everything > together:
+        return (
+            f"the parameters: with gradients and optimizer state they take {human_bytes(everything)}, and all devices "
+            f"together have {human_bytes(together)}"
+        )
+    lasting = load.parameter_bytes + load.state_bytes
+    activations, in_flight = load.memory - lasting - load.working_bytes, sites[stage].in_flight
+    momentary = _largest_working_label(chain, names, places)
+    size, words = max(
+        (lasting, "the parameters: with gradients and optimizer state they take"),
+        (activations, f"the activations: with {in_flight} micro-batches in flight they take"),
+        (load.working_bytes, f"working memory: {momentary} for a moment takes"),
+    )
+    return f"{words} {human_bytes(size)} of the {human_bytes(load.memory)} of stage {stage}"
+
+
+def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequence[str]) -> str:
+    """Of the nodes that cannot be separated and fit nowhere, even alone, those that need most; or nothing."""
+    search = CutSearch(chain, sites)
+    stages = list({site: j for j, site in enumerate(sites)}.values())
+    largest, found = 0.0, ""
+    items = [place for place in range(len(chain)) if place not in chain.forbidden_cuts]
+    for start, end in pairwise([*items, len(chain)]):
+        needs = [(search.memory(j, start, end), sites[j].memory) for j in stages]
+        least = min(need for need, _ in needs)
+        if least > largest and all(limit is not None and need > limit for need, limit in needs):
+            largest = least
+            alone = (
+                _node_label(start, names)
+                if end == start + 1
+                else f"{_node_label(start, names)} to {_node_label(end - 1, names)}"
+            )
+            found = f"{alone} alone needs {human_bytes(largest)}, more than any stage may take"
+    return found
+
+
+def _largest_working_label(chain: Chain, names: Sequence[str], places: tuple[int, int]) -> str:
+    return _node_label(max(range(*places), key=lambda place: chain.working[place] if chain.working else 0.0), names)
+
+
+def _node_label(place: int, names: Sequence[str]) -> str:
+    return f"node {names[place]!r}" if names else f"the node at place {place}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimalCut:
     """The cut with the least bottleneck. Prints a line for each stage."""
 
     starts: tuple[int, ...]  # the place of the first node of each stage; starts[0] == 0
@@ -59,7 +244,7 @@ class Optimal:
 
     @property
     def bottleneck(self) -> float:
-        """The largest `seconds` of a stage."""
+        """The largest `seconds_cell` of a stage."""
         return max(load.seconds for load in self.loads)
 
     def __str__(self) -> str:
@@ -79,12 +264,12 @@ class Optimal:
 
 def optimal_partition(
     chain: Chain,
-    sites: Sequence[Site],
+    sites: Sequence[StageSite],
     *,
     names: Sequence[str] = (),
-    remedies: Iterable[Iterable[Trial]] = (),
+    remedies: Iterable[Iterable[RemedyTrial]] = (),
     explains: bool = True,
-) -> Optimal:
+) -> OptimalCut:
     """Cuts a chain into as many stages as there are sites; see the module's text for what is the best cut.
 
         >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
@@ -97,29 +282,29 @@ def optimal_partition(
         chain: at least one node.
         sites: one for each stage, in order.
         names: of the nodes, for errors; or none.
-        remedies: what is tried where no cut fits into memory, and offered if it would; see `shortage.py`.
+        remedies: what is tried where no cut fits into memory, and offered if it would; see `memory_limit_error.py`.
         explains: say why no cut fits, which takes several times as long as to find that none does.
 
     Raises:
         MemoryLimitError: no cut fits into memory.
         PartitionError: there is no such cut at all.
     """
-    search = Search(chain, sites)
+    search = CutSearch(chain, sites)
     limit = search.least_bottleneck()
     if limit is None:
-        if not Search(chain, [replace(site, memory=None) for site in sites]).fits():
+        if not CutSearch(chain, [replace(site, memory=None) for site in sites]).fits():
             raise PartitionError(_why_no_cut(chain, len(sites), names))
         if not explains:
-            raise MemoryLimitError(no_cut_fits(len(sites)))
-        raise shortage(chain, sites, names, remedies)
+            raise MemoryLimitError(no_cut_fits_message(len(sites)))
+        raise memory_limit_error(chain, sites, names, remedies)
     starts, recompute = search.cut(limit)
-    return Optimal(starts, recompute, stage_loads(chain, sites, starts, recompute))
+    return OptimalCut(starts, recompute, stage_loads(chain, sites, starts, recompute))
 
 
 def _why_no_cut(chain: Chain, stages: int, names: Sequence[str]) -> str:
-    nodes = Nodes(chain.forward[0], tuple(names), (), chain.forbidden)
+    nodes = NodeSequence(chain.forward[0], tuple(names), (), chain.forbidden_cuts)
     if stages > len(nodes.items()):
-        return nodes.why_not_so_many(stages)
+        return nodes.too_many_stages_message(stages)
     return (
         f"no cut into {stages} stages puts every node into a stage where it may be: of what is pinned, some is out of "
         "order, leaves a stage without nodes, or hangs together with what is pinned elsewhere"

@@ -21,22 +21,23 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from fxpipe.errors import PartitionError
-from fxpipe.partitioning.by_hand import find, unknown
-from fxpipe.partitioning.nodes import Nodes
+from fxpipe.partitioning.manual_cuts import NodeSequence, places_of_name, unknown_name_message
 
-MOST_WAYS = 16  # to be compared
+MAX_WAYS = 16  # to be compared
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class PinnedPlacement:
     """What pins come to."""
 
     placement: tuple[int, ...]  # by stage: the device
-    low: tuple[int, ...]  # by place: the first stage that may have the node
-    high: tuple[int, ...]  # by place: the last one
+    first_stages: tuple[int, ...]  # by place: the first stage that may have the node
+    last_stages: tuple[int, ...]  # by place: the last one
 
 
-def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> tuple[Pinned, ...]:
+def placements_for_pins(
+    pins: Mapping[str, int], placement: Sequence[int], nodes: NodeSequence
+) -> tuple[PinnedPlacement, ...]:
     """The ways to satisfy `pins` (name of a node, or path of a module -> device), those with the fewest stages first.
 
     There are several where a pinned node can go into a stage that is there or into one more. A module's pin holds for
@@ -47,15 +48,15 @@ def pinned(pins: Mapping[str, int], placement: Sequence[int], nodes: Nodes) -> t
     """
     device_of: dict[int, int] = {}
     for name in sorted(pins, key=len):  # longer paths are further inside, and come later
-        places = find(name, nodes) if name else list(range(len(nodes.costs)))
+        places = places_of_name(name, nodes) if name else list(range(len(nodes.costs)))
         is_elsewhere = name in nodes.inside and pins.get(nodes.inside[name]) != pins[name]
         if not places and (is_elsewhere or not (name in nodes.inside or name in nodes.empty)):
-            raise PartitionError(unknown(name, nodes))
+            raise PartitionError(unknown_name_message(name, nodes))
         device_of |= dict.fromkeys(places, pins[name])
-    ways = [_Way(_first_placement(device_of, placement, len(nodes.costs)), ())]
+    ways = [_StagesForPins(_first_placement(device_of, placement, len(nodes.costs)), ())]
     for place, device in sorted(device_of.items()):
-        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MOST_WAYS]
-    found = (_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
+        ways = [longer for way in ways for longer in way.with_pin(place, device)][:MAX_WAYS]
+    found = (_stage_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
     possible = tuple(way for way in found if _leaves_a_node_for_each(way))
     if not possible:
         raise PartitionError(
@@ -78,40 +79,40 @@ def _first_placement(device_of: Mapping[int, int], placement: Sequence[int], n: 
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _StagesForPins:
     """Stages for the first pinned places."""
 
     placement: tuple[int, ...]
     spans: tuple[tuple[int, int, int], ...]  # (place, first stage, last stage), ascending; the stages are on one device
 
-    def with_pin(self, place: int, device: int) -> list[_Way]:
+    def with_pin(self, place: int, device: int) -> list[_StagesForPins]:
         before, first, last = self.spans[-1] if self.spans else (-2, 0, 0)
         if before == place - 1 and self.placement[first] == device:
-            return [_Way(self.placement, (*self.spans, (place, first, last)))]  # it goes on as it was
+            return [_StagesForPins(self.placement, (*self.spans, (place, first, last)))]  # it goes on as it was
         ways = []
         for _, run in groupby(range(len(self.placement)), self.placement.__getitem__):
             stages = [stage for stage in run if self.placement[stage] == device and stage >= first]
             if stages:  # neighbours on one device: which of them has it is for the solver
-                ways.append(_Way(self.placement, (*self.spans, (place, stages[0], stages[-1]))))
+                ways.append(_StagesForPins(self.placement, (*self.spans, (place, stages[0], stages[-1]))))
         if self.placement[-1] != device:
             stage = len(self.placement)
-            ways.append(_Way((*self.placement, device), (*self.spans, (place, stage, stage))))
+            ways.append(_StagesForPins((*self.placement, device), (*self.spans, (place, stage, stage))))
         return ways
 
 
-def _bounds(way: _Way, n: int) -> Pinned:
+def _stage_bounds(way: _StagesForPins, n: int) -> PinnedPlacement:
     end = len(way.placement) - 1
     firsts = {place: first for place, first, _ in way.spans}
     lasts = {place: last for place, _, last in way.spans}
     low = accumulate((firsts.get(place, 0) for place in range(n)), max)
     high = accumulate((lasts.get(place, end) for place in reversed(range(n))), min)
-    return Pinned(way.placement, tuple(low), tuple(high)[::-1])
+    return PinnedPlacement(way.placement, tuple(low), tuple(high)[::-1])
 
 
-def _leaves_a_node_for_each(way: Pinned) -> bool:
+def _leaves_a_node_for_each(way: PinnedPlacement) -> bool:
     """Can every stage have a node: is there a walk through the places that enters each stage in turn?"""
     stage = -1
-    for low, high in zip(way.low, way.high, strict=True):
+    for low, high in zip(way.first_stages, way.last_stages, strict=True):
         stage = min(stage + 1, high)  # as early as can be
         if stage < low:
             return False

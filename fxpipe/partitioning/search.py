@@ -9,17 +9,16 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
-from fxpipe.partitioning.chain import Chain, Site
-from fxpipe.partitioning.loads import ways_to_run
-from fxpipe.partitioning.ranges import Bytes, Clock, Seconds, below, bits_of, places_of
+from fxpipe.partitioning.chain import Chain, StageSite, recompute_choices
+from fxpipe.partitioning.intervals import StageClock, StageClocks, StageMemory, bits_below, bits_of, places_of
 
 FIRST_STEP = 64  # the first limit above the lower bound is greater by this fraction
-NEAR = 1024  # the values between two limits are listed where these differ by this fraction
+NEAR_FRACTION = 1024  # the values between two limits are listed where these differ by this fraction
 
-Starts = list[int]  # for each stage the places where it can start, as bits
+StageStarts = list[int]  # for each stage the places where it can start, as bits
 
 
-class Room:
+class MemoryReach:
     """How far the stages on one site go within its memory."""
 
     def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
@@ -50,10 +49,12 @@ class Room:
         return low
 
 
-class Options:
+class StageEnds:
     """What stages on sites that are alike may do: where they end, by their start."""
 
-    def __init__(self, clocks: Sequence[Clock | None], rooms: Sequence[Room | None], until: list[int]) -> None:
+    def __init__(
+        self, clocks: Sequence[StageClock | None], rooms: Sequence[MemoryReach | None], until: list[int]
+    ) -> None:
         self.plain, self.again = clocks  # without recomputation, and with it; None: not allowed
         self._plain_room, self._again_room = rooms  # None: no limit
         self._until = until  # by start, the first place from there on that such a stage may not have
@@ -77,8 +78,12 @@ class Options:
             self._limit, self._ends = limit, {}
         if start not in self._ends:
             plain, last = self.last_ends(start)
-            without = _in_time(self.plain, start, limit) & below(plain + 1) if plain > start else 0
-            with_it = _in_time(self.again, start, limit) & below(last + 1) & ~below(plain + 1) if last > plain else 0
+            without = _ends_in_time(self.plain, start, limit) & bits_below(plain + 1) if plain > start else 0
+            with_it = (
+                _ends_in_time(self.again, start, limit) & bits_below(last + 1) & ~bits_below(plain + 1)
+                if last > plain
+                else 0
+            )
             self._ends[start] = without, with_it
         return self._ends[start]
 
@@ -92,28 +97,28 @@ class Options:
         return None
 
 
-def _in_time(clock: Clock | None, start: int, limit: int | None) -> int:
+def _ends_in_time(clock: StageClock | None, start: int, limit: int | None) -> int:
     if clock is None:
         return 0
-    return ~below(start + 1) if limit is None else clock.ends(start, limit)
+    return ~bits_below(start + 1) if limit is None else clock.ends(start, limit)
 
 
-class Search:
+class CutSearch:
     """The tests of one chain on its sites."""
 
-    def __init__(self, chain: Chain, sites: Sequence[Site]) -> None:
+    def __init__(self, chain: Chain, sites: Sequence[StageSite]) -> None:
         self._sites = sites
         self._n = len(chain)
-        self._places = [place for place in range(1, self._n) if place not in chain.forbidden] + [self._n]
+        self._places = [place for place in range(1, self._n) if place not in chain.forbidden_cuts] + [self._n]
         self._all = bits_of(self._places)
-        self._seconds = Seconds(chain, sites, self._places)
-        self._bytes = Bytes(chain, sites) if any(site.memory is not None for site in sites) else None
-        self._bounded = bool(chain.low or chain.high)
-        self._until = _until(chain, len(sites))
+        self._seconds = StageClocks(chain, sites, self._places)
+        self._bytes = StageMemory(chain, sites) if any(site.memory is not None for site in sites) else None
+        self._bounded = bool(chain.first_stages or chain.last_stages)
+        self._until = _first_barred_places(chain, len(sites))
         self._work = [self._seconds.work(j, site.must_recompute) for j, site in enumerate(sites)]
         self._set_spare(0.0)
 
-    def with_spare(self, spare: float) -> Search:
+    def with_spare(self, spare: float) -> CutSearch:
         """The same, but every limited memory is this number of bytes larger."""
         other = copy.copy(self)
         other._set_spare(spare)
@@ -121,61 +126,61 @@ class Search:
 
     def _set_spare(self, spare: float) -> None:
         self._spare = spare
-        self._rooms: dict[tuple[float, int, int, float, bool], Room] = {}
-        self._known: dict[Hashable, Options] = {}
+        self._rooms: dict[tuple[float, int, int, float, bool], MemoryReach] = {}
+        self._known: dict[Hashable, StageEnds] = {}
         self._options = [self._options_of(j) for j in range(len(self._sites))]
 
-    def _options_of(self, j: int) -> Options:
+    def _options_of(self, j: int) -> StageEnds:
         site = self._sites[j]
-        ways = ways_to_run(site)
+        ways = recompute_choices(site)
         clocks = [self._seconds.clock(j, way) if way in ways else None for way in (False, True)]
         rooms = [self._room(site, way) if way in ways else None for way in (False, True)]
         key = (*clocks, *rooms, j if self._bounded else 0)
         if key not in self._known:
-            self._known[key] = Options(clocks, rooms, self._until[j])
+            self._known[key] = StageEnds(clocks, rooms, self._until[j])
         return self._known[key]
 
-    def _room(self, site: Site, recompute: bool) -> Room | None:
+    def _room(self, site: StageSite, recompute: bool) -> MemoryReach | None:
         if self._bytes is None or site.memory is None or site.memory == math.inf:
             return None
         key = (site.memory, site.in_flight, site.recomputed, site.state, recompute)
         if key not in self._rooms:
             memory = functools.partial(self._bytes.memory, site, recompute)
-            self._rooms[key] = Room(memory, self._bytes.exact(site.memory, self._spare), self._n)
+            self._rooms[key] = MemoryReach(memory, self._bytes.exact(site.memory, self._spare), self._n)
         return self._rooms[key]
 
     def fits(self) -> bool:
         """Whether there is a cut within memory, however long it takes."""
-        return self.can_keep(None)
+        return self.fits_limit(None)
 
     def memory(self, stage: int, start: int, end: int) -> float:
         """The bytes of a stage in the way in which they are the fewest; there must be a limit on some site."""
         assert self._bytes is not None
         site = self._sites[stage]
-        return min(self._bytes.memory(site, way, start, end) for way in ways_to_run(site)) / self._bytes.unit
+        return min(self._bytes.memory(site, way, start, end) for way in recompute_choices(site)) / self._bytes.unit
 
     def least_bottleneck(self) -> int | None:
-        """The least limit that a cut can keep, in the unit of `seconds`; None if none fits into memory."""
+        """The least limit that a cut can keep, in the unit of `seconds_cell`; None if none fits into memory."""
         low = self._lower_bound()
-        if self.can_keep(low):
+        if self.fits_limit(low):
             return low
         if (self._bytes is not None or self._bounded or len(self._places) < len(self._sites)) and not self.fits():
             return None
         step = max(1, low // FIRST_STEP)
         high = low + step
-        while not self.can_keep(high):
+        while not self.fits_limit(high):
             low, step = high, 2 * step
             high = low + step
-        while high - low > max(1, low // NEAR):
+        while high - low > max(1, low // NEAR_FRACTION):
             middle = (low + high) // 2
-            if self.can_keep(middle):
+            if self.fits_limit(middle):
                 high = middle
             else:
                 low = middle
         values = self._values_between(low, high)
-        return values[bisect_left(values, True, hi=len(values) - 1, key=self.can_keep)]
+        return values[bisect_left(values, True, hi=len(values) - 1, key=self.fits_limit)]
 
-    def can_keep(self, limit: int | None) -> bool:
+    def fits_limit(self, limit: int | None) -> bool:
         """Whether there is a cut within memory and this limit; None: within memory."""
         return self._finds_even_cut(limit) or self.reach(limit) is not None
 
@@ -196,10 +201,10 @@ class Search:
             recompute.append(again_here)
         return tuple(cut), tuple(recompute)
 
-    def reach(self, limit: int | None) -> Starts | None:
+    def reach(self, limit: int | None) -> StageStarts | None:
         """Where each stage can start if all before it keep the limit; None if the stages cannot reach the end."""
         allowed = self._allowed(limit)
-        starts: Starts = []
+        starts: StageStarts = []
         found = 1
         for options, following in zip(self._options, [*allowed[1:], 0], strict=True):
             starts.append(found & allowed[len(starts)])
@@ -212,12 +217,12 @@ class Search:
             found &= following
         return starts if starts[-1] else None
 
-    def _allowed(self, limit: int | None) -> Starts:
+    def _allowed(self, limit: int | None) -> StageStarts:
         """Where each stage can start by computation alone; the last one exactly."""
         windows = self._windows(limit)
         if windows is None:
             return [0] * len(self._sites)
-        allowed = [(self._all | 1) & below(last + 1) & ~below(first) for first, last in windows]
+        allowed = [(self._all | 1) & bits_below(last + 1) & ~bits_below(first) for first, last in windows]
         allowed[-1] = bits_of(start for start in places_of(allowed[-1]) if self._may_be_last(start, limit))
         return allowed if allowed[-1] else [0] * len(allowed)
 
@@ -237,7 +242,7 @@ class Search:
             work = self._work[j]
             share = (work[-1] - work[start]) // (len(self._sites) - j)
             target = bisect_left(work, work[start] + share)
-            before, behind = ends & below(target + 1), ends >> target << target
+            before, behind = ends & bits_below(target + 1), ends >> target << target
             start = before.bit_length() - 1 if before else (behind & -behind).bit_length() - 1
         return bool(allowed[-1] >> start & 1)
 
@@ -284,9 +289,9 @@ class Search:
         """The seconds that a stage may have in a cut that keeps `high`, if they are more than `low`."""
         windows = self._windows(high)
         assert windows is not None
-        by_clock: Counter[Clock] = Counter()
+        by_clock: Counter[StageClock] = Counter()
         for options, (first, last) in zip(self._options, windows, strict=True):
-            bits = (self._all | 1) & below(last + 1) & ~below(first)
+            bits = (self._all | 1) & bits_below(last + 1) & ~bits_below(first)
             for clock in (options.plain, options.again):
                 if clock is not None:
                     by_clock[clock] |= bits
@@ -299,7 +304,7 @@ class Search:
             }
         )
 
-    def _fewest(self, starts: Starts, limit: int | None) -> list[dict[int, int]]:
+    def _fewest(self, starts: StageStarts, limit: int | None) -> list[dict[int, int]]:
         """For each stage and number of stages from there on that recompute: the starts for which it is the fewest."""
         rows: list[dict[int, int]] = [{0: 1 << self._n}]
         for j in reversed(range(len(self._sites))):
@@ -323,15 +328,15 @@ class Search:
         return max(seconds, mean), seconds, end
 
 
-def _until(chain: Chain, stages: int) -> list[list[int]]:
+def _first_barred_places(chain: Chain, stages: int) -> list[list[int]]:
     """For each stage and start the first place from there on that the stage may not have."""
-    n, required = len(chain), frozenset(chain.required)
+    n, required = len(chain), frozenset(chain.required_cuts)
     behind = [n] * (n + 1)  # of each start: the first place that a required cut separates from it
     for place in reversed(range(n)):
         behind[place] = place + 1 if place + 1 in required else behind[place + 1]
-    if not (chain.low or chain.high):
+    if not (chain.first_stages or chain.last_stages):
         return [behind] * stages
-    low, high = chain.low or (0,) * n, chain.high or (stages - 1,) * n
+    low, high = chain.first_stages or (0,) * n, chain.last_stages or (stages - 1,) * n
     rows = []
     for j in range(stages):
         row = [n]

@@ -5,20 +5,30 @@ The first two look at the model and take seconds (`studying`), the others look a
 checkpoint modes and balances.
 """
 
-from fxpipe.planning.beside import prepare_beside
 from fxpipe.planning.entry import plan, prepare
-from fxpipe.planning.preparing import Prepared, planned, prepared
-from fxpipe.planning.studying import Studied, is_the_model, studied_again, study
+from fxpipe.planning.passes import (
+    PreparedGraph,
+    ProfiledModel,
+    holds_for_chunks,
+    prepare_additional_graph,
+    prepare_cut,
+    prepare_profiled,
+    profile_again,
+    trace_and_profile,
+)
 
 __all__ = [
-    "Prepared",
-    "Studied",
-    "is_the_model",
+    "PreparedGraph",
+    "ProfiledModel",
+    "holds_for_chunks",
     "plan",
-    "planned",
     "prepare",
-    "prepare_beside",
-    "prepared",
-    "studied_again",
-    "study",
+    "prepare_additional_graph",
+    "prepare_cut",
+    "prepare_profiled",
+    "profile_again",
+    "trace_and_profile",
 ]
+
+
+# -- Deciding: what was traced and profiled becomes a cut, and the plan that describes it ----------------------------

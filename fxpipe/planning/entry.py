@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
-from fxpipe.planning.preparing import Prepared, as_planned, planned
-from fxpipe.planning.studying import study, traced_batch
+from fxpipe.planning.passes import PreparedGraph, prepare_given_plan, prepare_profiled, trace_and_profile, trace_batch
 from fxpipe.plans import Plan
-from fxpipe.turns import planning
+from fxpipe.utils.locks import planning_block
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,12 +17,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from fxpipe.config.pipeline_options import PipelineOptions, Settings
     from fxpipe.hardware import Hardware
-    from fxpipe.options import Options
     from fxpipe.profiling import Profile
     from fxpipe.scheduling import ScheduleLike
-    from fxpipe.settings import Settings
-    from fxpipe.tracing.ways import Tracer
+    from fxpipe.tracing.strategies import TracerOption
 
 
 def plan(
@@ -44,7 +42,7 @@ def plan(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
-    tracer: Tracer = "auto",
+    tracer: TracerOption = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
@@ -74,13 +72,12 @@ def plan(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.
         Exception: what the model itself raises on the inputs, with a note.
     """
-    from fxpipe.options import Options
-    from fxpipe.progress import showing
-    from fxpipe.settings import make_settings
+    from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+    from fxpipe.utils.progress import show_progress
 
-    options = Options.among(locals())
+    options = PipelineOptions.among(locals())
     if devices is None and stages is not None:
-        options = replace(options, devices=_devices_for(stages, options))
+        options = replace(options, devices=_planned_devices(stages, options))
     settings = make_settings(options, anywhere=hardware is not None)
     if stages is not None and stages != len(settings.placement):
         each = len(settings.placement) // len(settings.workers)
@@ -89,26 +86,25 @@ def plan(
             f"stages={stages}, but devices has {len(settings.workers)} entries{shared}; give as many, or leave stages "
             "out"
         )
-    with showing(settings.progress):
+    with show_progress(settings.progress):
         return prepare(model, example_args, example_kwargs or {}, settings).plan
 
 
-def _devices_for(stages: int, options: Options) -> list[str]:
+def _planned_devices(stages: int, options: PipelineOptions) -> list[str]:
     """One for each worker that so many stages take: GPUs where they are planned for such, else the CPU."""
-    from fxpipe.arguments import parse_given_hardware, parse_stages_per_device
-    from fxpipe.options import AUTO
-    from fxpipe.placing import parse_schedule_to_train, workers_for
-    from fxpipe.settings import USUAL_SCHEDULE
+    from fxpipe.config.parse import parse_hardware_option, parse_stages_per_device
+    from fxpipe.config.pipeline_options import AUTO, DEFAULT_SCHEDULE
+    from fxpipe.config.stage_placement import parse_training_schedule, worker_count_for
 
-    per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_given_hardware(options.hardware)
+    per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
         raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
     is_gpu = hardware is not None and hardware.within is not None
-    order = parse_schedule_to_train(USUAL_SCHEDULE if options.schedule == AUTO else options.schedule)
-    return [f"cuda:{k}" if is_gpu else "cpu" for k in range(workers_for(stages, order, per_device))]
+    order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
+    return [f"cuda:{k}" if is_gpu else "cpu" for k in range(worker_count_for(stages, order, per_device))]
 
 
-@planning()
+@planning_block()
 def prepare(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -116,32 +112,32 @@ def prepare(
     settings: Settings,
     given: Plan | None = None,
     seed: int = 0,
-) -> Prepared:
+) -> PreparedGraph:
     """All passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
 
     `seed` is that of the numbers that forward draws and reads.
     """
-    from fxpipe.tracing.modes import in_mode
-    from fxpipe.tracing.placement import moved, on_one_device
-    from fxpipe.tracing.source import warn_user
-    from fxpipe.tracing.ways import limits_of_balance
+    from fxpipe.tracing.cache_key import in_mode
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.source_lines import warn_user
+    from fxpipe.tracing.strategies import imbalance_warnings
 
     if given is None:
-        studied = study(model, args, kwargs, settings, seed)
+        studied = trace_and_profile(model, args, kwargs, settings, seed)
         if len(settings.workers) > 1:
-            for limit in limits_of_balance(studied.traced):
+            for limit in imbalance_warnings(studied.traced):
                 warn_user(limit)
         if settings.left:
-            from fxpipe.tuning.choosing import planned_best
+            from fxpipe.tuning.auto_options import prepare_best
 
-            return planned_best(studied, args, kwargs, settings)
-        return planned(studied, settings)
+            return prepare_best(studied, args, kwargs, settings)
+        return prepare_profiled(studied, settings)
     with on_one_device(model) as device, in_mode(model, given.evaluating):
-        args, kwargs = moved((args, kwargs), device)
-        traced, batch = traced_batch(model, args, kwargs, settings, seed)
+        args, kwargs = move_inputs((args, kwargs), device)
+        traced, batch = trace_batch(model, args, kwargs, settings, seed)
         if given.fingerprint != traced.fingerprint():
             raise ArgumentError(
                 f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        return as_planned(traced, given, batch, settings)
+        return prepare_given_plan(traced, given, batch, settings)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from fxpipe.plans.data import PlanData
-from fxpipe.plans.parts import Portal
+from fxpipe.plans.data import PlanData, Portal
 from fxpipe.simulation import simulate_schedule
 
 

@@ -22,21 +22,19 @@ from torch import fx
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import HARDWARE, Hardware, parse_hardware
-from fxpipe.profiling.costs import NodeCost, Profile, Seconds
-from fxpipe.profiling.counting import Counts, count
-from fxpipe.profiling.estimate import estimate
-from fxpipe.profiling.formulas import output_bytes, parameter_bytes
-from fxpipe.profiling.lines import line, other_sizes
-from fxpipe.profiling.measure import measure
-from fxpipe.profiling.operations import Ran, work_of
-from fxpipe.profiling.rounds import Measured, made_of
-from fxpipe.progress import showing
-from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.recording.fake import faked, is_faked, without_values
-from fxpipe.tracing.snapshot import undone
-from fxpipe.tracing.traced import Traced, lookup
-from fxpipe.trees import flatten
-from fxpipe.turns import one_at_a_time
+from fxpipe.profiling.flops import NodeOperations, work_of
+from fxpipe.profiling.formulas import fit_seconds, output_bytes, parameter_bytes, sizes_to_measure
+from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
+from fxpipe.profiling.node_timing import NodeTiming, dependents_of, measure
+from fxpipe.profiling.profile_data import NodeCost, Profile, Seconds
+from fxpipe.profiling.roofline import estimate
+from fxpipe.tracing.fake_tensors import is_faked, names_without_values, with_fake_tensors
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.progress import show_progress
+from fxpipe.utils.pytree import flatten
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
@@ -89,10 +87,15 @@ def profile(
     chosen = None if hardware is None else parse_hardware(hardware)
     given = _leaves(traced, args, {} if kwargs is None else kwargs)
     micro_batch = _micro_batch(traced, given, micro_batch)
-    others = other_sizes(traced, micro_batch, second)
-    # `undone`: hooks, and modules kept whole, run as they are.
-    with one_at_a_time, showing(progress), undone(traced.model), faked(traced.model, given) as leaves:
-        place = _device(traced, leaves) if device is None else _parsed(device)
+    others = sizes_to_measure(traced, micro_batch, second)
+    # `preserve_state`: hooks, and modules kept whole, run as they are.
+    with (
+        DISPATCH_MODE_LOCK,
+        show_progress(progress),
+        preserve_state(traced.model),
+        with_fake_tensors(traced.model, given) as leaves,
+    ):
+        place = _device_of_model(traced, leaves) if device is None else _parse_device(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
         if is_faked() and chosen is None:
             chosen = HARDWARE["a100-80gb"]
@@ -100,16 +103,16 @@ def profile(
             sizes = (micro_batch, *itertools.islice(others, 1))
             found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
-            with _threads(threads):
+            with _torch_threads(threads):
                 found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
-        ran = _ran(traced, effects, leaves, micro_batch, found, operations)
+        ran = _operations_by_size(traced, effects, leaves, micro_batch, found, operations)
     here = found[micro_batch]
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
-    growing = made_of(traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None])
+    growing = dependents_of(traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None])
 
-    def seconds(of: Callable[[Measured], float], node: fx.Node) -> Seconds:
-        return line({size: of(measured[node]) for size, measured in found.items()}, micro_batch, node in growing)
+    def seconds(of: Callable[[NodeTiming], float], node: fx.Node) -> Seconds:
+        return fit_seconds({size: of(measured[node]) for size, measured in found.items()}, micro_batch, node in growing)
 
     costs = []
     for node in here:
@@ -137,39 +140,39 @@ def profile(
     return Profile(tuple(costs), micro_batch, traced.batch, str(place), name, counts.saved, traced.fingerprint())
 
 
-def _ran(
+def _operations_by_size(
     traced: Traced,
     effects: Effects,
     leaves: Sequence[Any],
     micro_batch: int,
-    found: Mapping[int, Mapping[fx.Node, Measured]],
+    found: Mapping[int, Mapping[fx.Node, NodeTiming]],
     operations: bool,
-) -> dict[int, dict[fx.Node, Ran]] | None:
+) -> dict[int, dict[fx.Node, NodeOperations]] | None:
     """By number of samples, the operations of each node: as estimated or, where nodes were measured, as they would be.
 
     None where nodes were measured and `operations` is off, or the model runs on values only; for other hardware than it
     was measured on, nothing will be known of it.
     """
 
-    def noted(of: Mapping[int, Mapping[fx.Node, Measured]]) -> dict[int, dict[fx.Node, Ran]]:
+    def noted(of: Mapping[int, Mapping[fx.Node, NodeTiming]]) -> dict[int, dict[fx.Node, NodeOperations]]:
         return {size: {n: m.ran for n, m in nodes.items() if m.ran is not None} for size, nodes in of.items()}
 
     if any(m.ran is not None for m in found[micro_batch].values()) or not found[micro_batch]:
         return noted(found)
     if not operations:
         return None
-    sizes = (micro_batch, *itertools.islice(other_sizes(traced, micro_batch), 1))
-    with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
+    sizes = (micro_batch, *itertools.islice(sizes_to_measure(traced, micro_batch), 1))
+    with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
         return noted({size: estimate(traced, effects, fakes, size, HARDWARE["cpu"]) for size in sizes})
     return None
 
 
-def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> Counts:
+def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> GraphCounts:
     """`anywhere`: for hardware that is not here nothing has to run, where the model can do without values."""
     if anywhere and not is_faked():
-        with contextlib.suppress(Exception), faked(traced.model, leaves, always=True) as fakes:
-            return count(traced, effects, fakes, micro_batch)
-    return count(traced, effects, leaves, micro_batch)
+        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
+            return count_flops_and_bytes(traced, effects, fakes, micro_batch)
+    return count_flops_and_bytes(traced, effects, leaves, micro_batch)
 
 
 def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -200,8 +203,12 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     if size > given:
         raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
     # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
-    runs = traced.holds_at(size) or any(size in sizes for _, sizes in traced.accepted) or without_values(traced.model)
-    for read in () if runs else traced.batch_reads:
+    runs = (
+        traced.holds_at(size)
+        or any(size in sizes for _, sizes in traced.accepted_splits)
+        or names_without_values(traced.model)
+    )
+    for read in () if runs else traced.batch_conditions:
         if not read.holds(size):
             raise ArgumentError(
                 f"the graph does not hold for {size} samples: at {read.where} forward went on as if {read.condition} "
@@ -210,7 +217,7 @@ def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> i
     return size
 
 
-def _parsed(device: torch.device | str) -> torch.device:
+def _parse_device(device: torch.device | str) -> torch.device:
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError):
@@ -224,9 +231,9 @@ def _parsed(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _device(traced: Traced, leaves: Sequence[Any]) -> torch.device:
+def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
     """Where the model is; of a model without tensors, where its inputs are."""
-    own = (lookup(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
+    own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
     given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     for tensor in (*own, *given):
         return tensor.device
@@ -234,7 +241,7 @@ def _device(traced: Traced, leaves: Sequence[Any]) -> torch.device:
 
 
 @contextlib.contextmanager
-def _threads(number: int | None) -> Iterator[None]:
+def _torch_threads(number: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

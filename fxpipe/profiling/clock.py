@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fxpipe.autograd import has_no_way_back
+from fxpipe._torch.autograd import has_no_way_back
 
 _TICKS = 30  # for the median
 _LEAST_WAIT = 1e-4  # seconds; a clock of its own measures each part, and they differ by less than that
@@ -29,10 +29,10 @@ _NOT_BUSY = 10.0  # times as long off the core as on it: no machine is so busy i
 _SCHEDULED = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core and waiting for one, time slices
 
 
-Gradients = tuple[torch.Tensor | None, ...]
+BackwardGradients = tuple[torch.Tensor | None, ...]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -42,7 +42,7 @@ class Clock:
 
     mark: Callable[[], Any]  # a moment
     between: Callable[[Any, Any], float] = operator.sub  # seconds, of the later moment and the earlier one
-    settle: Callable[[], object] = _nothing  # returns when the device has done what it was given
+    settle: Callable[[], object] = _do_nothing  # returns when the device has done what it was given
     device: torch.device | None = None  # on which autograd is called to see what that costs; None: it costs nothing
     tick: float = 0.0  # seconds between two marks with nothing in between
     waited: Callable[[], float] = float  # seconds for which this thread has waited so far, but not for a core
@@ -51,14 +51,14 @@ class Clock:
     @classmethod
     def on(cls, device: torch.device) -> Clock:
         if device.type == "cuda":
-            clock = _of_events(device)
+            clock = _cuda_event_clock(device)
         elif torch.get_num_threads() > 1:
             clock = cls(time.perf_counter, device=device)
         elif _SCHEDULED.exists():
-            clock = cls(time.thread_time, device=device, waited=_without_work)
+            clock = cls(time.thread_time, device=device, waited=_seconds_without_work)
         else:
-            clock = cls(time.thread_time, device=device, waited=_off_core, share=_NOT_BUSY)
-        found = [clock.seconds(_nothing)[0] for _ in range(_TICKS)]
+            clock = cls(time.thread_time, device=device, waited=_seconds_off_core, share=_NOT_BUSY)
+        found = [clock.seconds(_do_nothing)[0] for _ in range(_TICKS)]
         clock.tick = median(found)
         return clock
 
@@ -80,7 +80,7 @@ class Clock:
         gradients: Sequence[torch.Tensor],
         totals: Sequence[torch.Tensor | None],
         keeps_graph: bool = False,
-    ) -> tuple[float, Gradients]:
+    ) -> tuple[float, BackwardGradients]:
         """How long it takes to go back from `ends` to `starts`, within a backward that goes on; and what comes there.
 
         To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
@@ -95,7 +95,7 @@ class Clock:
             return 0.0, ()
         by_itself = self._overhead(len(ends), len(starts))
         try:
-            seconds, found = self.seconds(_go_back, ends, starts, gradients, totals, keeps_graph)
+            seconds, found = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
         except RuntimeError as error:
             if not has_no_way_back(error):
                 raise
@@ -108,16 +108,16 @@ class Clock:
             return 0.0
         tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]
         ones = [torch.ones_like(t) for t in tensors[:ends]]
-        return self.seconds(_go_back, tensors[:ends], tensors[:starts], ones, ())[0]
+        return self.seconds(_run_backward, tensors[:ends], tensors[:starts], ones, ())[0]
 
 
-def _go_back(
+def _run_backward(
     ends: Sequence[torch.Tensor],
     starts: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     totals: Sequence[torch.Tensor | None],
     keeps_graph: bool = False,
-) -> Gradients:
+) -> BackwardGradients:
     found = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
     for gradient, total in zip(found, totals, strict=False):
         if total is not None and gradient is not None:
@@ -125,16 +125,16 @@ def _go_back(
     return found
 
 
-def _off_core() -> float:
+def _seconds_off_core() -> float:
     return time.perf_counter() - time.thread_time()
 
 
-def _without_work() -> float:
+def _seconds_without_work() -> float:
     """Seconds for which this thread has neither run nor waited for a core."""
-    return _off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
+    return _seconds_off_core() - int(_SCHEDULED.read_bytes().split()[1]) / 1e9
 
 
-def _of_events(device: torch.device) -> Clock:
+def _cuda_event_clock(device: torch.device) -> Clock:
     def mark() -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))

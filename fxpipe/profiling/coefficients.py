@@ -31,18 +31,18 @@ _ROUNDED_UP = ("ceiling", "CeilToInt")
 _REMAINDER = ("Mod", "PythonMod")
 
 
-def coefficients(expression: sympy.Expr, batch: sympy.Symbol) -> tuple[int | Fraction, ...]:
+def coefficients_of(expression: sympy.Expr, batch: sympy.Symbol) -> tuple[int | Fraction, ...]:
     """The coefficients of a formula, or of a polynomial that bounds it from above.
 
     Raises:
         ArgumentError: nothing is known that bounds it, or it is too large to be a size.
     """
     try:
-        bound = _bound(sympy.sympify(expression), batch, above=True)
+        bound = _polynomial_bound(sympy.sympify(expression), batch, above=True)
         polynomial = sympy.Poly(bound, batch)
         if polynomial.degree() > MAX_DEGREE:
             raise _NoBound
-        found = [_number(c) for c in reversed(polynomial.all_coeffs())]
+        found = [_exact_number(c) for c in reversed(polynomial.all_coeffs())]
     except (_NoBound, sympy.SympifyError, sympy.PolynomialError):
         raise ArgumentError(
             f"the formula {expression} is no polynomial in {batch}, nor is one known that bounds it: it cannot be saved"
@@ -52,29 +52,29 @@ def coefficients(expression: sympy.Expr, batch: sympy.Symbol) -> tuple[int | Fra
     return tuple(found)
 
 
-def formula(coefficients: Sequence[int | Fraction], batch: sympy.Symbol) -> sympy.Expr:
+def formula_of(coefficients: Sequence[int | Fraction], batch: sympy.Symbol) -> sympy.Expr:
     """The polynomial with these coefficients, from the constant upwards."""
     numbers = (sympy.Rational(c.numerator, c.denominator) for c in coefficients)
     return sympy.Add(*(number * batch**power for power, number in enumerate(numbers)))
 
 
-def as_json(coefficients: Sequence[int | Fraction]) -> list[int | str]:
+def coefficients_to_json(coefficients: Sequence[int | Fraction]) -> list[int | str]:
     """Numbers that JSON keeps as they are: a fraction as text."""
     return [c if isinstance(c, int) else f"{c.numerator}/{c.denominator}" for c in coefficients]
 
 
-def from_json(values: Any) -> tuple[int | Fraction, ...]:
-    """What `as_json` made.
+def coefficients_from_json(values: Any) -> tuple[int | Fraction, ...]:
+    """What `coefficients_to_json` made.
 
     Raises:
         ArgumentError: it made nothing of the kind.
     """
     if not isinstance(values, list) or len(values) > MAX_DEGREE + 1:
         raise ArgumentError(f"expected a list of at most {MAX_DEGREE + 1} coefficients, got {_short(values)}")
-    return tuple(map(_from_json, values))
+    return tuple(map(_coefficient_from_json, values))
 
 
-def _from_json(value: Any) -> int | Fraction:
+def _coefficient_from_json(value: Any) -> int | Fraction:
     if type(value) is int and abs(value) < 10**MAX_DIGITS:
         return value
     if isinstance(value, str) and _FRACTION.fullmatch(value):
@@ -95,7 +95,7 @@ class _NoBound(Exception):
     pass
 
 
-def _number(coefficient: sympy.Expr) -> int | Fraction:
+def _exact_number(coefficient: sympy.Expr) -> int | Fraction:
     if isinstance(coefficient, sympy.Float) and coefficient.is_finite:
         found = Fraction(float(coefficient))
     elif isinstance(coefficient, sympy.Rational):
@@ -107,42 +107,42 @@ def _number(coefficient: sympy.Expr) -> int | Fraction:
     return int(found) if found.denominator == 1 else found
 
 
-def _bound(expression: sympy.Expr, batch: sympy.Symbol, above: bool) -> sympy.Expr:
+def _polynomial_bound(expression: sympy.Expr, batch: sympy.Symbol, above: bool) -> sympy.Expr:
     """A polynomial that is nowhere less (`above`) or nowhere more than the expression, for all `batch` >= 1."""
     if expression.is_polynomial(batch):
         return expression
     if isinstance(expression, sympy.Add):
-        return sympy.Add(*(_bound(a, batch, above) for a in expression.args))
+        return sympy.Add(*(_polynomial_bound(a, batch, above) for a in expression.args))
     if isinstance(expression, sympy.Mul):
         number, rest = expression.as_coeff_Mul()
         if number != 1:
-            return number * _bound(rest, batch, above == (number > 0))
+            return number * _polynomial_bound(rest, batch, above == (number > 0))
         _all_at_least_zero(expression.args)
-        return sympy.Mul(*(_bound(a, batch, above) for a in expression.args)) if above else sympy.Integer(0)
+        return sympy.Mul(*(_polynomial_bound(a, batch, above) for a in expression.args)) if above else sympy.Integer(0)
     if isinstance(expression, sympy.Pow) and expression.exp.is_Integer and expression.exp > 0:
         _all_at_least_zero((expression.base,))
-        return _bound(expression.base, batch, above) ** expression.exp if above else sympy.Integer(0)
+        return _polynomial_bound(expression.base, batch, above) ** expression.exp if above else sympy.Integer(0)
     return _bound_of_function(expression, batch, above)
 
 
 def _bound_of_function(expression: sympy.Expr, batch: sympy.Symbol, above: bool) -> sympy.Expr:
     kind, args = type(expression).__name__, expression.args
     if kind in _ROUNDED and args[1].is_number and args[1] > 0:
-        return _bound(args[0], batch, above) / args[1] - (0 if above else 1)
+        return _polynomial_bound(args[0], batch, above) / args[1] - (0 if above else 1)
     if kind in _ROUNDED_DOWN:
-        return _bound(args[0], batch, above) - (0 if above else 1)
+        return _polynomial_bound(args[0], batch, above) - (0 if above else 1)
     if kind in _ROUNDED_UP:
-        return _bound(args[0], batch, above) + (1 if above else 0)
+        return _polynomial_bound(args[0], batch, above) + (1 if above else 0)
     if kind in _REMAINDER and args[1].is_number and args[1] > 0:
         return args[1] if above else sympy.Integer(0)
     if kind == "Max":
         if not above:
-            return _bound(args[0], batch, above)
+            return _polynomial_bound(args[0], batch, above)
         _all_at_least_zero(args)
-        return sympy.Add(*(_bound(a, batch, above) for a in args))
+        return sympy.Add(*(_polynomial_bound(a, batch, above) for a in args))
     if kind == "Min":
         if above:
-            return _bound(args[0], batch, above)
+            return _polynomial_bound(args[0], batch, above)
         _all_at_least_zero(args)
         return sympy.Integer(0)
     raise _NoBound

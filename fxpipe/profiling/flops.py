@@ -6,34 +6,41 @@ activations) counts nothing. Most formulas are those of `torch.utils.flop_counte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
-aten = torch.ops.aten
+from fxpipe.hardware import NodeWork, Operation
+from fxpipe.profiling.formulas import fit_polynomial as through
+from fxpipe.utils.polynomial import Polynomial, polynomial_of
+
+_aten = torch.ops.aten
 
 _SAME_WORK = {  # operations without a formula -> those that have it
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
 
 
-def flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     """Of the operations that do the work; 0 for all others."""
     packet = getattr(func, "overloadpacket", func)
     name = str(getattr(packet, "__name__", ""))
     if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")):
-        once = _recurrent(name, args)
+        once = _recurrent_flops(name, args)
         return 2 * once if name.endswith("backward") else once
-    if name in _PRODUCTS:
-        return int(_PRODUCTS[name](args))
+    if name in _PRODUCT_FLOPS:
+        return int(_PRODUCT_FLOPS[name](args))
     formula = flop_registry.get(_SAME_WORK.get(packet, packet))
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
 
-def _recurrent(name: str, args: Sequence[Any]) -> int:
+def _recurrent_flops(name: str, args: Sequence[Any]) -> int:
     """Each weight meets each step of each sequence."""
     weights = args[1:3] if name.startswith("mkldnn") else [w for w in args[1] if w.dim() > 1]
     rows = args[0].numel() // args[0].shape[-1]
@@ -41,7 +48,7 @@ def _recurrent(name: str, args: Sequence[Any]) -> int:
 
 
 # Products with vectors, and sums of products: by the operation's own arguments.
-_PRODUCTS = {
+_PRODUCT_FLOPS = {
     "mv": lambda args: 2 * args[0].numel(),
     "addmv": lambda args: 2 * args[1].numel(),
     "dot": lambda args: 2 * args[0].numel(),
@@ -50,3 +57,54 @@ _PRODUCTS = {
     "addbmm": lambda args: 2 * args[1].numel() * args[2].shape[-1],
     "_trilinear": lambda args: 2 * args[0].shape[0] * args[1].numel(),  # a bilinear layer: weight [out, in, in]
 }
+
+
+# -- Operations as they ran for some batch sizes, and as formulas for every one --------------------------------------
+
+OperationCounts = tuple[str, int, int]  # the type in which it computes, its arithmetic, bytes moved
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOperations:
+    """What one node ran; as `NodeWork`, at one size."""
+
+    forward: tuple[OperationCounts, ...] = ()
+    backward: tuple[OperationCounts, ...] = ()
+    to_inputs: tuple[OperationCounts, ...] = ()
+
+
+def work_of(found: Mapping[int, NodeOperations], samples: int) -> NodeWork:
+    """From what ran for several numbers of samples; right in any case for `samples`.
+
+    A number for which other operations ran is left out; what is known for one number only grows with the batch.
+    """
+    return _work_of(tuple(found.items()), samples)
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of(found: tuple[tuple[int, NodeOperations], ...], samples: int) -> NodeWork:
+    here = dict(found)[samples]
+
+    def operations(which: str) -> tuple[Operation, ...]:
+        wanted = [dtype for dtype, _, _ in getattr(here, which)]
+        rows = {size: getattr(ran, which) for size, ran in found}
+        alike = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
+        return tuple(
+            Operation(
+                dtype, *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in alike.items()), samples) for i in (1, 2))
+            )
+            for k, dtype in enumerate(wanted)
+        )
+
+    return NodeWork(*(operations(field.name) for field in fields(NodeOperations)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _fit_to_polynomial(counted: tuple[tuple[int, int], ...], samples: int) -> Polynomial:
+    found = through(counted)
+    if found is None or any(c < 0 for c in found):
+        found = (Fraction(0), Fraction(dict(counted)[samples], samples))
+    exact = polynomial_of(found)
+    if exact(samples) == dict(counted)[samples]:
+        return exact
+    return Polynomial((dict(counted)[samples],))  # a share of it that is no number of a file

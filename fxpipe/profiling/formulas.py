@@ -1,21 +1,23 @@
 """Formulas in the batch size: one trace answers for every micro-batch.
 
 Bytes of parameters and outputs follow from the shapes of the trace. What no shape tells is counted at a few sizes and
-fitted (`fitted`).
+fitted (`fit_counts`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import sympy
 from torch import fx
 
-from fxpipe.tracing.checking.effects import Effects
-from fxpipe.tracing.sizing.shapes import bytes_of
+from fxpipe.profiling.profile_data import Seconds
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import Effects
+from fxpipe.tracing.verify.equivalence import holds_at_size
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
@@ -28,7 +30,7 @@ def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
     for node in traced.nodes:
         new = [n for n in node.all_input_nodes if n.op == "get_attr" and n not in counted]
         counted.update(new)
-        found[node] = sympy.Add(*map(_bytes, new))
+        found[node] = sympy.Add(*map(_node_bytes, new))
     return found
 
 
@@ -42,7 +44,7 @@ def output_bytes(
     """
     found = {}
     for node in traced.nodes:
-        made = sympy.Integer(0) if shares_memory(effects, node) else _bytes(node)
+        made = sympy.Integer(0) if shares_memory(effects, node) else _node_bytes(node)
         found[node] = -(-seen[node] // samples) * traced.batch if made.free_symbols - {traced.batch} else made
     return found
 
@@ -53,43 +55,45 @@ def shares_memory(effects: Effects, node: fx.Node) -> bool:
     return node in effects.same or (alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes})
 
 
-def _bytes(node: fx.Node) -> sympy.Expr:
-    return bytes_of(node.meta["shapes"])
+def _node_bytes(node: fx.Node) -> sympy.Expr:
+    return bytes_formula(node.meta["shapes"])
 
 
 # -- what was counted at some sizes ------------------------------------------------------------------------------------
 
-DEGREE = 2  # of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
+MAX_FIT_DEGREE = (
+    2  # of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
+)
 
 
 @functools.lru_cache(maxsize=4096)
-def fitted(counted: tuple[tuple[int, int], ...], samples: int, batch: sympy.Symbol) -> sympy.Expr:
+def fit_counts(counted: tuple[tuple[int, int], ...], samples: int, batch: sympy.Symbol) -> sympy.Expr:
     """The polynomial of least degree through what was counted, as pairs of (number of samples, count).
 
     One point more than it needs must lie on it, but for a line through two. Where there is none up to degree 2 (another
     kernel for another size, memory that is allotted in pages), the count for `samples` samples is taken to grow with
     the batch: right there, a guess elsewhere.
     """
-    coefficients = polynomial(counted)
+    coefficients = fit_polynomial(counted)
     if coefficients is None:
         coefficients = (Fraction(0), Fraction(dict(counted)[samples], samples))
     return sympy.Add(*(sympy.Rational(c.numerator, c.denominator) * batch**k for k, c in enumerate(coefficients)))
 
 
-def polynomial(counted: Sequence[tuple[int, int]]) -> tuple[Fraction, ...] | None:
+def fit_polynomial(counted: Sequence[tuple[int, int]]) -> tuple[Fraction, ...] | None:
     """Coefficients, that of degree 0 first; None where there is none that one may trust."""
     if len(counted) == 1:
         return (Fraction(0),) if counted[0][1] == 0 else None
-    for degree in range(DEGREE + 1):
+    for degree in range(MAX_FIT_DEGREE + 1):
         if len(counted) < degree + 2 and not (degree == 1 and len(counted) == 2):
             return None
-        found = _through(counted[: degree + 1])
+        found = _interpolate(counted[: degree + 1])
         if all(sum(c * size**k for k, c in enumerate(found)) == count for size, count in counted):
             return found
     return None
 
 
-def _through(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
+def _interpolate(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
     """Coefficients of the polynomial through so many points: Newton's divided differences, multiplied out."""
     sizes = [size for size, _ in points]
     divided = [Fraction(count) for _, count in points]
@@ -102,3 +106,40 @@ def _through(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
         found = [a - sizes[k] * b for a, b in zip(shifted, [*found, Fraction(0)], strict=True)]
         found[0] += divided[k]
     return tuple(found[: len(points)])
+
+
+# Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.
+#
+# seconds │            ╱● asked for         The line goes through what was found at the size that was asked for.
+#         │       ╱●                        Neither its fixed part nor that of a sample is negative: where noise, or a
+#   fixed ├──╱                              kernel that changes with the size, says so, the other one is all.
+#         └───────┴─────┴── samples
+
+
+def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None) -> Iterator[int]:
+    """Sizes besides `micro_batch` at which to measure for a line. One is enough: first `wanted`, then the best.
+
+    They are far enough from it that noise does not decide the slope, and smaller where they can be; but a single sample
+    takes other kernels than several do, so larger ones come before it: no larger than they must be, for they take long.
+    """
+    smaller = [micro_batch // 4, micro_batch // 2] if micro_batch >= 4 else [micro_batch - 1]
+    larger = micro_batch + max(1, micro_batch // 2)
+    good = (*(s for s in smaller if s > 1), larger, 2 * micro_batch, 1)
+    for size in dict.fromkeys(good if wanted is None else (wanted, *good)):
+        if size != micro_batch and holds_at_size(traced, size):
+            yield size
+
+
+def fit_seconds(found: Mapping[int, float], micro_batch: int, grows: bool = True) -> Seconds:
+    """The line through the seconds found at `micro_batch`, and nearest to those found at other sizes.
+
+    Where there are none, all is cost per sample, or fixed, as `grows` says: does the work grow with the batch at all?
+    """
+    here = found[micro_batch]
+    runs = {size - micro_batch: seconds - here for size, seconds in found.items() if size != micro_batch}
+    if runs:
+        slope = sum(run * rise for run, rise in runs.items()) / sum(run * run for run in runs)
+        slope = min(max(slope, 0.0), here / micro_batch)
+    else:
+        slope = here / micro_batch if grows else 0.0
+    return Seconds(max(0.0, here - slope * micro_batch), slope)

@@ -4,19 +4,28 @@
     program = split(traced, starts=(0, 12), devices=(cpu, cpu))
     print(program.stages[1].code)
 
-`ordered` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
-`choose_copies`, which values a stage had better compute for itself than receive; `split` does the work, with what is
-put into stages for random numbers (`functions`), batch norm (`deferring`) and recomputing (`forgetting`); `program` is
-the data that the runtime reads.
+`reorder_nodes` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
+`choose_rematerialization`, which values a stage had better compute for itself than receive; `split_into_stages` does
+the work, with what is put into stages for random numbers (`functions`), batch norm (`deferring`) and recomputing
+(`NoSavedTensors`); `program` is the data that the runtime reads.
 """
 
-from fxpipe.rewriting.copies import choose_copies
-from fxpipe.rewriting.cuts import forbidden_cuts
-from fxpipe.rewriting.ordering import ordered
-from fxpipe.rewriting.program import INPUT, Constant, Program, Received, Skip, Stage, sent_bytes
-from fxpipe.rewriting.stages import split
+from fxpipe.rewriting.build_stages import split_into_stages
+from fxpipe.rewriting.cut_points import forbidden_cuts
+from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Skip, Stage, sent_bytes
+from fxpipe.rewriting.rematerialize import choose_rematerialization
+from fxpipe.rewriting.reorder import reorder_nodes
 
 __all__ = [
-    "INPUT", "Constant", "Program", "Received", "Skip", "Stage", "choose_copies", "forbidden_cuts", "ordered",
-    "sent_bytes", "split",
-]  # fmt: skip
+    "PIPE_INPUT",
+    "ConstantOutput",
+    "Program",
+    "ReceivedValue",
+    "Skip",
+    "Stage",
+    "choose_rematerialization",
+    "forbidden_cuts",
+    "reorder_nodes",
+    "sent_bytes",
+    "split_into_stages",
+]

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fxpipe.rewriting.taps import Taps
+from fxpipe.rewriting.weight_gradients import StageTaps
 
-INPUT = -1  # as a source: the inputs of the pipe
+PIPE_INPUT = -1  # as a source: the inputs of the pipe
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedValue:
     """A value that a stage, or the loss, gets from elsewhere."""
 
     name: str
@@ -23,7 +23,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class SourceLocation:
     """Where a node comes from."""
 
     module: str  # dotted path
@@ -35,22 +35,28 @@ class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
     It returns the values of `sends`, then the new values of `assigns`, then what deferred batch norm has found: for
-    each of its nodes a tuple of `fxpipe.rewriting.deferring.Found`. Buffers named in `changes` are written in place:
-    give it copies, but for those in `tracks`.
+    each of its nodes a tuple of `fxpipe.rewriting.deferred_batch_norm.Found`. Buffers named in `changes` are written in
+    place: give it copies, but for those in `tracks`.
     """
 
     run: Callable[..., tuple[Any, ...]]
     attributes: tuple[str, ...]
-    receives: tuple[Received, ...]
+    receives: tuple[ReceivedValue, ...]
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
-    changes: tuple[str, ...]
-    tracks: tuple[str, ...]  # of those in `changes`: running statistics, which it leaves to the end of the step
+    changed_buffers: tuple[str, ...]
+    tracked_statistics: tuple[
+        str, ...
+    ]  # of those in `changes`: running statistics, which it leaves to the end of the step
     counters: tuple[str, ...]  # of those in `changes` and `assigns`: what counts mini-batches, not micro-batches
-    locations: dict[str, Location]  # by node name
+    locations: dict[str, SourceLocation]  # by node name
     code: str  # for people
-    weighed: frozenset[str] = frozenset()  # attributes whose gradients W computes; if any, `run` takes a `Tape` first
-    taps: Taps | None = None  # of a stage that will be compiled; `run` then takes taps in place of the `Tape`
+    split_parameters: frozenset[str] = (
+        frozenset()
+    )  # attributes whose gradients W computes; if any, `run` takes a `WeightGradientTape` first
+    taps: StageTaps | None = (
+        None  # of a stage that will be compiled; `run` then takes taps in place of the `WeightGradientTape`
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantOutput:
     """An output of the model that is the same for every step."""
 
     value: Any
@@ -75,13 +81,13 @@ class Program:
 
     stages: tuple[Stage, ...]
     inputs: tuple[str | None, ...]  # by input leaf: its name as a received value; None where it is no tensor
-    outputs: tuple[Received | Constant, ...]
+    outputs: tuple[ReceivedValue | ConstantOutput, ...]
     skips: tuple[Skip, ...]
     is_random: bool
     # By place among the input leaves, of those that forward writes to: what is in them after it.
-    written: Mapping[int, Received] = field(default_factory=dict)
+    written_inputs: Mapping[int, ReceivedValue] = field(default_factory=dict)
     # By name, of attributes that forward leaves for each sample: what they are set to.
-    left: Mapping[str, Received] = field(default_factory=dict)
+    left: Mapping[str, ReceivedValue] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n\n".join(stage.code for stage in self.stages)
@@ -89,4 +95,4 @@ class Program:
 
 def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
     """What stages send to each other for one micro-batch, by the bytes of each value; what goes to two counts twice."""
-    return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != INPUT)
+    return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)

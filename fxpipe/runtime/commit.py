@@ -19,25 +19,27 @@ and not for their own (torch warns that AccumulateGrad has another stream).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.variable import Variable
 
 from fxpipe.errors import StateError
 
-Gradients = list[torch.Tensor | None]
+GradientList = list[torch.Tensor | None]
 
 _CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
-    """`finish(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied."""
+    """`finish_process(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        finish: Callable[[Sequence[torch.Tensor | None]], Gradients],
+        finish: Callable[[Sequence[torch.Tensor | None]], GradientList],
         outputs: Sequence[torch.Tensor],
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
@@ -55,15 +57,15 @@ class Commit(torch.autograd.Function):
             )
         with torch.no_grad():
             found = finish(gradients)
-        return (None, None, *_handed_out(found))
+        return (None, None, *_take_gradients(found))
 
 
-class _Caught(torch.autograd.Function):
+class _GradientCatcher(torch.autograd.Function):
     """Outputs of a GPU; leaves their gradients in a list, for Commit, which comes next."""
 
     @staticmethod
     def forward(
-        ctx: Any, caught: Gradients, outputs: Sequence[torch.Tensor], root: torch.Tensor
+        ctx: Any, caught: GradientList, outputs: Sequence[torch.Tensor], root: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.caught = caught
         ctx.set_materialize_grads(False)
@@ -72,58 +74,59 @@ class _Caught(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         ctx.caught[:] = gradients
-        return None, None, _nothing_on(_CPU)
+        return None, None, _empty_tensor_on(_CPU)
 
 
-class _Handed(torch.autograd.Function):
+class _GradientHandout(torch.autograd.Function):
     """Hands out the gradients of `inputs`, all on one device, that Commit has left in a list."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Gradients, *inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gradients: GradientList, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.gradients = gradients
-        return _nothing_on(inputs[0].device)
+        return _empty_tensor_on(inputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, nothing: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *_handed_out(ctx.gradients))
+        return (None, *_take_gradients(ctx.gradients))
 
 
-def committed(
-    finish: Callable[[Sequence[torch.Tensor | None]], Gradients],
+def attach_commit(
+    finish: Callable[[Sequence[torch.Tensor | None]], GradientList],
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to `inputs`."""
+    """`outputs`, all on one device, in a graph whose backward calls `finish_process` and gives the result to
+    `inputs`."""
     if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
         made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)
         return made
-    caught: Gradients = []
-    handed: dict[torch.device, Gradients] = {tensor.device: [] for tensor in inputs}
+    caught: GradientList = []
+    handed: dict[torch.device, GradientList] = {tensor.device: [] for tensor in inputs}
 
-    def finish_from_afar(_: object) -> Gradients:
+    def finish_from_afar(_: object) -> GradientList:
         given = tuple(caught)
         caught.clear()
         found = finish(given)
         for tensor, gradient in zip(inputs, found, strict=True):
             handed[tensor.device].append(gradient)
         found.clear()
-        return [_nothing_on(device) for device in handed]
+        return [_empty_tensor_on(device) for device in handed]
 
-    ways = [_Handed.apply(handed[device], *(t for t in inputs if t.device == device)) for device in handed]
-    (root,) = Commit.apply(finish_from_afar, [_nothing_on(_CPU)], *ways)
-    made = _Caught.apply(caught, outputs, root)
+    ways = [_GradientHandout.apply(handed[device], *(t for t in inputs if t.device == device)) for device in handed]
+    (root,) = Commit.apply(finish_from_afar, [_empty_tensor_on(_CPU)], *ways)
+    made = _GradientCatcher.apply(caught, outputs, root)
     return made
 
 
-def _nothing_on(device: torch.device) -> torch.Tensor:
+def _empty_tensor_on(device: torch.device) -> torch.Tensor:
     """A tensor that only is somewhere: no memory, no kernel."""
     return torch.empty(0, device=device)
 
 
-def _handed_out(found: Gradients) -> Gradients:
+def _take_gradients(found: GradientList) -> GradientList:
     """What a backward returns of these; the list is emptied."""
     if torch.is_grad_enabled():  # create_graph=True
-        found[:] = _only_once(found)
+        found[:] = _undifferentiable(found)
     # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
     found.reverse()
     return [found.pop() for _ in range(len(found))]
@@ -145,7 +148,7 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def _only_once(found: Gradients) -> Gradients:
+def _undifferentiable(found: GradientList) -> GradientList:
     begin = torch.zeros((), device=_CPU, requires_grad=True)
     made = _Undifferentiable.apply(begin, *(g for g in found if g is not None))
     rest = iter(made)
@@ -161,3 +164,76 @@ def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> to
     if have is None:
         return new
     return have + new if count < 2 or new.is_sparse else have.add_(new)
+
+
+# -- Gradients of leaves as they were, where a hook on one of them raises after others have been handed out ----------
+#
+# Autograd hands out the gradients of a step one after the other: each goes through the hooks on its leaf
+# (`register_hook`), is added to `.grad`, in place where there is one, and is shown to further hooks
+# (`register_post_accumulate_grad_hook`). Where a hook raises, the leaves before it have their gradients and the others
+# have none. So only leaves with hooks cost anything: then the gradients that all leaves have from before the step are
+# copied for as long as new ones are handed out.
+#
+# What cannot be undone is what hooks have done themselves: an optimizer that they have stepped has changed parameters.
+# And hooks on a node of autograd (`get_gradient_edge(p).node.register_hook`) cannot be seen.
+
+
+class _GradientSnapshot:
+    """The gradients of some leaves at one time."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor]):
+        with torch.no_grad():
+            self._all = [(leaf, leaf.grad, None if leaf.grad is None else leaf.grad.clone()) for leaf in leaves]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for leaf, gradient, value in self._all:
+            if gradient is not None and value is not None:
+                gradient.copy_(value)  # somebody may hold the tensor itself, or one that it is a part of
+            leaf.grad = gradient
+
+
+@contextmanager
+def gradient_rollback(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """A block that hands out gradients to leaves: where it fails, they have the gradients from before it."""
+    if not any(map(has_gradient_hooks, leaves)):
+        yield
+        return
+    before = _GradientSnapshot(leaves)
+    try:
+        # Of threads of autograd's own, for GPUs, one would still hand out gradients when a hook in another has raised.
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    except BaseException:
+        before.put_back()
+        raise
+
+
+def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
+    """Within a backward that somebody else has called: the same, should it fail from here on.
+
+    Only where all leaves are on the CPU, and so in the thread of who has called: a thread for a GPU might put gradients
+    back later than the exception arrives.
+    """
+    if any(map(has_gradient_hooks, leaves)) and all(leaf.device.type == "cpu" for leaf in leaves):
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(_RollbackCallback(_GradientSnapshot(leaves)))
+
+
+class _RollbackCallback:
+    """Autograd calls it when a backward has ended well, and drops it without a call when that has failed."""
+
+    def __init__(self, before: _GradientSnapshot):
+        self._before: _GradientSnapshot | None = before
+
+    def __call__(self) -> None:
+        self._before = None
+
+    def __del__(self) -> None:
+        if self._before is not None:
+            self._before.put_back()
+
+
+def has_gradient_hooks(leaf: Any) -> bool:
+    """Does autograd call somebody when it hands out the gradient of this leaf?"""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

@@ -19,39 +19,37 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.autograd import leaves_under
+from fxpipe._torch.autograd import leaves_below
 from fxpipe.errors import LossError, StateError
-from fxpipe.forks import in_child
-from fxpipe.rewriting.program import Constant, Program
-from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.assembly import Assembly, Tensors
-from fxpipe.runtime.commit import Gradients, committed
-from fxpipe.runtime.drivers import Driver, close_all
-from fxpipe.runtime.known_losses import KnownLosses
+from fxpipe.rewriting.program import ConstantOutput, Program
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.caller_context import CallerContext
+from fxpipe.runtime.commit import GradientList, attach_commit, gradient_rollback, roll_back_with_caller
+from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import REMEDIES, REMEDIES_OF_MODELS, Losses, text_of
-from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, sizes, target_dims
-from fxpipe.runtime.record import StepRecord, record_of
-from fxpipe.runtime.rollback import roll_back_with_caller, rolled_back
+from fxpipe.runtime.loss_verification import LossHistories
+from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
+from fxpipe.runtime.microbatches import gather, samples_per_micro_batch, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step import Step
-from fxpipe.runtime.transport import brought
+from fxpipe.runtime.step_record import StepRecord, step_record_of
+from fxpipe.runtime.transport import leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
-from fxpipe.scheduling.actions import Kind, Rows, Schedule
-from fxpipe.trees import flatten, mapped, refuse_hidden, refuse_layout
-from fxpipe.turns import end_planning
+from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
+from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
+from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 
-LAST_STEP = 1.0  # seconds that the interpreter waits for a step that has lost its workers
+LAST_STEP_SECONDS = 1.0  # seconds that the interpreter waits for a step that has lost its workers
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
     """Runs steps of one model on one set of workers."""
 
-    def __init__(self, model: nn.Module, driver: Driver):
-        self.model, self.driver = model, driver
+    def __init__(self, model: nn.Module, driver: Executor):
+        self.model, self.executor = model, driver
         self._last_step: Callable[[], StepRecord] | None = None
-        self._ambient = Ambient()  # of who calls, while a step runs
-        self._losses = KnownLosses()
+        self._caller_context = CallerContext()  # of who calls, while a step runs
+        self._loss_histories = LossHistories()
         self._busy = threading.Lock()
         self._runner: int | None = None  # the thread that runs a step
         _engines.add(self)
@@ -68,50 +66,52 @@ class Engine:
                     "call it when that has ended"
                 )
             self._runner = threading.get_ident()
-            self._ambient = Ambient.now()
-            with self._ambient.suspended():
+            self._caller_context = CallerContext.now()
+            with self._caller_context.suspended():
                 yield
         finally:
             if acquired:
-                self._runner, self._ambient = None, Ambient()
+                self._runner, self._caller_context = None, CallerContext()
                 self._busy.release()
 
     def _end(self) -> None:
         """No step begins any more, and one that another thread runs has come to its end, as far as that is soon."""
         if self._runner != threading.get_ident():
-            self._busy.acquire(timeout=LAST_STEP)
+            self._busy.acquire(timeout=LAST_STEP_SECONDS)
 
     def _forget_others(self) -> None:
         """In a forked child: of a step of another thread nothing goes on there."""
         if self._runner != threading.get_ident():
-            self._busy, self._runner, self._ambient = threading.Lock(), None, Ambient()
+            self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
     def _step(
         self,
-        assembly: Assembly,
+        assembly: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         schedule: Schedule,
         seed: int | None = None,
         **more: Any,
     ) -> Step:
-        shares = [size / batch for size in sizes(batch, schedule.micro_batches)]
+        shares = [size / batch for size in samples_per_micro_batch(batch, schedule.micro_batches)]
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
-        special = [a for row in schedule.rows for a in row if a.kind in (Kind.RECOMPUTE, Kind.WEIGHT)]
-        recomputed = frozenset(a for a in special if a.kind is Kind.RECOMPUTE)
-        split = frozenset(a.stage for a in special if a.kind is Kind.WEIGHT)
-        tensors = Tensors(self.model, assembly.constants)
-        return Step(assembly, tensors, leaves, shares, seed, recomputed, self._ambient, split=split, **more)
+        special = [a for row in schedule.rows for a in row if a.kind in (ActionKind.RECOMPUTE, ActionKind.WEIGHT)]
+        recomputed = frozenset(a for a in special if a.kind is ActionKind.RECOMPUTE)
+        split = frozenset(a.stage for a in special if a.kind is ActionKind.WEIGHT)
+        tensors = ModelTensors(self.model, assembly.constants)
+        return Step(assembly, tensors, leaves, shares, seed, recomputed, self._caller_context, split=split, **more)
 
-    def _drive(self, step: Step, schedule: Schedule, rows: Rows) -> None:
+    def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
         step.log.begun.append(time.perf_counter())
-        self.driver.drive(step, rows)
+        self.executor.drive(step, rows)
         # Not the step itself, which holds tensors.
-        self._last_step = functools.partial(record_of, schedule, step.assembly, step.log.now(), [*step.exchange.moved])
+        self._last_step = functools.partial(
+            step_record_of, schedule, step.assembly, step.log.now(), [*step.exchange.moved]
+        )
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -126,7 +126,7 @@ class Engine:
 
     def call(
         self,
-        assembly: Assembly,
+        assembly: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         chunks: int,
@@ -136,16 +136,16 @@ class Engine:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
         n, m = len(assembly.devices), min(chunks, batch)
         if m > 1 and assembly.untold:
-            raise LossError(text_of(assembly.untold[0]))
+            raise LossError(ambiguous_output_message(assembly.untold[0]))
         name = "gpipe" if assembly.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
-        kind = self._losses.of_call(assembly)
+        kind = self._loss_histories.for_drop_in(assembly)
         step = self._step(assembly, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
-        self._drive(step, schedule, forward_part(schedule))
+        self._run_rows(step, schedule, forward_part(schedule))
         parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
         results = assembly.results
         outputs = [
-            o.value if isinstance(o, Constant) else gather([p.value for p in parts[o]], how, step.weights)
+            o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights)
             for o, how in results
         ]
         step.commit_buffers()
@@ -153,7 +153,7 @@ class Engine:
         differentiable = [
             (place, o, how)
             for place, (o, how) in enumerate(results)
-            if not isinstance(o, Constant) and any(p.requires_grad for p in parts[o])
+            if not isinstance(o, ConstantOutput) and any(p.requires_grad for p in parts[o])
         ]
         if differentiable:
             shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # their memory may go
@@ -163,17 +163,17 @@ class Engine:
                     if gradient is not None:
                         step.exchange.enter_gradients(o, scatter_gradient(gradient, found, how, step.weights))
                 with self.running():
-                    step.ambient = self._ambient.of_backward(step.ambient)
-                    self._drive(step, schedule, backward_part(schedule))
-                if wrong := step.elements.difference(lambda i: step.weights[i], means_only=True):
-                    raise LossError(f"{wrong} {REMEDIES_OF_MODELS}")
-                kind.passed()
+                    step.caller_context = self._caller_context.for_backward(step.caller_context)
+                    self._run_rows(step, schedule, backward_part(schedule))
+                if wrong := step.loss_weighting.difference(lambda i: step.weights[i], means_only=True):
+                    raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
+                kind.count_pass()
 
             made = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
             for (place, *_), output in zip(differentiable, made, strict=True):
                 outputs[place] = output
         count = len(assembly.program.outputs)
-        write_back(step.tensors, leaves, assembly.program, outputs[count:])
+        write_back_results(step.tensors, leaves, assembly.program, outputs[count:])
         return assembly.output(outputs[:count])
 
     def _commit(
@@ -191,9 +191,9 @@ class Engine:
         inputs = [leaves[place] for place in places]
         parameters = [named[name] for name in names]
 
-        def finish(gradients: Sequence[torch.Tensor | None]) -> Gradients:
+        def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
             backward(gradients)
-            found: Gradients = [step.parameter_gradient(name) for name in names]
+            found: GradientList = [step.parameter_gradient(name) for name in names]
             found += [step.exchange.input_gradients(place, leaves[place]) for place in places]
             if step.loss is None:
                 roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
@@ -202,14 +202,14 @@ class Engine:
             divisor = step.loss.losses.divisor
             return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
 
-        followed = step.transport.following(finish)
-        return committed(followed, outputs, [*parameters, *inputs, *extra])
+        followed = step.transport.on_step_streams(finish)
+        return attach_commit(followed, outputs, [*parameters, *inputs, *extra])
 
     # -- forward and backward in one ---------------------------------------------------------------------------------
 
     def forward_backward(
         self,
-        assembly: Assembly,
+        assembly: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         schedule: Schedule,
@@ -221,14 +221,16 @@ class Engine:
     ) -> tuple[torch.Tensor, Any]:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
         m = schedule.micro_batches
-        shares = [size / batch for size in sizes(batch, m)]
+        shares = [size / batch for size in samples_per_micro_batch(batch, m)]
         device = assembly.devices[-1]
-        kind = self._losses.of(loss_fn, reduction, target, assembly)
+        kind = self._loss_histories.of(loss_fn, reduction, target, assembly)
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
             # As it is before the step: loss_fn may write to it.
-            whole = mapped(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
-            losses = Losses(loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole)
+            whole = map_tensor_leaves(lambda t: t.detach().to(device, copy=True), target) if is_verified else None
+            losses = MicroBatchLosses(
+                loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole
+            )
             losses.known = assembly.known_pieces(leaves, batch) if assembly.known_pieces is not None else {}
             step = self._step(
                 assembly,
@@ -240,41 +242,43 @@ class Engine:
                 keep_outputs=is_verified or return_outputs,
                 look_at_elements=kind.look_at_elements,
             )
-            self._drive(step, schedule, schedule.rows)
+            self._run_rows(step, schedule, schedule.rows)
             assert step.loss is not None
             return step, step.loss
 
         is_verified = kind.is_due and m > 1
         step, stage = run(is_verified)
-        wrong = step.elements.difference(stage.losses.share)
+        wrong = step.loss_weighting.difference(stage.losses.share)
         if wrong and kind.can_verify and not is_verified:  # nothing has changed yet: again, and this time for certain
             is_verified = True
             step, stage = run(is_verified, step.seed)
         loss = stage.losses.total()
-        outputs = stage.gathered(lambda parts, how: gather(parts, how, shares)) if stage.keep_outputs else []
+        outputs = stage.gather_outputs(lambda parts, how: gather(parts, how, shares)) if stage.keep_outputs else []
         if is_verified:
             kind.can_verify = stage.verify(outputs)
         if wrong and not (is_verified and kind.can_verify):
-            wrong = step.elements.difference(stage.losses.share, means_only=True)
+            wrong = step.loss_weighting.difference(stage.losses.share, means_only=True)
             if wrong:
-                raise LossError(f"{wrong} {REMEDIES}. {REMEDIES_OF_MODELS}")
+                raise LossError(f"{wrong} {LOSS_REMEDIES}. {MODEL_LOSS_REMEDIES}")
         if m > 1:
-            kind.passed(is_mistaken=wrong is not None)
+            kind.count_pass(is_mistaken=wrong is not None)
         extra = [leaf for leaf, *_ in stage.own.values()]
         (root,) = self._commit(step, leaves, lambda _: None, [torch.zeros((), device="cpu")], extra)
-        with rolled_back(leaves_under(root)):
+        with gradient_rollback(leaves_below(root)):
             root.backward()
         step.commit_buffers()
         with torch.no_grad():
-            more = stage.more_results(lambda parts, how: gather(parts, how, shares))
-            write_back(step.tensors, leaves, assembly.program, more)
+            more = stage.gather_other_results(lambda parts, how: gather(parts, how, shares))
+            write_back_results(step.tensors, leaves, assembly.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
 
 
-def write_back(tensors: Tensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]) -> None:
+def write_back_results(
+    tensors: ModelTensors, leaves: Sequence[Any], program: Program, values: Sequence[torch.Tensor]
+) -> None:
     """Writes into inputs what forward has left in them, and sets the attributes that it has left."""
-    places = len(program.written)
-    for place, value in zip(program.written, values[:places], strict=True):
+    places = len(program.written_inputs)
+    for place, value in zip(program.written_inputs, values[:places], strict=True):
         leaves[place].copy_(value)
     for name, value in zip(program.left, values[places:], strict=True):
         tensors.set(name, value)
@@ -289,23 +293,23 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
     """The target of each micro-batch, where the loss is taken: `()` or `(target,)`."""
     leaves, spec = flatten(target)
     for leaf in leaves:
-        refuse_hidden("target", leaf)
+        refuse_hidden_tensors("target", leaf)
         refuse_layout("target", leaf)
     dims = target_dims(leaves, batch)
-    moved = brought(leaves, device)
+    moved = leaves_on_device(leaves, device)
     return [pytree.tree_unflatten(part, spec) for part in scatter(moved, dims, count)] if leaves else [target] * count
 
 
 @atexit.register
-def _end_all() -> None:
+def _stop_at_exit() -> None:
     """A thread that is inside torch when the interpreter ends, a worker or another, aborts the process."""
-    close_all()
-    end_planning()  # before the engines: a first step plans
+    close_all_executors()
+    stop_planning_threads()  # before the engines: a first step plans
     for engine in list(_engines):
         engine._end()
 
 
-@in_child
-def _forget_others() -> None:
+@call_in_forked_child
+def _reset_in_child() -> None:
     for engine in list(_engines):
         engine._forget_others()

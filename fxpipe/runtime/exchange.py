@@ -13,16 +13,16 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fxpipe.autograd import has_edge
+from fxpipe._torch.autograd import takes_gradient
 from fxpipe.errors import InternalError
-from fxpipe.rewriting.program import INPUT, Received
-from fxpipe.runtime.assembly import Assembly
-from fxpipe.runtime.transport import Parcel, Transport
-from fxpipe.runtime.wiring import Link
+from fxpipe.rewriting.program import PIPE_INPUT, ReceivedValue
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.transport import PendingCopy, Transport
+from fxpipe.runtime.wiring import ValueLink
 
 
 @dataclass(slots=True)
-class Value:
+class BoundaryValue:
     """What one stage hands to another."""
 
     value: Any  # a tensor is detached; in the tables it may be a parcel
@@ -31,23 +31,23 @@ class Value:
 
 # Noted when a value, or a gradient, has come to a stage or the loss: its name, where it was made (None for a gradient),
 # who uses it, the micro-batch, and bytes. A plain tuple, as every action makes some, and hardly anybody reads them.
-Moved: TypeAlias = tuple[str, int | None, int, int, int]
+TransferNote: TypeAlias = tuple[str, int | None, int, int, int]
 
 
 class Exchange:
     """The values and gradients of one step that are on their way."""
 
     def __init__(
-        self, assembly: Assembly, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
+        self, assembly: BoundProgram, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
     ):
         """`inputs`: for each micro-batch its part of the input leaves; `wants`: which leaves get a gradient."""
         self.assembly, self.transport = assembly, transport
         self._devices = (*assembly.devices, assembly.devices[-1])  # by user: the loss is where the last stage is
         self._readers = {value: self._by_device(users) for value, users in assembly.wiring.users.items()}
         self._may_move = transport.may_copy
-        self._values: dict[tuple[int, int, str, int], Value] = {}
+        self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
-        self.moved: list[Moved] = []
+        self.moved: list[TransferNote] = []
         # Of inputs that require grad, the parts, for where and how large their gradients are.
         self._parts: dict[str, list[torch.Tensor]] = {}
         for place, name in enumerate(assembly.program.inputs):
@@ -64,9 +64,9 @@ class Exchange:
     def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
         """An input goes the way of all values, but is sent only when it is asked for."""
         parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
-        for user in self.assembly.wiring.users.get((INPUT, name), ()):
+        for user in self.assembly.wiring.users.get((PIPE_INPUT, name), ()):
             for i, part in enumerate(parts):
-                self._values[user, INPUT, name, i] = Value(part, wants)
+                self._values[user, PIPE_INPUT, name, i] = BoundaryValue(part, wants)
         if wants:
             self._parts[name] = parts
 
@@ -75,34 +75,34 @@ class Exchange:
     def send(self, maker: int, name: str, i: int, value: Any) -> None:
         wants = False
         if isinstance(value, torch.Tensor):
-            wants, value = has_edge(value), value.detach()
+            wants, value = takes_gradient(value), value.detach()
         for device, users in self._readers[maker, name]:
-            sent = self.transport.ship(value, device) if self._may_move else value
+            sent = self.transport.start_copy(value, device) if self._may_move else value
             for user in users:
-                self._values[user, maker, name, i] = Value(sent, wants)
+                self._values[user, maker, name, i] = BoundaryValue(sent, wants)
 
-    def take(self, user: int, link: Link, i: int) -> Value:
+    def take(self, user: int, link: ValueLink, i: int) -> BoundaryValue:
         """What `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
-        if self._may_move and (source == INPUT or isinstance(value.value, Parcel)):
+        if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
             value.value = self.transport.open(value.value, self._devices[user])
-        if source != INPUT:
-            self.moved.append((name, source, user, i, bytes_of(value.value)))
+        if source != PIPE_INPUT:
+            self.moved.append((name, source, user, i, boundary_value_bytes(value.value)))
         return value
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
-    def send_gradient(self, link: Link, i: int, gradient: torch.Tensor | None) -> None:
+    def send_gradient(self, link: ValueLink, i: int, gradient: torch.Tensor | None) -> None:
         if gradient is None:
             return
-        key = (link.earlier, link.value.name, i)
+        key = (link.gradient_target, link.value.name, i)
         if key in self._gradients:
-            raise InternalError(f"two gradients for {link.value.name} at stage {link.earlier}, micro-batch {i}")
+            raise InternalError(f"two gradients for {link.value.name} at stage {link.gradient_target}, micro-batch {i}")
         if self._may_move:
-            is_input = link.earlier == INPUT
-            target = self._parts[link.value.name][i].device if is_input else self._devices[link.earlier]
-            gradient = self.transport.ship(gradient, target)
+            is_input = link.gradient_target == PIPE_INPUT
+            target = self._parts[link.value.name][i].device if is_input else self._devices[link.gradient_target]
+            gradient = self.transport.start_copy(gradient, target)
         self._gradients[key] = gradient
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
@@ -111,14 +111,14 @@ class Exchange:
         if gradient is None:
             return None
         found: torch.Tensor = self.transport.open(gradient, self._devices[user]) if self._may_move else gradient
-        self.moved.append((name, None, user, i, bytes_of(found)))
+        self.moved.append((name, None, user, i, boundary_value_bytes(found)))
         return found
 
-    def enter_gradients(self, output: Received, gradients: Sequence[torch.Tensor | None]) -> None:
+    def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
         """The drop-in: the gradients of an output, one for each micro-batch. They are sent when they are asked for."""
         link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
-            key = (link.earlier, link.value.name, i)
+            key = (link.gradient_target, link.value.name, i)
             if gradient is not None:  # a value may stand in the output twice
                 self._gradients[key] = gradient if key not in self._gradients else self._gradients[key] + gradient
 
@@ -127,7 +127,7 @@ class Exchange:
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
-        found = [self._gradients.pop((INPUT, name, i), None) for i in range(len(parts))]
+        found = [self._gradients.pop((PIPE_INPUT, name, i), None) for i in range(len(parts))]
         if self._may_move:
             found = [None if g is None else self.transport.open(g, like.device) for g in found]
         if all(g is None for g in found):
@@ -141,7 +141,7 @@ class Exchange:
 _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
 
 
-def bytes_of(value: Any) -> int:
+def boundary_value_bytes(value: Any) -> int:
     """Of a tensor; of the values of a sparse or jagged one; 0 where it has neither."""
     if not isinstance(value, torch.Tensor):
         return 0
@@ -152,5 +152,5 @@ def bytes_of(value: Any) -> int:
     return value.values().nbytes if value.layout in _WITH_VALUES else 0
 
 
-def requires_grad(value: Any) -> bool:
+def tensor_requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad

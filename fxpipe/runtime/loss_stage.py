@@ -8,21 +8,20 @@ from typing import Any
 
 import torch
 
-from fxpipe.autograd import gradients_of, hooks_asleep, leaves_under
-from fxpipe.combination import Combination
+from fxpipe._torch.autograd import gradients_of, leaves_below, suspend_hooks
+from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import LossError
-from fxpipe.rewriting.program import Constant
-from fxpipe.runtime.assembly import Assembly
+from fxpipe.rewriting.program import ConstantOutput
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
-from fxpipe.runtime.elements import Elements
 from fxpipe.runtime.exchange import Exchange
-from fxpipe.runtime.loss_draws import generators_held, generators_put_back
-from fxpipe.runtime.losses import Losses, text_of
-from fxpipe.runtime.resting import InForward
-from fxpipe.runtime.verifying import Output, verify
-from fxpipe.thread_state import applied
+from fxpipe.runtime.loss_verification import GatheredOutput, verify_loss
+from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
+from fxpipe.runtime.losses import MicroBatchLosses, ambiguous_output_message, hold_generators, restore_generators
+from fxpipe.utils.output_combination import OutputCombination
 
-Gather = Callable[[Sequence[Any], int | str | None], Any]
+GatherFunction = Callable[[Sequence[Any], int | str | None], Any]
 
 
 NOT_AFFINE = (
@@ -36,21 +35,21 @@ NOT_AFFINE = (
 class LossStage:
     """Runs on the worker of the last stage, right after its F."""
 
-    assembly: Assembly
+    assembly: BoundProgram
     exchange: Exchange
-    losses: Losses
-    elements: Elements
+    losses: MicroBatchLosses
+    loss_weighting: LossWeightingCheck
     keep_outputs: bool
     outputs: dict[int, list[Any]] = field(default_factory=dict)  # by micro-batch, where they are kept
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results besides outputs
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
     # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
-    in_forward: InForward = field(init=False)
+    run_as_caller: CallerStateRunner = field(init=False)
     tree: OutputTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.in_forward, self.tree = InForward(self.assembly.state), OutputTree.of(self.assembly)
+        self.run_as_caller, self.tree = CallerStateRunner(self.assembly.state), OutputTree.of(self.assembly)
 
     def run(self, i: int) -> None:
         links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
@@ -66,11 +65,11 @@ class LossStage:
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
         program = self.assembly.program
-        if program.written or program.left:
+        if program.written_inputs or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
-            self.others[i] = [values[v].detach() for v in (*program.written.values(), *program.left.values())]
-        with generators_held(self.assembly.devices[-1]):
-            loss, begin = self.in_forward(self._loss, outputs, i)
+            self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
+        with hold_generators(self.assembly.devices[-1]):
+            loss, begin = self.run_as_caller(self._loss, outputs, i)
         found: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
             found = self._go_back(loss, begin, [outputs[place] for place in trained], i)
@@ -94,18 +93,18 @@ class LossStage:
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of a micro-batch's outputs; those of what else the loss hangs on are summed."""
         received = {id(x) for x in outputs}
-        own = [x for x in leaves_under(loss) if id(x) not in received]
-        reductions = self.elements.under(loss.grad_fn, loss.output_nr)
+        own = [x for x in leaves_below(loss) if id(x) not in received]
+        reductions = self.loss_weighting.reductions_of(loss.grad_fn, loss.output_nr)
         wanted = [*outputs, *[r.edge for r in reductions], *own]
         if own:
-            with hooks_asleep(own):
+            with suspend_hooks(own):
                 # What was made of them before this step belongs to all micro-batches: keep the graph.
                 found = gradients_of(wanted, [loss], [begin], keep_graph=True)
             self._sum(own, found[-len(own) :])
         else:
             found = gradients_of(wanted, [loss], [begin])
         if reductions:
-            self.elements.note("loss", i, reductions, found[len(outputs) : len(outputs) + len(reductions)])
+            self.loss_weighting.note("loss", i, reductions, found[len(outputs) : len(outputs) + len(reductions)])
         return found[: len(outputs)]
 
     def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -114,12 +113,12 @@ class LossStage:
                 _, total, count = self.own.get(id(leaf), (leaf, None, 0))
                 self.own[id(leaf)] = (leaf, add_gradient(total, gradient, count), count + 1)
 
-    def gathered(self, gather: Gather) -> list[Any]:
+    def gather_outputs(self, gather: GatherFunction) -> list[Any]:
         """The outputs of the mini-batch, which were kept: one for each link."""
         rows = [self.outputs.pop(i) for i in sorted(self.outputs)]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
 
-    def more_results(self, gather: Gather) -> list[torch.Tensor]:
+    def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
         """What forward has left in inputs and attributes, of the mini-batch."""
         rows = [self.others.pop(i) for i in sorted(self.others)]
         hows = [how for _, how in self.assembly.results[len(self.assembly.program.outputs) :]]
@@ -136,10 +135,10 @@ class LossStage:
         """
         rows = [self.gradients.pop(i) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
-        with applied(self.assembly.state), generators_put_back(self.assembly.devices[-1]):
-            return verify(
+        with set_thread_state(self.assembly.state), restore_generators(self.assembly.devices[-1]):
+            return verify_loss(
                 self.losses,
-                [Output(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
+                [GatheredOutput(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
                 self.tree,
             )
 
@@ -153,14 +152,14 @@ class LossStage:
 class OutputTree:
     """Makes the model's output of what the outputs' links receive."""
 
-    assembly: Assembly
-    places: tuple[int | Constant, ...]  # for each that is handed out, the link; or what it is
+    assembly: BoundProgram
+    places: tuple[int | ConstantOutput, ...]  # for each that is handed out, the link; or what it is
     is_weighed: bool  # does any say less, or other things, of a micro-batch than of the mini-batch's share in it
 
     @classmethod
-    def of(cls, assembly: Assembly) -> OutputTree:
+    def of(cls, assembly: BoundProgram) -> OutputTree:
         link = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
-        places = tuple(o if isinstance(o, Constant) else link[o] for o in assembly.program.outputs)
+        places = tuple(o if isinstance(o, ConstantOutput) else link[o] for o in assembly.program.outputs)
         is_weighed = bool(assembly.combinations or assembly.untold) or "sum" in assembly.out_dims
         return cls(assembly, places, is_weighed)
 
@@ -176,10 +175,12 @@ class OutputTree:
         Where `reduction` is "mean" their mean does: a sum over samples counts once for each part of the batch.
         """
         handed_out = self._handed_out(values)
-        combined = {one.output: _share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations}
+        combined = {
+            one.output: _combined_share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations
+        }
         if weight != 1:
             for one in self.assembly.untold:
-                handed_out[one.place] = _refused(handed_out[one.place], text_of(one))
+                handed_out[one.place] = _refuse_gradient(handed_out[one.place], ambiguous_output_message(one))
         if reduction == "mean" and weight != 1:
             leaves = self.assembly.out_spec.num_leaves
             for place, how in enumerate(self.assembly.out_dims[:leaves]):
@@ -189,17 +190,19 @@ class OutputTree:
         return self.assembly.output(handed_out, combined)
 
     def _handed_out(self, values: Sequence[Any]) -> list[Any]:
-        return [place.value if isinstance(place, Constant) else values[place] for place in self.places]
+        return [place.value if isinstance(place, ConstantOutput) else values[place] for place in self.places]
 
 
-def _share(one: Combination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
+def _combined_share(
+    one: OutputCombination, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str
+) -> Any:
     if not one.is_affine:
-        return _refused(one.of(handed_out), f"{one.where} {NOT_AFFINE}")
+        return _refuse_gradient(one.of(handed_out), f"{one.where} {NOT_AFFINE}")
     value = one.share(handed_out, known, weight)
     return value * weight if reduction == "sum" and weight != 1 else value
 
 
-class _Refusing(torch.autograd.Function):
+class _GradientRefusal(torch.autograd.Function):
     """A value that no gradient may reach."""
 
     @staticmethod
@@ -212,5 +215,5 @@ class _Refusing(torch.autograd.Function):
         raise LossError(ctx.why)
 
 
-def _refused(value: Any, why: str) -> Any:
-    return _Refusing.apply(value, why) if isinstance(value, torch.Tensor) and value.requires_grad else value
+def _refuse_gradient(value: Any, why: str) -> Any:
+    return _GradientRefusal.apply(value, why) if isinstance(value, torch.Tensor) and value.requires_grad else value

@@ -12,25 +12,27 @@ Let L be the loss of the whole mini-batch. Micro-batch i, with b_i of b samples,
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from fxpipe.combination import Untold
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
-from fxpipe.trees import mapped
+from fxpipe.rewriting.rng import generator_lock
+from fxpipe.utils.output_combination import UndeterminedOutput
+from fxpipe.utils.pytree import map_tensor_leaves
 
-REDUCTIONS = ("mean", "sum")
-REMEDIES = (
+LOSS_REDUCTIONS = ("mean", "sum")
+LOSS_REMEDIES = (
     "If it is a mean over something else than samples (tokens, pixels that count), let loss_fn return (total, weight): "
     "the sum over what counts, and how many that are. If it needs all samples at once (contrastive, Dice), use the "
     "drop-in: loss_fn(pipe(x), target).backward()"
 )
-REMEDIES_OF_MODELS = (
+MODEL_LOSS_REMEDIES = (
     "Where the model takes the loss itself, in a way that its graph does not tell (a module kept whole, a function of "
     "your own), let it take it by functions of torch, or return the sum and the count as outputs of their own; or take "
     "the loss of the model's other outputs. In forward_backward a loss_fn that returns (out.loss * n, n) weighs it, n "
@@ -41,7 +43,7 @@ LARGEST_UNIT = 2.0**60
 
 
 @dataclass(slots=True)
-class Losses:
+class MicroBatchLosses:
     """The losses of one step, filled in by the worker of the last stage."""
 
     function: Callable[..., Any]
@@ -52,7 +54,7 @@ class Losses:
     whole_target: tuple[Any, ...] | None = None  # where the loss of all outputs is to be compared with what these make
     values: list[torch.Tensor | None] = field(init=False)
     weights: list[Any] = field(init=False)
-    weighted: bool | None = None  # does the function return (total, weight)
+    returns_weights: bool | None = None  # does the function return (total, weight)
     unit: Any = None  # where it does: a power of two near 1 / the sum of weights
     has_gradient: bool = False  # does any of them require grad
     known: Mapping[int, Any] = field(default_factory=dict)  # pieces of the mini-batch, by place
@@ -70,32 +72,32 @@ class Losses:
         What scales it by a number is that gradient: the same bits as of a product, without one. The loss may hang on
         nothing: a micro-batch of padding, say.
         """
-        value = self.function(own() if own is not None and self.weighted else output, *self.targets[i])
-        if own is not None and self.weighted is None and isinstance(value, tuple):
+        value = self.function(own() if own is not None and self.returns_weights else output, *self.targets[i])
+        if own is not None and self.returns_weights is None and isinstance(value, tuple):
             value = self.function(own(), *self.targets[i])
         loss, weight = checked_loss(value, f"micro-batch {i}")
-        if self.weighted is not None and self.weighted != (weight is not None):
+        if self.returns_weights is not None and self.returns_weights != (weight is not None):
             raise LossError(
                 "loss_fn returns (total, weight) for some micro-batches and a loss for others; return one kind"
             )
-        self.weighted = weight is not None
+        self.returns_weights = weight is not None
         self.has_gradient |= loss.requires_grad
         self.values[i], self.weights[i] = loss.detach(), weight
-        if self.weighted and self.unit is None:
+        if self.returns_weights and self.unit is None:
             self.unit = _unit_near(weight, len(self.shares))
-        if self.weighted or self.scaler is not None:
-            loss = self._for_backward(loss, self.unit if self.weighted else self.share(i))
+        if self.returns_weights or self.scaler is not None:
+            loss = self._for_backward(loss, self.unit if self.returns_weights else self.share(i))
             return loss, torch.ones_like(loss)
         return loss, torch.full_like(loss, self.share(i))
 
     def share(self, i: int) -> Any:
         """What micro-batch i counts, in proportion to others."""
-        return self.weights[i] if self.weighted else self.shares[i] if self.reduction == "mean" else 1
+        return self.weights[i] if self.returns_weights else self.shares[i] if self.reduction == "mean" else 1
 
-    def of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss_of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss of all outputs at once, detached, and the same scaled for backward."""
         assert self.whole_target is not None
-        target = mapped(torch.clone, self.whole_target)  # it may be written to
+        target = map_tensor_leaves(torch.clone, self.whole_target)  # it may be written to
         loss, weight = checked_loss(self.function(output, *target), "the whole mini-batch")
         if weight is not None:
             loss = torch.as_tensor(loss / weight)
@@ -108,7 +110,7 @@ class Losses:
     def remedies(self) -> str:
         """Where they do not add up."""
         other = {"mean": "sum", "sum": "mean"}[self.reduction]
-        return f"If it is a {other} over samples, pass reduction={other!r}. {REMEDIES}"
+        return f"If it is a {other} over samples, pass reduction={other!r}. {LOSS_REMEDIES}"
 
     @property
     def divisor(self) -> Any:
@@ -117,7 +119,7 @@ class Losses:
         Where nothing counts, gradients stay the zeros they are, and the loss is 0 / 0: as in `F.cross_entropy`, where
         all targets are to be ignored.
         """
-        if not self.weighted:
+        if not self.returns_weights:
             return None
         weight = self._weight
         return self.unit * (torch.where(weight == 0, 1, weight) if isinstance(weight, torch.Tensor) else weight or 1)
@@ -138,17 +140,17 @@ class Losses:
                 "every parameter frozen, or the output detached?"
             )
         values = [v for v in self.values if v is not None]
-        if self.weighted:
+        if self.returns_weights:
             return torch.as_tensor(sum(values[1:], values[0]) / self._weight)
         scaled: list[torch.Tensor] = [v * self.share(i) for i, v in enumerate(values)]
         return sum(scaled[1:], scaled[0])
 
 
-def text_of(one: Untold) -> str:
+def ambiguous_output_message(one: UndeterminedOutput) -> str:
     """What to say where such outputs of micro-batches would be put together."""
     return (
         f"{one.why}: whether it is a mean over samples, over elements of which some do not count (padding, "
-        "a mask), or a sum, cannot be told from the graph. " + REMEDIES_OF_MODELS
+        "a mask), or a sum, cannot be told from the graph. " + MODEL_LOSS_REMEDIES
     )
 
 
@@ -197,7 +199,7 @@ def _unit_near(weight: Any, count: int) -> Any:
 
 
 def check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
+    if reduction not in LOSS_REDUCTIONS:
         raise ArgumentError(
             f"reduction={reduction!r} is unknown; accepted are 'mean' and 'sum'; or let loss_fn return (total, weight)"
         )
@@ -209,3 +211,43 @@ def check_scaler(scaler: Any) -> None:
             f"grad_scaler is a {type(scaler).__name__}; expected a torch.amp.GradScaler, whose scaler.step(optimizer) "
             "and scaler.update() stay yours to call"
         )
+
+
+# -- Random numbers in loss_fn: noise, dropout, sampled negatives ----------------------------------------------------
+#
+# They come from torch's own generators, as in a plain loop over micro-batches. A stage whose kernels take no other
+# generator borrows one of these for a moment, and puts it back to where it was: what loss_fn drew meanwhile would be
+# drawn again. So loss_fn has them to itself while it runs.
+#
+# Such a loss cannot be compared with that of the whole mini-batch, which draws other numbers. Nobody says that it
+# draws; but it differs from itself when it is taken twice.
+
+_CPU = torch.device("cpu")
+
+
+def hold_generators(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A block in which nobody borrows the generators of the CPU and of `device`."""
+    return generator_lock(_CPU) if device == _CPU else _hold_both(device)
+
+
+@contextlib.contextmanager
+def _hold_both(device: torch.device) -> Iterator[None]:
+    with generator_lock(_CPU), generator_lock(device):  # in this order, as everybody takes them
+        yield
+
+
+def restore_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """A block after which the same generators stand where they stood."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_rng_device_type(device))
+
+
+def _rng_device_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def are_bitwise_equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
+    """Bit for bit, NaN being NaN."""
+    return all(
+        a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(some, others, strict=True)
+    )

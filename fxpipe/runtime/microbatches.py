@@ -17,18 +17,19 @@ from fxpipe.errors import ArgumentError
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
     """For each micro-batch its part of the leaves; what has no batch is the same for all."""
     parts = [
-        _split(leaf, dim, count) if dim is not None else [leaf] * count for leaf, dim in zip(leaves, dims, strict=True)
+        _split_leaf(leaf, dim, count) if dim is not None else [leaf] * count
+        for leaf, dim in zip(leaves, dims, strict=True)
     ]
     return [list(part) for part in zip(*parts, strict=True)] if parts else [[] for _ in range(count)]
 
 
-def _split(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
+def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
     """Parts are as dense as the whole: forward may `view` them."""
     parts = leaf.tensor_split(count, dim)
     return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
 
 
-def sizes(batch: int, count: int) -> list[int]:
+def samples_per_micro_batch(batch: int, count: int) -> list[int]:
     """Samples in each micro-batch."""
     least, larger = divmod(batch, count)
     return [least + 1] * larger + [least] * (count - larger)

@@ -26,33 +26,61 @@ from typing import Any
 
 import torch
 
-from fxpipe.forgetting import forgetting
-from fxpipe.recomputing import recomputing
-from fxpipe.rewriting.functions import clone, running
-from fxpipe.rewriting.random_nodes import mixed
-from fxpipe.rewriting.tape import Tape
-from fxpipe.runtime.ambient import Ambient
-from fxpipe.runtime.assembly import Assembly, Tensors
-from fxpipe.runtime.elements import Elements
-from fxpipe.runtime.exchange import Exchange, Value, requires_grad
-from fxpipe.runtime.failures import note
-from fxpipe.runtime.fences import Fences
-from fxpipe.runtime.log import StepLog, mark
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
+from fxpipe.rewriting.program import SourceLocation, Stage
+from fxpipe.rewriting.rng import mix_seed
+from fxpipe.rewriting.stage_functions import clone, stage_context
+from fxpipe.rewriting.weight_gradients import WeightGradientTape
+from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
+from fxpipe.runtime.caller_context import CallerContext, thread_defaults
+from fxpipe.runtime.exchange import BoundaryValue, Exchange, tensor_requires_grad
 from fxpipe.runtime.loss_stage import LossStage
-from fxpipe.runtime.losses import Losses
+from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
+from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.microbatches import scatter
-from fxpipe.runtime.opened import OpenStage, Pending, Ran
-from fxpipe.runtime.ranges import is_profiled, profiled
-from fxpipe.runtime.resting import resting
+from fxpipe.runtime.profiler_ranges import is_profiler_on, profiler_range
+from fxpipe.runtime.recomputing import RecomputeBlock
+from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult
+from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
-from fxpipe.scheduling.actions import Action, Kind
+from fxpipe.runtime.wiring import Fences
+from fxpipe.scheduling.actions import Action, ActionKind
+
+# -- Where in the pipeline an exception was raised, in the user's words ----------------------------------------------
+
+
+def failure_note(error: BaseException, action: Action, stage: Stage, stages: int, device: str) -> str:
+    """What to add to an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
+    text = (
+        f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
+    )
+    name, location = _failing_node(error, stage)
+    if location is not None:
+        module = f", module {location.module}" if location.module else ""
+        text += f", node {name}{module} ({location.source})"
+    if action.kind is ActionKind.RECOMPUTE:
+        text += "; the forward of this micro-batch went well before, so it does not do the same twice"
+    return text
+
+
+def _failing_node(error: BaseException, stage: Stage) -> tuple[str, SourceLocation | None]:
+    """The node whose line of the stage's code the traceback goes through."""
+    code = getattr(type(stage.run).forward, "__code__", None)  # type: ignore[attr-defined]
+    traceback: Any = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is code:
+            line = str(stage.run.code).split("\n")[traceback.tb_lineno - 1]  # type: ignore[attr-defined]
+            name = line.strip().split(" = ")[0].split(":")[0]
+            return name, stage.locations.get(name)
+        traceback = traceback.tb_next
+    return "", None
 
 
 @dataclass(slots=True)
-class Given:
+class RecomputeInputs:
     """What F was given, kept for R."""
 
-    received: list[Value]
+    received: list[BoundaryValue]
     buffers: dict[str, torch.Tensor]
 
 
@@ -61,14 +89,14 @@ class Step:
 
     def __init__(
         self,
-        assembly: Assembly,
-        tensors: Tensors,
+        assembly: BoundProgram,
+        tensors: ModelTensors,
         leaves: Sequence[Any],
         weights: Sequence[float],
         seed: int,
         recomputed: frozenset[Action],
-        ambient: Ambient,
-        losses: Losses | None = None,
+        ambient: CallerContext,
+        losses: MicroBatchLosses | None = None,
         keep_outputs: bool = False,
         split: frozenset[int] = frozenset(),
         look_at_elements: bool = False,
@@ -77,20 +105,22 @@ class Step:
         self.assembly, self.tensors, self.stages = assembly, tensors, assembly.program.stages
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
         self.grad = assembly.state.grad
-        self.ambient = ambient  # of the caller; the drop-in's backward brings its own
+        self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
         wiring = assembly.wiring
         self.transport = Transport.of(assembly.devices, leaves)
         self._streams = [self.transport.compute_stream(device) for device in assembly.devices]  # by stage
-        wants = [self.grad and requires_grad(leaf) for leaf in leaves]
+        wants = [self.grad and tensor_requires_grad(leaf) for leaf in leaves]
         with torch.no_grad():  # parts begin graphs of their own
             # What will be written to after forward has to stay what it was for those who read it in R.
-            own = [clone(leaf) if p in assembly.program.written else leaf for p, leaf in enumerate(leaves)]
+            own = [clone(leaf) if p in assembly.program.written_inputs else leaf for p, leaf in enumerate(leaves)]
             parts = scatter(own, assembly.in_dims, len(weights))
         self.exchange = Exchange(assembly, parts, wants, self.transport)
-        self.elements = Elements.of(assembly, look_at_elements and len(weights) > 1)
-        self.loss = None if losses is None else LossStage(assembly, self.exchange, losses, self.elements, keep_outputs)
-        self.opened = [
-            OpenStage(
+        self.loss_weighting = LossWeightingCheck.of(assembly, look_at_elements and len(weights) > 1)
+        self.loss = (
+            None if losses is None else LossStage(assembly, self.exchange, losses, self.loss_weighting, keep_outputs)
+        )
+        self.stage_instances = [
+            StageInstance(
                 *assembly.ready(j, is_split=j in split),
                 wiring.links[j],
                 partial(self.transport.bring, target=assembly.devices[j]),
@@ -99,13 +129,13 @@ class Step:
             )
             for j in range(len(self.stages))
         ]
-        self.saved: dict[tuple[int, int], Given] = {}
-        self.pending: dict[tuple[int, int], Pending] = {}
-        self.tapes: dict[tuple[int, int], Tape] = {}
+        self.saved: dict[tuple[int, int], RecomputeInputs] = {}
+        self.pending: dict[tuple[int, int], BackwardHandle] = {}
+        self.tapes: dict[tuple[int, int], WeightGradientTape] = {}
         self.failure: BaseException | None = None
         self.log = StepLog()
         self._failing = threading.Lock()
-        self._fences = Fences(wiring.before if losses is None else wiring.before_with_loss)
+        self._fences = Fences(wiring.before if losses is None else wiring.fences_with_loss)
 
     @property
     def micro_batches(self) -> int:
@@ -115,8 +145,8 @@ class Step:
 
     def in_row(self) -> AbstractContextManager[None]:
         """A block of a thread, in which it performs a row or a part of one."""
-        running.recomputes = bool(self.recomputed)
-        return resting(self.assembly.state)
+        stage_context.recomputes = bool(self.recomputed)
+        return thread_defaults(self.assembly.state)
 
     def is_ready(self, action: Action) -> bool:
         return self.failure is not None or self._fences.are_open(action)
@@ -136,15 +166,19 @@ class Step:
         """Does what the action says. An exception makes the step fail."""
         j = action.stage
         try:
-            if self._streams[j] is None and self.ambient.is_empty and not is_profiled():
+            if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
                 self._timed(action)
             else:
                 device = self.assembly.devices[j]
-                with self.ambient.entered(action.kind, device), profiled(action), self.transport.at(device):
+                with (
+                    self.caller_context.for_action(action.kind, device),
+                    profiler_range(action),
+                    self.transport.at(device),
+                ):
                     self._timed(action)
         except BaseException as error:
             device = self.assembly.devices[j]
-            error.add_note(note(error, action, self.opened[j].stage, len(self.stages), str(device)))
+            error.add_note(failure_note(error, action, self.stage_instances[j].stage, len(self.stages), str(device)))
             self.fail(error)
             return
         self._fences.pass_on(action)
@@ -152,28 +186,28 @@ class Step:
     def _timed(self, action: Action) -> None:
         kind, j, i = action
         stream = self._streams[j]
-        start, on_core = mark(stream), time.thread_time()
-        _DO[kind](self, j, i)
-        self.log.times[action] = (start, mark(stream))
+        start, on_core = mark_time(stream), time.thread_time()
+        _ACTION_METHODS[kind](self, j, i)
+        self.log.times[action] = (start, mark_time(stream))
         if stream is None:
             self.log.on_core[action] = time.thread_time() - on_core
 
     # -- actions -----------------------------------------------------------------------------------------------------
 
     def forward(self, j: int, i: int) -> None:
-        opened = self.opened[j]
+        opened = self.stage_instances[j]
         received = [self.exchange.take(j, link, i) for link in opened.links]
         buffers = dict(opened.buffers)
-        if (Kind.RECOMPUTE, j, i) in self.recomputed:
+        if (ActionKind.RECOMPUTE, j, i) in self.recomputed:
             # Not under no_grad, where torch takes other kernels (LSTM): R must come to the same bits.
-            with forgetting():
+            with NoSavedTensors():
                 ran = self._run(j, i, received, buffers, is_kept=False)
-            self.saved[j, i] = Given(received, buffers)
+            self.saved[j, i] = RecomputeInputs(received, buffers)
         else:
             ran = self._run(j, i, received, buffers)
             if self.grad:
                 self.pending[j, i] = ran.pending
-        opened.leave(i, ran)
+        opened.finish_forward(i, ran)
         self._send(j, i, ran.sent)
         if j == len(self.stages) - 1 and self.loss is not None:
             del received, ran  # what nobody saved need not live while the loss runs
@@ -181,15 +215,15 @@ class Step:
 
     def recompute(self, j: int, i: int) -> None:
         given = self.saved.pop((j, i))
-        with recomputing():
+        with RecomputeBlock():
             self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
 
     def _run(
-        self, j: int, i: int, received: list[Value], buffers: dict[str, torch.Tensor], is_kept: bool = True
-    ) -> Ran:
+        self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
+    ) -> StageResult:
         if self.assembly.program.is_random:
-            running.seed = mixed(self.seed, i)
-        return self.opened[j].run(received, buffers, is_kept)
+            stage_context.seed = mix_seed(self.seed, i)
+        return self.stage_instances[j].run(received, buffers, is_kept)
 
     def _send(self, j: int, i: int, sent: Sequence[Any]) -> None:
         for name, value in zip(self.stages[j].sends, sent, strict=True):
@@ -198,9 +232,9 @@ class Step:
     def backward(self, j: int, i: int) -> None:
         pending = self.pending.pop((j, i))
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
-        if self.elements.reduced:
-            self.elements.note_roots(j, i, pending.names, pending.roots, arrived)
-        found = self.opened[j].go_back(pending, arrived)
+        if self.loss_weighting.reduced:
+            self.loss_weighting.note_roots(j, i, pending.names, pending.roots, arrived)
+        found = self.stage_instances[j].backward(pending, arrived)
         for link, gradient in zip(pending.links, found, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None:
@@ -209,18 +243,18 @@ class Step:
     def weigh(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B has done all
-            self.opened[j].weigh(tape)
+            self.stage_instances[j].weigh(tape)
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 
     def is_changed(self, name: str) -> bool:
         """Does forward change this tensor of the model?"""
-        return any(name in opened.buffers for opened in self.opened)
+        return any(name in opened.buffers for opened in self.stage_instances)
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
         """Writes the buffers that forward has changed into the model."""
-        for opened in self.opened:
+        for opened in self.stage_instances:
             for name, value in opened.final_buffers().items():
                 if name in opened.stage.assigns:
                     self.tensors.set(name, value)
@@ -229,7 +263,7 @@ class Step:
 
     def parameter_gradient(self, name: str) -> torch.Tensor | None:
         """Of all micro-batches, summed over stages in order; where the parameter is."""
-        found = [opened.sums.pop(name) for opened in self.opened if name in opened.sums]
+        found = [opened.sums.pop(name) for opened in self.stage_instances if name in opened.sums]
         if not found:
             return None
         home = self.tensors.get(name).device
@@ -239,9 +273,9 @@ class Step:
         return total
 
 
-_DO: dict[Kind, Callable[[Step, int, int], None]] = {
-    Kind.FORWARD: Step.forward,
-    Kind.RECOMPUTE: Step.recompute,
-    Kind.BACKWARD: Step.backward,
-    Kind.WEIGHT: Step.weigh,
+_ACTION_METHODS: dict[ActionKind, Callable[[Step, int, int], None]] = {
+    ActionKind.FORWARD: Step.forward,
+    ActionKind.RECOMPUTE: Step.recompute,
+    ActionKind.BACKWARD: Step.backward,
+    ActionKind.WEIGHT: Step.weigh,
 }

@@ -36,30 +36,109 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from fxpipe.runtime.packing import Packed, has_gaps, is_plain, pack
+# A tensor as one piece of memory and the way to read it: what a copy has to move, and how it becomes a tensor again.
+#
+# A copy between devices must not be told from what was copied. Not only its numbers, its strides too: where they have
+# gaps or overlap, `contiguous` copies, `view` refuses and kernels take other ways, and code that was recorded on the
+# one must do the same on the other. `Tensor.to` makes such tensors dense. So here
+#
+# - what is dense in any order of its dimensions, or overlaps itself (`expand`, `unfold`), goes as the piece of storage
+#   that it covers, byte for byte;
+# - what has gaps (a slice of columns, one part of a `chunk`) is gathered, and spread out again behind the copy: its
+# gaps belong to others, and may be larger than itself; - that a tensor is to be read as conjugate or negative is noted,
+# not carried out.
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A plain tensor on its way."""
+
+    memory: torch.Tensor  # of one dimension, dense
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_gathered: bool  # the memory holds the elements in order, without gaps
+    is_conj: bool
+    is_neg: bool
+
+    def at(self, memory: torch.Tensor) -> PackedTensor:
+        """The same with its memory elsewhere."""
+        return replace(self, memory=memory)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, on the device where the memory is; on the current stream, where it is spread out."""
+        if self.is_gathered:
+            dense = self.memory.view(self.shape)
+            found = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
+        else:
+            found = self.memory.as_strided(self.shape, self.stride, 0).detach()  # detached: no view for autograd
+        if self.is_neg:
+            found = torch._neg_view(found)
+        return found.conj() if self.is_conj else found
+
+
+def is_packable(tensor: torch.Tensor) -> bool:
+    """Can it be packed? Sparse and quantised tensors, and what others have derived from Tensor, go as they see fit."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+    )
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Does it leave out elements of the storage that it covers, and never use one twice?"""
+    extent, overlaps = covered_extent(tensor.shape, tensor.stride())
+    return extent > tensor.numel() and not overlaps
+
+
+def pack(tensor: torch.Tensor) -> PackedTensor:
+    """Takes a plain tensor apart; gathers, on the current stream, if it has gaps."""
+    bare = tensor.detach()
+    is_conj, is_neg = bare.is_conj(), bare.is_neg()
+    bare = bare.conj() if is_conj else bare
+    bare = torch._neg_view(bare) if is_neg else bare
+    is_gathered = has_gaps(bare)
+    if is_gathered:
+        memory = bare.contiguous().view(-1)
+    else:
+        extent, _ = covered_extent(bare.shape, bare.stride())
+        memory = bare.as_strided((extent,), (1,), bare.storage_offset())
+    return PackedTensor(memory, tuple(bare.shape), bare.stride(), is_gathered, is_conj, is_neg)
+
+
+def covered_extent(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, bool]:
+    """How many elements lie between the first and the last, both counted in; and may two of them be one?"""
+    if 0 in shape:
+        return 0, False
+    reach, overlaps = 0, False
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size > 1):
+        overlaps |= step <= reach
+        reach += (size - 1) * step
+    return reach + 1, overlaps
+
 
 T = TypeVar("T")
 S = TypeVar("S")
 
-_NOWHERE: AbstractContextManager[None] = contextlib.nullcontext()
+_NO_STREAM: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PendingCopy:
     """A tensor on its way to another device."""
 
-    content: Packed | torch.Tensor  # a tensor that is not plain goes when its reader asks for it
+    content: PackedTensor | torch.Tensor  # a tensor that is not plain goes when its reader asks for it
     arrived: Any  # the event that marks the end of the copy; None where there is nothing to wait for
 
 
-class Machine(Protocol):
+class DeviceBackend(Protocol):
     """What transport asks of the devices; streams and events are torch's, or what a test has in their place."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device: ...
@@ -86,7 +165,7 @@ class Machine(Protocol):
         """The tensor's memory is not used anew before this stream is done with it."""
 
 
-class Cuda:
+class CudaBackend:
     """GPUs, as torch has them."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
@@ -96,14 +175,14 @@ class Cuda:
         return torch.cuda.current_stream(device)
 
     def copy_streams(self, source: torch.device, target: torch.device) -> tuple[torch.cuda.Stream, ...]:
-        with _making:
+        with _stream_lock:
             if (source, target) not in _copy_streams:
                 ends = dict.fromkeys(device for device in (source, target) if device.type == "cuda")
                 _copy_streams[source, target] = tuple(torch.cuda.Stream(device) for device in ends)
             return _copy_streams[source, target]
 
     def on(self, *streams: torch.cuda.Stream) -> AbstractContextManager[None]:
-        return torch.cuda.stream(streams[0]) if len(streams) == 1 else _on_all(streams)
+        return torch.cuda.stream(streams[0]) if len(streams) == 1 else _on_streams(streams)
 
     def record(self, stream: torch.cuda.Stream, for_host: bool = False) -> torch.cuda.Event:
         # The host sleeps until a blocking event; else it would spin, on a core that another stage may need.
@@ -126,7 +205,7 @@ class Cuda:
 
 
 @contextlib.contextmanager
-def _on_all(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
+def _on_streams(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
@@ -135,7 +214,7 @@ def _on_all(streams: Iterable[torch.cuda.Stream]) -> Iterator[None]:
 
 # Of the process: a stream has a pool of memory, which new streams for each step would have to fill again.
 _copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.cuda.Stream, ...]] = {}
-_making = threading.Lock()
+_stream_lock = threading.Lock()
 
 _forced = False
 
@@ -158,8 +237,8 @@ class Transport:
     nothing.
     """
 
-    def __init__(self, devices: Iterable[torch.device], machine: Machine | None = None):
-        self._machine = machine or Cuda()
+    def __init__(self, devices: Iterable[torch.device], machine: DeviceBackend | None = None):
+        self._machine = machine or CudaBackend()
         found = dict.fromkeys(devices)
         self._compute = {d: self._machine.current(d) for d in found if d.type == "cuda"}
         self._forced = _forced
@@ -187,9 +266,9 @@ class Transport:
     def at(self, device: torch.device) -> AbstractContextManager[None]:
         """A block whose computations are those of the step on this device."""
         stream = self._compute.get(device)
-        return _NOWHERE if stream is None else self._machine.on(stream)
+        return _NO_STREAM if stream is None else self._machine.on(stream)
 
-    def following(self, function: Callable[[S], T]) -> Callable[[S], T]:
+    def on_step_streams(self, function: Callable[[S], T]) -> Callable[[S], T]:
         """`function`, the end of a step, as autograd or the caller is to call it: on the step's streams, and settled.
 
         The thread may have other current streams than the step, which was begun in another one. The step's wait for
@@ -214,7 +293,7 @@ class Transport:
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
-    def ship(self, value: Any, target: torch.device) -> Any:
+    def start_copy(self, value: Any, target: torch.device) -> Any:
         """Starts to copy a tensor to a device where it is not yet; what else there is, is handed on as it is."""
         if not isinstance(value, torch.Tensor):
             return value
@@ -225,9 +304,9 @@ class Transport:
 
     def open(self, value: Any, target: torch.device) -> Any:
         """What has been shipped, for the reader's stage to use. What has not been shipped comes now."""
-        if not isinstance(value, Parcel):
-            value = self.ship(value, target)
-            if not isinstance(value, Parcel):
+        if not isinstance(value, PendingCopy):
+            value = self.start_copy(value, target)
+            if not isinstance(value, PendingCopy):
                 return value
         if isinstance(value.content, torch.Tensor):
             return self._carried(value.content, target)
@@ -246,15 +325,15 @@ class Transport:
         found: torch.Tensor = self.open(self._send(tensor, source, target), target)
         return found
 
-    def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> Parcel:
-        if not is_plain(tensor):
-            return Parcel(tensor, None)
-        with self.at(source) if has_gaps(tensor) else _NOWHERE:  # there it was made, and is gathered
+    def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> PendingCopy:
+        if not is_packable(tensor):
+            return PendingCopy(tensor, None)
+        with self.at(source) if has_gaps(tensor) else _NO_STREAM:  # there it was made, and is gathered
             packed = pack(tensor)
         if source.type == target.type == "cpu":
-            return Parcel(packed.at(packed.memory.clone()), None)
+            return PendingCopy(packed.at(packed.memory.clone()), None)
         memory, arrived = self._copied(packed.memory, source, target)
-        return Parcel(packed.at(memory), arrived)
+        return PendingCopy(packed.at(memory), arrived)
 
     def _copied(self, memory: torch.Tensor, source: torch.device, target: torch.device) -> tuple[torch.Tensor, Any]:
         machine = self._machine
@@ -311,7 +390,7 @@ class Transport:
             held.clear()
 
 
-def brought(leaves: Iterable[Any], device: torch.device) -> list[Any]:
+def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """What the caller gives, on a device, for this thread to use at once."""
     leaves = list(leaves)
     transport = Transport.of((), leaves)

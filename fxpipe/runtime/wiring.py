@@ -14,47 +14,49 @@ autograd itself, in the order in which the plain model makes it:
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from fxpipe.rewriting.program import INPUT, Program, Received
-from fxpipe.scheduling.actions import Kind
+from fxpipe.rewriting.program import PIPE_INPUT, Program, ReceivedValue
+from fxpipe.scheduling.actions import Action, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class ValueLink:
     """One value that a stage (or the loss) receives."""
 
-    value: Received
-    earlier: int  # where its gradient goes: the next earlier user, or the maker
+    value: ReceivedValue
+    gradient_target: int  # where its gradient goes: the next earlier user, or the maker
     later: int | None  # the user from which a further gradient comes, if any
 
 
-Fence = tuple[Kind, int]  # F or B of a stage: one fence for each micro-batch
+Fence = tuple[ActionKind, int]  # F or B of a stage: one fence for each micro-batch
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
     """Who receives what, and which fences stand before which actions."""
 
-    links: tuple[tuple[Link, ...], ...]  # by stage, and last of the loss
+    links: tuple[tuple[ValueLink, ...], ...]  # by stage, and last of the loss
     users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> who receives it
     before: dict[Fence, tuple[Fence, ...]]  # of other stages, for the same micro-batch
-    before_with_loss: dict[Fence, tuple[Fence, ...]]  # where the loss is taken behind the last forward
+    fences_with_loss: dict[Fence, tuple[Fence, ...]]  # where the loss is taken behind the last forward
 
 
-def wire(program: Program) -> Wiring:
+def wire_program(program: Program) -> Wiring:
     """The wiring of a program."""
-    results = (*program.outputs, *program.written.values(), *program.left.values())
-    outputs = tuple(dict.fromkeys(o for o in results if isinstance(o, Received)))
+    results = (*program.outputs, *program.written_inputs.values(), *program.left.values())
+    outputs = tuple(dict.fromkeys(o for o in results if isinstance(o, ReceivedValue)))
     rows = [*(stage.receives for stage in program.stages), outputs]
     users: dict[tuple[int, str], list[int]] = {}
     for user, row in enumerate(rows):
         for value in row:
             users.setdefault((value.source, value.name), []).append(user)
 
-    def link(user: int, value: Received) -> Link:
+    def link(user: int, value: ReceivedValue) -> ValueLink:
         others = users[value.source, value.name]
-        return Link(
+        return ValueLink(
             value,
             max((k for k in others if k < user), default=value.source),
             min((k for k in others if k > user), default=None),
@@ -62,22 +64,68 @@ def wire(program: Program) -> Wiring:
 
     links = tuple(tuple(link(user, value) for value in row) for user, row in enumerate(rows))
     stages = len(program.stages)
-    before = [_fences(links, users, stages, has_loss) for has_loss in (False, True)]
+    before = [_fences_before(links, users, stages, has_loss) for has_loss in (False, True)]
     return Wiring(links, {key: tuple(ks) for key, ks in users.items()}, *before)
 
 
-def _fences(
-    links: tuple[tuple[Link, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
+def _fences_before(
+    links: tuple[tuple[ValueLink, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
 ) -> dict[Fence, tuple[Fence, ...]]:
     """F waits for the makers of what it receives; B for everyone who still sends it a gradient."""
     found: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
         rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
-        makers = {link.value.source for row in rows for link in row} - {INPUT, j}
-        found[Kind.FORWARD, j] = tuple((Kind.FORWARD, source) for source in sorted(makers))
+        makers = {link.value.source for row in rows for link in row} - {PIPE_INPUT, j}
+        found[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
         senders = {k for (source, _), ks in users.items() if source == j for k in ks}
         senders |= {link.later for link in links[j] if link.later is not None}
-        # The loss, as user number `stages`, sends its gradients within the last F.
-        last = ((Kind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
-        found[Kind.BACKWARD, j] = (*((Kind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
+        # The loss, as user number `stages_section`, sends its gradients within the last F.
+        last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
+        found[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
     return found
+
+
+# -- What stands between two actions on different devices: the second does not start before the first has passed -----
+#
+# Most fences are open when somebody comes to them, and those of one row always are. So what has passed is noted in a
+# set, and an event is made only by who has to wait. That misses no opening: who passes notes it first and then looks
+# for an event, who waits leaves an event first and then looks at the notes.
+
+_ActionKey = tuple[ActionKind, int, int]  # of an action, which is such a tuple
+
+
+class Fences:
+    """The fences of one step, one for each action that others wait for. They open for good."""
+
+    def __init__(self, before: Mapping[Fence, tuple[Fence, ...]]):
+        self._before = before
+        self._passed: set[_ActionKey] = set()
+        self._events: dict[_ActionKey, threading.Event] = {}
+        self._all_open = False
+
+    def are_open(self, action: Action) -> bool:
+        """May the action start?"""
+        kind, stage, i = action
+        return self._all_open or all((*fence, i) in self._passed for fence in self._before.get((kind, stage), ()))
+
+    def wait(self, action: Action) -> None:
+        """Returns when the action may start."""
+        kind, stage, i = action
+        for fence in self._before.get((kind, stage), ()):
+            key = (*fence, i)
+            if key not in self._passed:
+                event = self._events.setdefault(key, threading.Event())
+                if key not in self._passed and not self._all_open:
+                    event.wait()
+
+    def pass_on(self, action: Action) -> None:
+        """Opens what stands behind an action that has ended."""
+        self._passed.add(action)
+        event = self._events.get(action)
+        if event is not None:
+            event.set()
+
+    def open_all(self) -> None:
+        self._all_open = True
+        for event in list(self._events.values()):
+            event.set()

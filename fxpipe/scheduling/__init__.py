@@ -74,7 +74,7 @@ zbv: 4 stages, 3 micro-batches
 device 0: 0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0B0 0W0 3F2 3B2 3W2 0B1 0W1 0B2 0W2
 device 1: 1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1B1 2B2 1B2 1W1 2W2 1W2
 
-`fxpipe.scheduling.known` compares them all. Those that are bound to no placement take turns on any:
+`fxpipe.scheduling.registry` compares them all. Those that are bound to no placement take turns on any:
 
 >>> print(make_schedule("1f1b", stages=3, micro_batches=2, placement=(0, 1, 0)))
 1f1b: 3 stages, 2 micro-batches
@@ -97,33 +97,41 @@ device 1: >1B0< 1F0 1F1 1B1
 How long a schedule takes, and how much of that is bubble, says `fxpipe.simulation`.
 """
 
-from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
-from fxpipe.scheduling.by_stage import gpipe, inference, one_f_one_b, zero_bubble, zero_bubble_2p
-from fxpipe.scheduling.clock import clock_cycles
-from fxpipe.scheduling.in_flight import activations_in_flight, micro_batches_in_flight
-from fxpipe.scheduling.interleaved import interleaved_1f1b
-from fxpipe.scheduling.known import SCHEDULES
-from fxpipe.scheduling.own import ScheduleLike, as_schedule_like, placement_of
-from fxpipe.scheduling.parts import backward_part, forward_part
-from fxpipe.scheduling.placements import round_robin, there_and_back
-from fxpipe.scheduling.playing import Demand
-from fxpipe.scheduling.recomputing import CHECKPOINTS, Checkpoint
-from fxpipe.scheduling.schedules import check_placement, is_searched, make_schedule, schedule_text
-from fxpipe.scheduling.searched import zero_bubble_auto
-from fxpipe.scheduling.text import parse_schedule
-from fxpipe.scheduling.validation import dependencies, validate
-from fxpipe.scheduling.zbv import zbv
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
+from fxpipe.scheduling.builtin import (
+    clock_cycles,
+    gpipe,
+    inference,
+    interleaved_1f1b,
+    one_f_one_b,
+    zbv,
+    zero_bubble,
+    zero_bubble_2p,
+)
+from fxpipe.scheduling.custom import ScheduleLike, as_schedule_like, parse_schedule, placement_of
+from fxpipe.scheduling.factory import check_placement, is_searched, make_schedule, schedule_text
+from fxpipe.scheduling.registry import SCHEDULES
+from fxpipe.scheduling.row_transforms import (
+    CHECKPOINTS,
+    Checkpoint,
+    backward_part,
+    forward_part,
+    round_robin,
+    there_and_back,
+)
+from fxpipe.scheduling.validation import activations_in_flight, dependencies, micro_batches_in_flight, validate
+from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
 
 __all__ = [
     "CHECKPOINTS",
     "SCHEDULES",
     "Action",
+    "ActionKind",
     "Checkpoint",
-    "Demand",
-    "Kind",
     "Rows",
     "Schedule",
     "ScheduleLike",
+    "StageTimes",
     "activations_in_flight",
     "as_schedule_like",
     "backward_part",

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from fxpipe.errors import ScheduleError
 
 
-class Kind(enum.Enum):
+class ActionKind(enum.Enum):
     """What an action does; the value is its letter in the text form."""
 
     FORWARD = "F"
@@ -31,13 +31,13 @@ class Kind(enum.Enum):
     @property
     def words(self) -> str:
         """What people call it."""
-        return "backward of weights" if self is Kind.WEIGHT else self.name.lower()
+        return "backward of weights" if self is ActionKind.WEIGHT else self.name.lower()
 
 
 class Action(NamedTuple):  # as a key it hashes and compares three times as fast as a dataclass would
     """One piece of work of one device."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -50,7 +50,7 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
         match = re.fullmatch(r"(\d+)([FRBWU])(\d+)", text)
         if match is None:
             raise ScheduleError(f"action {text!r}: expected stage, kind (F, R, B, W or U) and micro-batch, as in '1F0'")
-        return cls(Kind(match[2]), int(match[1]), int(match[3]))
+        return cls(ActionKind(match[2]), int(match[1]), int(match[3]))
 
 
 Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions, in order

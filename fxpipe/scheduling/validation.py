@@ -22,26 +22,27 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from fxpipe.errors import ScheduleError
-from fxpipe.scheduling.actions import Action, Kind, Rows, Schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Rows, Schedule
 
-Cell: TypeAlias = tuple[int, int]  # (device, place in its row)
+RowCell: TypeAlias = tuple[int, int]  # (device, place in its row)
 
-SHOWN_PROBLEMS = 8  # one slip often breaks many actions: the first few tell
+MAX_SHOWN_PROBLEMS = 8  # one slip often breaks many actions: the first few tell
 
 # From which stage, counted from its own, an action takes the result of the same kind of action, micro-batch by
 # micro-batch. All else that it needs is of its own stage, and so of its own row.
-NEIGHBOUR = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
+NEIGHBOUR_STEP = {ActionKind.FORWARD: -1, ActionKind.BACKWARD: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ScheduleProblem:
     """One thing that is wrong with a schedule."""
 
     words: str
-    cells: tuple[Cell, ...] = ()  # to be marked in the grid
+    cells: tuple[RowCell, ...] = ()  # to be marked in the grid
 
 
 def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
@@ -57,28 +58,32 @@ def dependencies(action: Action, stages: int) -> tuple[Action, ...]:
     """
     j, i = action.stage, action.micro_batch
     match action.kind:
-        case Kind.FORWARD:
-            return (Action(Kind.FORWARD, j + NEIGHBOUR[Kind.FORWARD], i),) if j > 0 else ()
-        case Kind.RECOMPUTE:
-            return (Action(Kind.FORWARD, j, i),)
-        case Kind.BACKWARD:
-            own = (Action(Kind.FORWARD, j, i), Action(Kind.RECOMPUTE, j, i))
-            return (*own, Action(Kind.BACKWARD, j + NEIGHBOUR[Kind.BACKWARD], i)) if j < stages - 1 else own
-        case Kind.WEIGHT:
-            return (Action(Kind.BACKWARD, j, i),)
-        case Kind.UPDATE:
-            return tuple(Action(kind, j, h) for kind in (Kind.BACKWARD, Kind.WEIGHT) for h in range(i + 1))
+        case ActionKind.FORWARD:
+            return (Action(ActionKind.FORWARD, j + NEIGHBOUR_STEP[ActionKind.FORWARD], i),) if j > 0 else ()
+        case ActionKind.RECOMPUTE:
+            return (Action(ActionKind.FORWARD, j, i),)
+        case ActionKind.BACKWARD:
+            own = (Action(ActionKind.FORWARD, j, i), Action(ActionKind.RECOMPUTE, j, i))
+            return (
+                (*own, Action(ActionKind.BACKWARD, j + NEIGHBOUR_STEP[ActionKind.BACKWARD], i))
+                if j < stages - 1
+                else own
+            )
+        case ActionKind.WEIGHT:
+            return (Action(ActionKind.BACKWARD, j, i),)
+        case ActionKind.UPDATE:
+            return tuple(Action(kind, j, h) for kind in (ActionKind.BACKWARD, ActionKind.WEIGHT) for h in range(i + 1))
 
 
 def validate(schedule: Schedule) -> None:
     """Raises `ScheduleError` if the schedule would not run; its message shows the rows, what is wrong `>marked<`."""
     problems = _find_wrong_actions(schedule) or _find_wrong_order(schedule) or _find_deadlock(schedule)
     if problems:
-        raise ScheduleError(_message(schedule, problems))
+        raise ScheduleError(_problems_message(schedule, problems))
 
 
-def _message(schedule: Schedule, problems: list[Problem]) -> str:
-    shown, more = problems[:SHOWN_PROBLEMS], len(problems) - SHOWN_PROBLEMS
+def _problems_message(schedule: Schedule, problems: list[ScheduleProblem]) -> str:
+    shown, more = problems[:MAX_SHOWN_PROBLEMS], len(problems) - MAX_SHOWN_PROBLEMS
     words = [f"  - {problem.words}" for problem in shown] + ([f"  - and {more} more"] if more > 0 else [])
     marked = {cell for problem in shown for cell in problem.cells}
     rows = [
@@ -94,34 +99,38 @@ def _message(schedule: Schedule, problems: list[Problem]) -> str:
 # 1. Every action that must be, once, and in the one row of its stage
 
 
-def _find_wrong_actions(schedule: Schedule) -> list[Problem]:
+def _find_wrong_actions(schedule: Schedule) -> list[ScheduleProblem]:
     if schedule.stages < 1 or schedule.micro_batches < 1:
-        return [Problem("a schedule has at least 1 stage and 1 micro-batch")]
+        return [ScheduleProblem("a schedule has at least 1 stage and 1 micro-batch")]
     return [*_out_of_range(schedule), *_doubled(schedule), *_scattered(schedule), *_missing(schedule)]
 
 
-def _cells(rows: Rows) -> Iterator[tuple[Cell, Action]]:
+def _cells(rows: Rows) -> Iterator[tuple[RowCell, Action]]:
     return (((d, place), action) for d, row in enumerate(rows) for place, action in enumerate(row))
 
 
-def _out_of_range(schedule: Schedule) -> Iterator[Problem]:
+def _out_of_range(schedule: Schedule) -> Iterator[ScheduleProblem]:
     for cell, action in _cells(schedule.rows):
         if not 0 <= action.stage < schedule.stages:
-            yield Problem(f"{action} is for stage {action.stage}; stages are 0 to {schedule.stages - 1}", (cell,))
+            yield ScheduleProblem(
+                f"{action} is for stage {action.stage}; stages are 0 to {schedule.stages - 1}", (cell,)
+            )
         if not 0 <= action.micro_batch < schedule.micro_batches:
             last = schedule.micro_batches - 1
-            yield Problem(f"{action} is for micro-batch {action.micro_batch}; micro-batches are 0 to {last}", (cell,))
+            yield ScheduleProblem(
+                f"{action} is for micro-batch {action.micro_batch}; micro-batches are 0 to {last}", (cell,)
+            )
 
 
-def _doubled(schedule: Schedule) -> Iterator[Problem]:
+def _doubled(schedule: Schedule) -> Iterator[ScheduleProblem]:
     counts = Counter(action for row in schedule.rows for action in row)
     for action, count in counts.items():
         if count > 1:
             cells = [cell for cell, other in _cells(schedule.rows) if other == action]
-            yield Problem(f"{action} stands there {len(cells)} times: keep one", tuple(cells))
+            yield ScheduleProblem(f"{action} stands there {len(cells)} times: keep one", tuple(cells))
 
 
-def _scattered(schedule: Schedule) -> Iterator[Problem]:
+def _scattered(schedule: Schedule) -> Iterator[ScheduleProblem]:
     """Stages in several rows. The row with most of a stage's actions is taken for its own, the others are marked."""
     counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
     for (d, _), action in _cells(schedule.rows):
@@ -130,35 +139,39 @@ def _scattered(schedule: Schedule) -> Iterator[Problem]:
     for (d, place), action in _cells(schedule.rows):
         if d != own[action.stage]:
             row = f"device {own[action.stage]}, where the rest of stage {action.stage} is"
-            yield Problem(f"{action} stands with device {d}: a stage lives in one row, move it to {row}", ((d, place),))
+            yield ScheduleProblem(
+                f"{action} stands with device {d}: a stage lives in one row, move it to {row}", ((d, place),)
+            )
 
 
-def _missing(schedule: Schedule) -> Iterator[Problem]:
+def _missing(schedule: Schedule) -> Iterator[ScheduleProblem]:
     held = {action: cell for cell, action in _cells(schedule.rows)}
-    trains = any(action.kind is Kind.BACKWARD for action in held)
-    split = {action.stage for action in held if action.kind is Kind.WEIGHT}
-    updated = {action.stage for action in held if action.kind is Kind.UPDATE}
+    trains = any(action.kind is ActionKind.BACKWARD for action in held)
+    split = {action.stage for action in held if action.kind is ActionKind.WEIGHT}
+    updated = {action.stage for action in held if action.kind is ActionKind.UPDATE}
     if not trains:
         for action, cell in held.items():
-            if action.kind is not Kind.FORWARD:
-                yield Problem(f"{action} is of no use in a schedule without B: add every B, or take it out", (cell,))
+            if action.kind is not ActionKind.FORWARD:
+                yield ScheduleProblem(
+                    f"{action} is of no use in a schedule without B: add every B, or take it out", (cell,)
+                )
     for j in range(schedule.stages):
-        kinds = {Kind.FORWARD: True, Kind.BACKWARD: trains, Kind.WEIGHT: trains and j in split}
+        kinds = {ActionKind.FORWARD: True, ActionKind.BACKWARD: trains, ActionKind.WEIGHT: trains and j in split}
         for kind in (kind for kind, needed in kinds.items() if needed):
             lacking = [a for a in (Action(kind, j, i) for i in range(schedule.micro_batches)) if a not in held]
             if lacking:
-                yield Problem(_lacking_words(lacking, schedule.micro_batches))
-        last = Action(Kind.UPDATE, j, schedule.micro_batches - 1)
+                yield ScheduleProblem(_lacking_words(lacking, schedule.micro_batches))
+        last = Action(ActionKind.UPDATE, j, schedule.micro_batches - 1)
         if trains and j in updated and last not in held:
-            yield Problem(f"stage {j} is updated, but not with its last micro-batches: {last} is missing")
+            yield ScheduleProblem(f"stage {j} is updated, but not with its last micro-batches: {last} is missing")
 
 
 def _lacking_words(lacking: list[Action], m: int) -> str:
     names = " ".join(map(str, lacking)) if len(lacking) <= 4 else f"{lacking[0]} ... {lacking[-1]}"
     match lacking[0].kind:
-        case Kind.WEIGHT:
+        case ActionKind.WEIGHT:
             rule = "a stage has W for every micro-batch or for none"
-        case Kind.BACKWARD:
+        case ActionKind.BACKWARD:
             rule = "every stage has B for every micro-batch, or the schedule has no B at all"
         case _:
             rule = "every stage has F for every micro-batch"
@@ -168,21 +181,21 @@ def _lacking_words(lacking: list[Action], m: int) -> str:
 # 2. The order that a row's own actions need
 
 
-def _find_wrong_order(schedule: Schedule) -> list[Problem]:
+def _find_wrong_order(schedule: Schedule) -> list[ScheduleProblem]:
     problems = []
     for d, row in enumerate(schedule.rows):
         place_of = {action: place for place, action in enumerate(row)}
         for place, action in enumerate(row):
             for needed in dependencies(action, schedule.stages):
                 if place_of.get(needed, -1) > place:
-                    problems.append(Problem(f"{action} stands before {needed}, which it needs", ((d, place),)))
+                    problems.append(ScheduleProblem(f"{action} stands before {needed}, which it needs", ((d, place),)))
     return problems
 
 
 # 3. No row waits for ever
 
 
-def _find_deadlock(schedule: Schedule) -> list[Problem]:
+def _find_deadlock(schedule: Schedule) -> list[ScheduleProblem]:
     """Runs the rows in thought, as the head of this file says, until all have ended or none can go on."""
     rows, device_of = schedule.rows, {action.stage: d for (d, _), action in _cells(schedule.rows)}
     ended: set[Action] = set()
@@ -194,7 +207,7 @@ def _find_deadlock(schedule: Schedule) -> list[Problem]:
             action = rows[d][place[d]]
             ended.add(action)
             place[d] += 1
-            user = action.stage - NEIGHBOUR.get(action.kind, 0)
+            user = action.stage - NEIGHBOUR_STEP.get(action.kind, 0)
             if user in device_of and device_of[user] != d:
                 moving.append(device_of[user])
     waits: dict[int, tuple[Action, int]] = {}  # device -> what it waits for, and whom
@@ -204,23 +217,23 @@ def _find_deadlock(schedule: Schedule) -> list[Problem]:
             assert awaited is not None
             waits[d] = awaited, device_of[awaited.stage]
     return [
-        Problem(
+        ScheduleProblem(
             f"device {d} waits before {rows[d][place[d]]} for the result of {waits[d][0]}, for ever", ((d, place[d]),)
         )
-        for d in _circle(waits)
+        for d in _wait_cycle(waits)
     ]
 
 
 def _awaited(schedule: Schedule, action: Action, ended: set[Action]) -> Action | None:
     """The result of a neighbour that an action needs, if it is not there yet; the order of its own row is right."""
-    step = NEIGHBOUR.get(action.kind)
+    step = NEIGHBOUR_STEP.get(action.kind)
     if step is None or action.stage + step not in range(schedule.stages):
         return None
     maker = Action(action.kind, action.stage + step, action.micro_batch)
     return None if maker in ended else maker
 
 
-def _circle(waits: dict[int, tuple[Action, int]]) -> list[int]:
+def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
     """The devices that wait for each other in a circle. There is one: whom a device waits for is stuck, too."""
     if not waits:
         return []
@@ -228,3 +241,59 @@ def _circle(waits: dict[int, tuple[Action, int]]) -> list[int]:
     while path.count(path[-1]) < 2:
         path.append(waits[path[-1]][1])
     return path[path.index(path[-1]) : -1]
+
+
+# -- How many micro-batches a stage holds at once, and of how many it has all activations: counted, not assumed ------
+
+
+@lru_cache(maxsize=16)  # who prints a plan asks once for each stage
+def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage the most micro-batches that are between the start of F and the end of their last backward.
+
+    Where backward is split the last piece is W. Where nothing goes back a micro-batch is there during its F only.
+
+    >>> from fxpipe.scheduling import make_schedule
+    >>> micro_batches_in_flight(make_schedule("1f1b", stages=3, micro_batches=8))
+    (3, 2, 1)
+    """
+    kinds = {(action.stage, action.kind) for row in schedule.rows for action in row}
+    trains = any(kind is ActionKind.BACKWARD for _, kind in kinds)
+    last = [
+        ActionKind.WEIGHT if (j, ActionKind.WEIGHT) in kinds else ActionKind.BACKWARD for j in range(schedule.stages)
+    ]
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for action in (action for row in schedule.rows for action in row):
+        j = action.stage
+        if action.kind is ActionKind.FORWARD:
+            now[j] += 1
+            most[j] = max(most[j], now[j])
+        elif action.kind is last[j]:
+            now[j] -= 1
+    return tuple(most) if trains else (1,) * schedule.stages
+
+
+@lru_cache(maxsize=16)
+def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage of how many micro-batches it has all that backward needs, at most.
+
+    That is from F on or, where the micro-batch is recomputed, from R on. Where backward is split it is to the end of W,
+    which needs less than all: what weights were applied to, and the gradients of what came out.
+
+    >>> from fxpipe.scheduling import make_schedule
+    >>> activations_in_flight(make_schedule("1f1b", stages=3, micro_batches=8, checkpoint="always"))
+    (1, 1, 1)
+    """
+    recomputed = {
+        (action.stage, action.micro_batch)
+        for row in schedule.rows
+        for action in row
+        if action.kind is ActionKind.RECOMPUTE
+    }
+    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    now, most = [0] * schedule.stages, [0] * schedule.stages
+    for action in (action for row in schedule.rows for action in row):
+        j, last = action.stage, ActionKind.WEIGHT if action.stage in split else ActionKind.BACKWARD
+        made = ActionKind.RECOMPUTE if (j, action.micro_batch) in recomputed else ActionKind.FORWARD
+        now[j] += (action.kind is made) - (action.kind is last)
+        most[j] = max(most[j], now[j])
+    return tuple(most)

@@ -24,14 +24,64 @@ do the gradients of values; the gradient of an output that the loss takes from a
 stage's B.
 
 `events.py` walks, by what `needs.py` has found that actions need; `results.py` holds what comes of it; `critical.py`
-says what the end of the step hangs on. `fxpipe.plans.simulating` is `fxpipe.simulate`: the same for a plan, also on
+says what the end of the step hangs on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on
 hardware, with schedules and micro-batches that it was not made for.
 """
 
-from fxpipe.simulation.critical import Leg
-from fxpipe.simulation.of_schedules import simulate_schedule
-from fxpipe.simulation.results import Simulation
-from fxpipe.stage_costs import StageCost, Transfer, transfers_of
-from fxpipe.timelines import Memory, Parts, Span
+from __future__ import annotations
 
-__all__ = ["Leg", "Memory", "Parts", "Simulation", "Span", "StageCost", "Transfer", "simulate_schedule", "transfers_of"]
+from collections.abc import Sequence
+
+from fxpipe.scheduling import Schedule, validate
+from fxpipe.simulation.costs import StageCost, Transfer, check_costs, transfers_of
+from fxpipe.simulation.events import EventSimulation, action_durations, dependency_edges
+from fxpipe.simulation.simulation_result import CriticalLeg, Simulation, critical_legs
+from fxpipe.simulation.timeline import MemoryParts, MemoryTimeline, Span
+
+# -- The simulation of a schedule, from the costs of its stages ------------------------------------------------------
+
+
+def simulate_schedule(
+    schedule: Schedule,
+    stages: Sequence[StageCost],
+    transfers: Sequence[Transfer] = (),
+    *,
+    overlaps: bool = True,
+) -> Simulation:
+    """When every action of `schedule` runs, and what follows from that.
+
+    The costs are those of the stages, whatever the schedule: so the same ones compare schedules with each other.
+
+    Args:
+        schedule: any that would run.
+        stages: for each stage what it costs.
+        transfers: what goes between stages, one way each; `transfers_of` makes those of a value and its gradient.
+            Nothing is sent between stages on one device, and no gradient where the schedule has no backward.
+        overlaps: transfers run beside computation, on their links. If not, the device that receives spends the time of
+            all that an action is sent before it computes, one after the other, as the runtime does.
+
+    Raises:
+        ArgumentError: not one cost for each stage, a number that is negative or not finite, a stage that is not there.
+        ScheduleError: a schedule that would not run.
+    """
+    validate(schedule)
+    check_costs(stages, transfers, schedule.stages)
+    begun = EventSimulation(
+        schedule, action_durations(schedule, stages), dependency_edges(schedule, transfers), overlaps
+    ).run()
+    spans = tuple(one.span for row in begun for one in row)
+    end = max(row[-1].span.end for row in begun if row)
+    return Simulation(schedule, tuple(stages), tuple(transfers), spans, end, critical_legs(begun))
+
+
+__all__ = [
+    "CriticalLeg",
+    "MemoryParts",
+    "MemoryTimeline",
+    "Simulation",
+    "Span",
+    "StageCost",
+    "Transfer",
+    "simulate_schedule",
+    "transfers_of",
+]

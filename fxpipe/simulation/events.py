@@ -8,13 +8,102 @@ links then, in order of time. Whoever lacked only that begins in turn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from fxpipe.scheduling import Kind, Schedule
-from fxpipe.simulation.needs import Receiving, Ways, counts_of, devices_of, receiving_of
-from fxpipe.timelines import Span
+from fxpipe.scheduling import ActionKind, Schedule
+from fxpipe.scheduling.validation import NEIGHBOUR_STEP
+from fxpipe.simulation.costs import StageCost, Transfer
+from fxpipe.simulation.timeline import Span
+
+# What the actions of a schedule need and how long they take: for each kind and stage the ways that lead from there.
+
+
+@dataclass(frozen=True, slots=True)
+class DependencyEdge:
+    """From an action to one of the same kind and micro-batch that needs it."""
+
+    user: int  # stage
+    seconds: float = 0.0
+    link: tuple[int, int] | None = None  # (from device, to device); None: nothing is sent
+    over: tuple[str, ...] = ()  # what the link shares with others
+
+    @property
+    def links_taken(self) -> tuple[Hashable, ...]:
+        """What carries one transfer at a time."""
+        return () if self.link is None else (self.link, *self.over)
+
+
+DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B, for each stage: to those who need it
+
+
+@dataclass(slots=True)
+class ReceiveCopies:
+    """Where the device that receives copies: what it does before it computes."""
+
+    seconds: float = 0.0
+    over: dict[str, None] = field(default_factory=dict)  # shared ways that it takes, each once
+
+
+def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> DependencyEdges:
+    """Between neighbours there is a way also where nothing is sent."""
+    device_of = device_by_stage(schedule)
+    ways: DependencyEdges = {kind: [[] for _ in device_of] for kind in NEIGHBOUR_STEP}
+    for kind, step in NEIGHBOUR_STEP.items():
+        for user in range(schedule.stages):
+            if user + step in range(schedule.stages):
+                ways[kind][user + step].append(DependencyEdge(user))
+    for transfer in transfers:
+        link = device_of[transfer.source], device_of[transfer.target]
+        kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
+        is_sent = link[0] != link[1]
+        way = (
+            DependencyEdge(transfer.target, float(transfer.seconds), link, transfer.over)
+            if is_sent
+            else DependencyEdge(transfer.target)
+        )
+        ways[kind][transfer.source].append(way)
+    return ways
+
+
+def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies]]:
+    """For F and B, for each stage: all that comes, one after the other."""
+    found = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
+    for kind, by_stage in ways.items():
+        for way in (way for leaving in by_stage for way in leaving):
+            found[kind][way.user].seconds += way.seconds
+            if way.seconds:
+                found[kind][way.user].over |= dict.fromkeys(way.over)
+    return found
+
+
+def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list[int]]:
+    """For each stage and micro-batch how many ways lead there."""
+    counts = [0] * len(by_stage)
+    for way in (way for leaving in by_stage for way in leaving):
+        counts[way.user] += 1
+    return [[count] * m for count in counts]
+
+
+def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[ActionKind, list[float]]:
+    """For each kind of action, for each stage: how long it takes."""
+    split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
+    weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
+    own = {
+        ActionKind.FORWARD: [float(s.forward) for s in stages],
+        ActionKind.RECOMPUTE: [float(s.forward if s.recompute is None else s.recompute) for s in stages],
+        ActionKind.BACKWARD: [float(s.backward) - (weight[j] if j in split else 0.0) for j, s in enumerate(stages)],
+        ActionKind.WEIGHT: weight,
+    }
+    found = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
+    return found | {ActionKind.UPDATE: [float(s.update) for s in stages]}
+
+
+def device_by_stage(schedule: Schedule) -> list[int]:
+    """For each stage its device."""
+    found = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    return [found[j] for j in range(schedule.stages)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +117,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StartedAction:
     """An action, and what held it up."""
 
     span: Span
@@ -37,30 +126,30 @@ class Begun:
 
 
 @dataclass(slots=True)
-class Walk:
+class EventSimulation:
     """Discrete events over the rows of a schedule that is known to run."""
 
     schedule: Schedule
-    seconds: dict[Kind, list[float]]
-    ways: Ways
+    seconds: dict[ActionKind, list[float]]
+    ways: DependencyEdges
     overlaps: bool  # do transfers run beside computation, or does the receiving device copy before it computes
-    begun: list[list[Begun]] = field(init=False)  # by device
+    begun: list[list[StartedAction]] = field(init=False)  # by device
     _device_of: list[int] = field(init=False)
-    _receiving: dict[Kind, list[Receiving]] = field(init=False)
-    _missing: dict[Kind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not met yet
-    _last: dict[Kind, list[list[Arrival | None]]] = field(init=False)  # of those met, what arrived last
+    _receiving: dict[ActionKind, list[ReceiveCopies]] = field(init=False)
+    _missing: dict[ActionKind, list[list[int]]] = field(init=False)  # by stage and micro-batch: needs not met yet
+    _last: dict[ActionKind, list[list[Arrival | None]]] = field(init=False)  # of those met, what arrived last
     _free: defaultdict[Hashable, float] = field(init=False)  # when a link has carried all it was given
     _is_due: list[bool] = field(init=False)  # by device: has its next action an event
     _events: list[tuple[float, int, int, int | None]] = field(init=False)  # (time, order, device, place if it ends)
     _order: int = 0
 
-    def run(self) -> list[list[Begun]]:
+    def run(self) -> list[list[StartedAction]]:
         """For each device its actions in order."""
         schedule = self.schedule
         m, d = schedule.micro_batches, len(schedule.rows)
-        self._device_of = devices_of(schedule)
-        self._receiving = {} if self.overlaps else receiving_of(self.ways)
-        self._missing = {kind: counts_of(by_stage, m) for kind, by_stage in self.ways.items()}
+        self._device_of = device_by_stage(schedule)
+        self._receiving = {} if self.overlaps else receive_copies(self.ways)
+        self._missing = {kind: dependency_counts(by_stage, m) for kind, by_stage in self.ways.items()}
         self._last = {kind: [[None] * m for _ in by_stage] for kind, by_stage in self.ways.items()}
         self._free, self._events = defaultdict(float), []
         self._is_due, self.begun = [False] * d, [[] for _ in range(d)]
@@ -104,7 +193,7 @@ class Walk:
         if came is not None and before and came.arrived <= before[-1].span.end:
             came = None  # the device was not free before
         span = Span(action, device, start, start + copying + self.seconds[kind][j], copying)
-        before.append(Begun(span, time, came))
+        before.append(StartedAction(span, time, came))
         self._put(span.end, device, len(before) - 1)
         self._is_due[device] = False
         self._next(device)
@@ -115,9 +204,9 @@ class Walk:
         for way in self.ways[kind][span.action.stage] if kind in self.ways else ():
             left = arrived = span.end
             if self.overlaps and way.link is not None:
-                left = max(span.end, *(self._free[one] for one in way.takes))
+                left = max(span.end, *(self._free[one] for one in way.links_taken))
                 arrived = left + way.seconds
-                for one in way.takes:
+                for one in way.links_taken:
                     self._free[one] = arrived
             last = self._last[kind][way.user][i]
             if last is None or last.arrived < arrived:

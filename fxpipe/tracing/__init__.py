@@ -22,39 +22,45 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentTypeError
-from fxpipe.progress import showing
-from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.checking.check import check_against_model, watched
-from fxpipe.tracing.checking.gathering import check_gathering
-from fxpipe.tracing.checking.micro_batches import (
-    OtherMicroBatchesError,
-    compares_parts,
-    excuse,
-    graph_of_parts,
-    holds_for_parts,
-    sizes_of_parts,
+from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
+from fxpipe.tracing.forward_rng import preserve_own_generators
+from fxpipe.tracing.guards import extract_guards, refuse_unguardable
+from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
+from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
+from fxpipe.tracing.record.module_hooks import original_module
+from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
+from fxpipe.tracing.record.untracked_values import read_untracked_values
+from fxpipe.tracing.shapes.batch_mixing import refuse_mixing
+from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
+from fxpipe.tracing.strategies import (
+    TracerOption,
+    check_tracer,
+    find_graph,
+    record_with_options,
+    requested_leaf_modules,
 )
-from fxpipe.tracing.checking.two_calls import FirstCalls, check_two_calls
-from fxpipe.tracing.guards import lifted, refuse_unanswerable
-from fxpipe.tracing.other_ways.symbolic_tracing import symbolic_graph
-from fxpipe.tracing.print_calls import lost_prints, printing_once
-from fxpipe.tracing.recording.fake import faked, is_faked
-from fxpipe.tracing.recording.hooks import made_from
-from fxpipe.tracing.recording.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.recording.own_dice import standing_still
-from fxpipe.tracing.recording.record import input_leaves
-from fxpipe.tracing.recording.refusals import CannotRecord, MakesState
-from fxpipe.tracing.recording.untracked import read_untracked
-from fxpipe.tracing.sizing.batch_mixing import refuse_mixing
-from fxpipe.tracing.sizing.shapes import add_shapes
-from fxpipe.tracing.snapshot import undone
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.ways import Tracer, asked_whole, check_tracer, find_graph, record_with
-from fxpipe.tracing.written_inputs import refuse_differing, refuse_unwritable
-from fxpipe.turns import one_at_a_time
+from fxpipe.tracing.verify.batch_independence import check_batch_independence
+from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
+from fxpipe.tracing.verify.micro_batch_sizes import (
+    OtherMicroBatchesError,
+    excuse_sizes,
+    graph_of_micro_batch,
+    holds_for_micro_batches,
+    must_compare_micro_batches,
+    sizes_of_micro_batches,
+)
+from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
+from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.progress import show_progress
 
-__all__ = ["Traced", "outline", "trace"]
+__all__ = ["Traced", "trace", "trace_unverified"]
 
 
 def trace(
@@ -65,7 +71,7 @@ def trace(
     in_dims: Any = None,
     out_dims: Any = None,
     chunks: int = 1,
-    tracer: Tracer = "auto",
+    tracer: TracerOption = "auto",
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
     seed: int = 0,
@@ -85,7 +91,8 @@ def trace(
             dimension, None (the same for all), "mean", "sum" or "stack"; "mean" or "sum" alone are for outputs without
             a dimension that holds the batch. Found by itself where it can be.
         chunks: number of micro-batches: graph and model are also compared at their sizes.
-        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.ways`). "record", "export" and
+        tracer: "auto" takes the first way that leads to a right graph (`fxpipe.tracing.strategies`). "record", "export"
+        and
             "fx" (symbolic tracing) allow one way; a `torch.fx.Tracer`, or a function from the model to a
             `torch.fx.GraphModule`, is your own.
         leaf_modules: names or classes of modules to keep whole: their Python runs in every step, as one node.
@@ -107,38 +114,38 @@ def trace(
     if not isinstance(args, tuple):
         raise ArgumentTypeError(f"args is a {type(args).__name__}; expected a tuple of inputs, as in (x,)")
     with (
-        printing_once(),
-        showing(progress),
+        mute_repeated_prints(),
+        show_progress(progress),
         _ready_to_record(model),
-        faked(model, (args, kwargs or {})) as (args, kwargs),
+        with_fake_tensors(model, (args, kwargs or {})) as (args, kwargs),
     ):
         leaves = input_leaves(model, args, kwargs)[2]
         if is_faked():  # no values to compare; and torch.export would make a graph of another kind
             check, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
 
         def finish(traced: Traced, leaves: Sequence[Any] = leaves, chunks: int = chunks) -> Traced:
-            refuse_unanswerable(traced)
+            refuse_unguardable(traced)
             add_shapes(traced, leaves, in_dims, out_dims)
-            read_untracked(traced)
-            refuse_unanswerable(traced)
-            traced.guards = lifted(traced)
+            read_untracked_values(traced)
+            refuse_unguardable(traced)
+            traced.guards = extract_guards(traced)
             if check:
                 calls = FirstCalls(traced, leaves)
                 traced.effects = check_against_model(traced, leaves, chunks, calls)
-                check_two_calls(traced, leaves, chunks, calls.begun)
-                excuse(traced, leaves)
+                check_training_equivalence(traced, leaves, chunks, calls.begun)
+                excuse_sizes(traced, leaves)
                 refuse_mixing(traced)
-                with undone(model):
-                    is_told = check_gathering(traced, leaves)
+                with preserve_state(model):
+                    is_told = check_batch_independence(traced, leaves)
             else:
                 is_told = True
-                traced.effects = watched(traced, leaves)
+                traced.effects = effects_unverified(traced, leaves)
                 refuse_mixing(traced)
-            refuse_differing(traced)
-            refuse_unwritable(traced, leaves)
-            sizes = sizes_of_parts(traced.batch_of(leaves), chunks)
-            traced.compares_parts = out_dims is None and (not is_told or compares_parts(traced))
-            if not holds_for_parts(traced, leaves, sizes, out_dims is not None):
+            refuse_differing_writes(traced)
+            refuse_unwritable_inputs(traced, leaves)
+            sizes = sizes_of_micro_batches(traced.batch_of(leaves), chunks)
+            traced.compares_micro_batches = out_dims is None and (not is_told or must_compare_micro_batches(traced))
+            if not holds_for_micro_batches(traced, leaves, sizes, out_dims is not None):
                 raise OtherMicroBatchesError(traced, leaves, sizes)
             return traced
 
@@ -151,15 +158,17 @@ def trace(
             try:
                 return find_graph(model, args, kwargs, tracer, whole, seed, finish, in_dims, chunks, check)
             except OtherMicroBatchesError as error:
-                return graph_of_parts(error, leaves, of_a_part)
+                return graph_of_micro_batch(error, leaves, of_a_part)
 
-        tracer, whole = check_tracer(tracer), asked_whole(model, leaf_modules)
-        traced = _with_lazy_state(find, model, args, kwargs, in_dims)
-        traced.prints = lost_prints()
+        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
+        traced = _trace_with_lazy_state(find, model, args, kwargs, in_dims)
+        traced.print_lines = lost_prints()
         return traced
 
 
-def outline(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, out_dims: Any) -> Traced:
+def trace_unverified(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, out_dims: Any
+) -> Traced:
     """Another graph of the model, of the mode that it is in now, as far as a recording on these inputs shows it.
 
     It is recorded as `traced` was, and compared with nothing. Where other functions run than in `traced`, it is found
@@ -168,15 +177,15 @@ def outline(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], in_di
     Raises:
         Exception: there is no such graph, or none that is found without going by other ways.
     """
-    assert traced.recorded_with is not None
+    assert traced.recording_options is not None
     model = traced.model
-    with printing_once(is_first_run=False), showing(False), _ready_to_record(model):
-        found = record_with(traced.recorded_with, model, args, kwargs, traced.seed)
-        refuse_unanswerable(found)
+    with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
+        found = record_with_options(traced.recording_options, model, args, kwargs, traced.seed)
+        refuse_unguardable(found)
         if found.signature == traced.signature and found.out_spec == traced.out_spec and not traced.untold:
             return found
         add_shapes(found, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
-        refuse_unanswerable(found)
+        refuse_unguardable(found)
         return found
 
 
@@ -186,17 +195,17 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
     # Tensors made in inference mode have no versions, and nothing else is lost without it (but `grad`, which it sets).
     grad = ThreadState.now().grad
     with (
-        one_at_a_time,
+        DISPATCH_MODE_LOCK,
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
-        _compiled_functions_run_plainly(),
-        failures_unlogged(),
-        standing_still(model),
+        _force_eager(),
+        mute_fake_tensor_logs(),
+        preserve_own_generators(model),
     ):
         yield
 
 
-def _with_lazy_state(
+def _trace_with_lazy_state(
     find: Callable[[], Traced], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any
 ) -> Traced:
     """The graph of what the model does in every call, where the first one makes what it has later."""
@@ -216,23 +225,23 @@ def _with_lazy_state(
             raise CannotRecord(
                 f"forward makes the attribute {names[0]!r}, and something else each time it is called; set it in "
                 "__init__",
-                final=True,
+                is_final=True,
             )
     except Exception:
         if made is not None:
-            made.take_back()
+            made.remove()
         raise
     traced.attributes_read += () if made is None else made.attributes
     return traced
 
 
 def _needs_inputs(model: nn.Module) -> bool:
-    parameters = inspect.signature(made_from(model).forward).parameters.values()
+    parameters = inspect.signature(original_module(model).forward).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
 @contextlib.contextmanager
-def failures_unlogged() -> Iterator[None]:
+def mute_fake_tensor_logs() -> Iterator[None]:
     """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
     here, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -246,6 +255,6 @@ def failures_unlogged() -> Iterator[None]:
         logger.removeFilter(is_elsewhere)
 
 
-def _compiled_functions_run_plainly() -> contextlib.AbstractContextManager[object]:
+def _force_eager() -> contextlib.AbstractContextManager[object]:
     """What `torch.compile` made runs as the Python it was made from, and is recorded as that."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

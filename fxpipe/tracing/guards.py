@@ -5,8 +5,8 @@ every step, on the whole mini-batch, as the plain model would ask; the answers c
 another graph. Never micro-batch by micro-batch: these may disagree where one graph is right for all. A read of what is
 computed from inputs and parameters is known to nobody before the step; nor is one of a buffer that forward changes.
 
-`lifted` takes the reads out of a graph. What they hang on becomes a program of its own, and is left in the graph only
-where that uses it too.
+`extract_guards` takes the reads out of a graph. What they hang on becomes a program of its own, and is left in the
+graph only where that uses it too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,62 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.thread_state import applied
-from fxpipe.tracing.checking.effects import NORMS, running_statistics
-from fxpipe.tracing.devices import on_device
-from fxpipe.tracing.evaluation import Values, evaluate
-from fxpipe.tracing.expectations import expected_in_stages, same_answer, what_is_read
-from fxpipe.tracing.recording.draws import Draws
-from fxpipe.tracing.recording.refusals import CannotRecord, calls_before
-from fxpipe.tracing.traced import WORKING, Traced, call, lookup
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import DecisionError
+from fxpipe.tracing.forward_rng import DrawStream
+from fxpipe.tracing.interpreter import NodeValues, run_nodes
+from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
+
+# -- Values that only the stages know: forward has read them, and its graph holds where they are the same ------------
+#
+# No guard can ask for them before a step (`guards`), and where the model itself reads them, not a module of it, there
+# is nothing to keep whole. So, where no other way is left, the graph reads them again, in its stage, for each
+# micro-batch. A micro-batch for which forward would decide otherwise is an error of its step, and never a wrong result.
+
+
+def is_same_value(have: Any, want: Any) -> bool:
+    """Equal, and nan equal to itself; arrays are compared as lists."""
+    if isinstance(have, list) and isinstance(want, list):
+        return len(have) == len(want) and all(map(is_same_value, have, want))
+    return bool(type(have) is type(want) and (have == want or (have != have and want != want)))
+
+
+def expect(value: Any, expected: Any, what: str) -> None:
+    """A node of the graph.
+
+    Raises:
+        DecisionError: forward has read another value when it was traced.
+    """
+    if not is_same_value(value, expected):
+        raise DecisionError(
+            f"forward decides by {what}, which is {value!r} for these samples; it was {expected!r} when the model was "
+            "traced, and the pipeline runs what forward does then. Keep the decision in tensors (torch.where), or make "
+            "a module of the code around it, which will be kept whole"
+        )
+
+
+def add_expectations(reads: Sequence[fx.Node]) -> None:
+    """Makes each read a node that stays in the graph, followed by one that compares."""
+    for read in reads:
+        value = read.meta.pop("read")
+        read.meta["expects"] = value
+        what = f"{describe_read(read)} ({read.meta['text']} of {read.args[0]}) at {read.meta['source']}"
+        with read.graph.inserting_after(read):
+            node = read.graph.create_node("call_function", expect, (read, value, what), name=f"expect_{read.name}")
+        inherited = ("source", "module", "state", "shapes")
+        node.meta.update({key: read.meta[key] for key in inherited if key in read.meta}, random=False)
+
+
+def describe_read(read: fx.Node) -> str:
+    return "a size" if "of_size" in read.meta else "the value of a tensor"
+
+
+def expectations_of(traced: Traced) -> tuple[str, ...]:
+    """What is compared in the stages, for people."""
+    return tuple(f"{n.args[2]} is {n.args[1]!r}" for n in traced.graph.nodes if n.target is expect)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +101,30 @@ class Guards:
     """All guards of a graph, and the program that answers them; it reads inputs by place and attributes by name."""
 
     program: tuple[fx.Node, ...] = ()
-    questions: tuple[Guard, ...] = ()
+    guards: tuple[Guard, ...] = ()
 
     def hold(self, traced: Traced, leaves: Sequence[Any], seed: int) -> bool:
         """Are the answers for these inputs those of the recording? `seed` is that of the numbers drawn."""
-        asked = {guard.node: guard for guard in self.questions}
-        values: Values = {}
-        draws = Draws(seed)
-        writes = any(_changes(node) for node in self.program)
+        asked = {guard.node: guard for guard in self.guards}
+        values: NodeValues = {}
+        draws = DrawStream(seed)
+        writes = any(_written_storages(node) for node in self.program)
 
         def given(node: fx.Node) -> Any:
             return leaves[traced.place_of(node)].detach().to("cpu", copy=writes)
 
         def attribute(node: fx.Node) -> torch.Tensor:
-            return lookup(traced, node).detach().to("cpu", copy=writes)
+            return attribute_tensor(traced, node).detach().to("cpu", copy=writes)
 
-        def work(node: fx.Node, values: Values) -> Any:
-            with applied(node.meta["state"]), torch.no_grad():
+        def work(node: fx.Node, values: NodeValues) -> Any:
+            with set_thread_state(node.meta["state"]), torch.no_grad():
                 if node.meta.get("draw"):
-                    return draws.take(lambda: call(node, values.__getitem__))
-                return call(node, values.__getitem__)
+                    return draws.take(lambda: call_node(node, values.__getitem__))
+                return call_node(node, values.__getitem__)
 
         try:
-            for node in evaluate(self.program, values, given, attribute, work):
-                if node in asked and not same_answer(values[node], asked[node].expected):
+            for node in run_nodes(self.program, values, given, attribute, work):
+                if node in asked and not is_same_value(values[node], asked[node].expected):
                     return False
         except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
             return False
@@ -88,10 +136,10 @@ def _short(value: Any) -> str:
     return text if len(text) < 40 else text[:36] + " ..."
 
 
-def refuse_unanswerable(traced: Traced) -> None:
+def refuse_unguardable(traced: Traced) -> None:
     """Raises where a question cannot be answered before a step.
 
-    Those that the model itself asks, and not a module of it, are asked in the stages if `traced.asks_in_stages`.
+    Those that the model itself asks, and not a module of it, are asked in the stages if `traced.checks_in_stages`.
     To be called as soon as values that were read are known, and again when it is known which sizes are values.
 
     Raises:
@@ -99,21 +147,21 @@ def refuse_unanswerable(traced: Traced) -> None:
     """
     _refuse_reads_before_python(traced)
     reads = _reads(traced)
-    known = set[fx.Node]().union(*map(_needed, reads))
-    found = {read: error for read in reads if (error := _unanswerable(traced, read, known)) is not None}
+    known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
+    found = {read: error for read in reads if (error := _unguardable_error(traced, read, known)) is not None}
     stopping = [
         read
         for read, error in found.items()
         # What would raise for other values may as well be compared: nothing else is made of it.
-        if not (error.in_stages and (read.meta.get("validates") or (traced.asks_in_stages and not error.modules)))
+        if not (error.in_stages and (read.meta.get("validates") or (traced.checks_in_stages and not error.modules)))
     ]
     if not stopping:
-        expected_in_stages(list(found))
+        add_expectations(list(found))
     else:
         errors = [found[read] for read in stopping]
         modules = frozenset[str]().union(*(e.modules for e in errors))
         raise CannotRecord(
-            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest(traced, stopping)
+            str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest_calls(traced, stopping)
         )
 
 
@@ -123,25 +171,25 @@ def _refuse_reads_before_python(traced: Traced) -> None:
         if "continued" not in node.meta:
             continue
         path, first = node.meta["whole"], node.meta["recorded_calls"]
-        calls = calls_before(traced.graph, path, first)
+        calls = calls_before_effects(traced.graph, path, first)
         if calls < first:
             raise CannotRecord(node.meta["why"], frozenset({path} - {""}), calls={path: calls})
 
 
-def _earliest(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
+def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
     """By path of a module the calls that it makes before the first of these."""
     earliest: dict[str, int] = {}
     for read in reads:
         path = read.meta["module"]
         earliest[path] = min(earliest.get(path, read.meta["calls"]), read.meta["calls"])
-    return {path: calls_before(traced.graph, path, calls) for path, calls in earliest.items()}
+    return {path: calls_before_effects(traced.graph, path, calls) for path, calls in earliest.items()}
 
 
-def lifted(traced: Traced) -> Guards:
+def extract_guards(traced: Traced) -> Guards:
     """Takes the reads out of a graph whose fixed sizes are constants."""
     reads = _reads(traced)
-    needs = {read: _needed(read) for read in reads}
-    asked = [read for read in reads if set(_sources(traced, needs[read]))]
+    needs = {read: _dependencies_of_read(read) for read in reads}
+    asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
     batched = _batched_input(traced)
     program = fx.Graph()
@@ -151,16 +199,16 @@ def lifted(traced: Traced) -> Guards:
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
             size = program.call_method("size", (copies[batched], traced.in_dims[traced.place_of(batched)]))
-            copies[node] = program.call_function(_formula(node.meta["number"], traced.batch), (size,))
+            copies[node] = program.call_function(_size_function(node.meta["number"], traced.batch), (size,))
             size.meta["state"] = copies[node].meta["state"] = node.meta["state"]
         elif node in wanted:
             copies[node] = program.node_copy(node, copies.__getitem__)
-            on_device(copies[node], torch.device("cpu"))
+            set_node_device(copies[node], torch.device("cpu"))
     guards = tuple(Guard(copies[read], read.meta["read"], read.meta["source"]) for read in asked)
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
-        is_dead = node in dead and not node.users and node.op in WORKING
-        if is_dead and ("read" in node.meta or not (node.meta["random"] or _changes(node))):
+        is_dead = node in dead and not node.users and node.op in CALL_OPS
+        if is_dead and ("read" in node.meta or not (node.meta["random"] or _written_storages(node))):
             traced.graph.erase_node(node)
     return Guards(tuple(program.nodes), guards)
 
@@ -173,17 +221,17 @@ def _batched_input(traced: Traced) -> fx.Node:
     return next(node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None)
 
 
-def _formula(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int]:
+def _size_function(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int]:
     def size_of_value(samples: int) -> int:
         return int(size.subs(batch, samples))
 
     return size_of_value
 
 
-def _changes(node: fx.Node) -> frozenset[int]:
+def _written_storages(node: fx.Node) -> frozenset[int]:
     """The memory that a node was seen to write to. Batch norm does not raise the versions of its statistics."""
     found: frozenset[int] = node.meta.get("changes", frozenset())
-    if node.target in NORMS:
+    if node.target in NORM_FUNCTIONS:
         found = found.union(*map(_storages, running_statistics(node)))
     return found
 
@@ -193,13 +241,13 @@ def _storages(node: fx.Node) -> frozenset[int]:
     return found
 
 
-def _needed(read: fx.Node) -> set[fx.Node]:
+def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
     """What a read hangs on: the nodes before it, those among them included that write to what it hangs on."""
     needed: set[fx.Node] = {read}
     storages: set[int] = set()
     node = read
     while node.op != "root":
-        if node in needed or not storages.isdisjoint(_changes(node)):
+        if node in needed or not storages.isdisjoint(_written_storages(node)):
             needed.add(node)
             if not _is_size(node):  # that is known without the value
                 needed.update(node.all_input_nodes)
@@ -208,7 +256,7 @@ def _needed(read: fx.Node) -> set[fx.Node]:
     return needed
 
 
-def _sources(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
+def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
     """What a read hangs on in the end."""
     for node in needed:
         if node.op == "placeholder":
@@ -224,16 +272,16 @@ def _is_size(node: fx.Node) -> bool:
     return node.target in ("size", "stride") and not node.meta.get("of_values")
 
 
-def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
+def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
     """Why a read cannot be answered before a step, if so. `known` is what all reads hang on."""
-    needed = _needed(read)
-    sources = set(_sources(traced, needed))
+    needed = _dependencies_of_read(read)
+    sources = set(_source_names(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
     own = sorted(s for s in sources if s in attributes)
-    parameters = [s for s in own if isinstance(lookup(traced, attributes[s]), torch.nn.Parameter)]
+    parameters = [s for s in own if isinstance(attribute_tensor(traced, attributes[s]), torch.nn.Parameter)]
     changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
     path, is_size = read.meta["module"], "of_size" in read.meta
-    if "random numbers" in sources and not _are_decisions(needed, known):
+    if "random numbers" in sources and not _only_decide(needed, known):
         what = "random numbers"
     elif "the inputs" in sources and parameters:
         what = f"the inputs and {parameters[0]!r}"
@@ -241,7 +289,7 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
         what = f"{changing[0]!r}, which forward changes"
     elif is_size and "the inputs" in sources and (path or not isinstance(read.meta["read"], bool)):
         what = "the inputs"  # each micro-batch has another one
-    elif path and isinstance(read.meta["read"], (float, complex)) and (number := _restless(traced, needed)):
+    elif path and isinstance(read.meta["read"], (float, complex)) and (number := _changes_each_step(traced, needed)):
         what = number
     else:
         return None
@@ -252,7 +300,7 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
         else "keep the decision in tensors (torch.where, masks), or take it outside forward"
     )
     return CannotRecord(
-        f"the model{f' in module {path!r}' if path else ''} reads {what_is_read(read)} ({read.meta['text']}) that "
+        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({read.meta['text']}) that "
         f"hangs on {what} at {read.meta['source']}; {remedy}",
         frozenset({path}) if path else frozenset(),
         in_stages=what != "random numbers",  # each stage would draw another one
@@ -261,10 +309,10 @@ def _unanswerable(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> 
 
 def _is_changed(attribute: fx.Node) -> bool:
     """Does the graph write to this parameter or buffer?"""
-    return any(not _storages(attribute).isdisjoint(_changes(node)) for node in attribute.graph.nodes)
+    return any(not _storages(attribute).isdisjoint(_written_storages(node)) for node in attribute.graph.nodes)
 
 
-def _are_decisions(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
+def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
     """Are all random numbers among these drawn only to be read? What a stage draws for itself is another number."""
     numbers = {n for n in needed if n.meta.get("random")}
     if not all(n.meta.get("draw") for n in numbers):
@@ -275,7 +323,7 @@ def _are_decisions(needed: Collection[fx.Node], known: Collection[fx.Node]) -> b
     return all(user in known for node in numbers for user in node.users)
 
 
-def _restless(traced: Traced, needed: Collection[fx.Node]) -> str | None:
+def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | None:
     """What would make a number another one, and the graph another graph, in each step, and is the same in each part.
 
     A number that hangs on samples is not: it is the mini-batch's, which a module would not find in its part.
@@ -284,7 +332,7 @@ def _restless(traced: Traced, needed: Collection[fx.Node]) -> str | None:
         if node.op == "placeholder" and traced.leaves[traced.place_of(node)].shape:
             return None
     for node in needed:
-        if node.op == "get_attr" and lookup(traced, node).requires_grad:
+        if node.op == "get_attr" and attribute_tensor(traced, node).requires_grad:
             return repr(node.target)
     if any(node.meta.get("random") for node in needed):
         return "random numbers"

@@ -20,19 +20,19 @@ from typing import Any
 
 from torch import nn
 
-from fxpipe.tracing.recording.one_node import active
-from fxpipe.tracing.source import warn_user
+from fxpipe.tracing.record.opaque_call import active
+from fxpipe.tracing.source_lines import warn_user
 
 
 @dataclass(slots=True)
-class _Prints:
+class _PrintState:
     """What forward has printed in one thread, since planning has begun there."""
 
     is_first_run: bool = True
     lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that no step will run
 
 
-class _Nowhere:
+class _NullStream:
     def write(self, text: str) -> int:
         return len(text)
 
@@ -41,7 +41,7 @@ class _Nowhere:
 
 
 _lock = threading.Lock()
-_by_thread: dict[int, _Prints] = {}
+_by_thread: dict[int, _PrintState] = {}
 _print = builtins.print
 
 
@@ -53,18 +53,18 @@ def _print_once(*values: Any, file: Any = None, **settings: Any) -> None:
     recorder = active.recorder
     if recorder is not None and not recorder.paused and prints.is_first_run:
         prints.lost[recorder.source] = None
-    _print(*values, file=file if prints.is_first_run else _Nowhere(), **settings)
+    _print(*values, file=file if prints.is_first_run else _NullStream(), **settings)
 
 
 @contextlib.contextmanager
-def printing_once(is_first_run: bool = True) -> Iterator[None]:
+def mute_repeated_prints(is_first_run: bool = True) -> Iterator[None]:
     """A block in which `print` is heard until the model has run once."""
     global _print
     here = threading.get_ident()
     if here in _by_thread:
         yield
         return
-    prints = _Prints(is_first_run)
+    prints = _PrintState(is_first_run)
     with _lock:
         if builtins.print is not _print_once:
             _print, builtins.print = builtins.print, _print_once

@@ -7,7 +7,7 @@ The graph has, in order of running,
 - `get_attr`: a parameter, a buffer or a constant of the model, by its dotted name,
 - `call_function`, `call_method`: the work. There are no modules in the graph,
 - `output`: `(outputs, assigned, pieces)`: the leaves of the model's output, the buffers that forward re-assigns, by
-  name, and what such outputs are made of as only the mini-batch has (`fxpipe.combination`).
+  name, and what such outputs are made of as only the mini-batch has (`fxpipe.utils.output_combination`).
 
 Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state` (of
 the thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake tensor or
@@ -28,27 +28,28 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.combination import Combination, Untold
+from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
-from fxpipe.thread_state import ThreadState
-from fxpipe.tracing.attributes import Attribute, are_as_before, requires_grad
-from fxpipe.tracing.flags import modules_of
-from fxpipe.tracing.recording.sizes import Place, SizeRead
-from fxpipe.trees import is_plain_layout
+from fxpipe.tracing.cache_key import TensorGuard, all_modules, requires_grad_flags, tensors_match
+from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
+from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.pytree import is_plain_layout
 
 if TYPE_CHECKING:
-    from fxpipe.tracing.checking.effects import Effects
     from fxpipe.tracing.guards import Guards
-    from fxpipe.tracing.recording.kept import Kept
-    from fxpipe.tracing.recording.recorder import Continued
+    from fxpipe.tracing.module_attributes import AttributeGuard
+    from fxpipe.tracing.record.recorder import GraphBreak
+    from fxpipe.tracing.verify.effects import Effects
 
-Assumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]  # a condition; symbol -> place of the input of that size
-WORKING = ("call_function", "call_method")
-_AS_IT_IS = frozenset(("hook", "whole", "opaque"))  # in `meta`
+SizeAssumption = tuple[
+    sympy.Basic, Mapping[sympy.Symbol, int]
+]  # a condition; symbol -> place of the input of that size
+CALL_OPS = ("call_function", "call_method")
+_PYTHON_KEYS = frozenset(("hook", "whole", "opaque"))  # in `meta`
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class InputLeaf:
     """One leaf of the inputs: a tensor, or anything else that is a constant of the graph."""
 
     is_tensor: bool
@@ -61,7 +62,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchRead:
+class BatchCondition:
     """forward asked whether `condition` holds for the batch size `b` and went on as if it were so for all sizes."""
 
     condition: sympy.Basic
@@ -76,7 +77,7 @@ class RecordingOptions:
     """What stood in the way of plain recording has led to these. Another recording of the model may take them too."""
 
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
-    continued: Mapping[str, Continued]  # paths of modules whose forward is one node behind some call
+    graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
     general: bool  # libraries take their general paths
 
 
@@ -85,11 +86,11 @@ def _holds(condition: sympy.Basic, batch: int) -> bool:
     return bool(condition.subs({s: batch for s in condition.free_symbols}))
 
 
-class Graph(fx.Graph):
+class TracedGraph(fx.Graph):
     """A graph that prints as a table: what each node computes, its shape, module path and source line."""
 
     def __str__(self) -> str:
-        from fxpipe.tracing.printing import node_table
+        from fxpipe.tracing.graph_text import node_table
 
         return node_table(self)
 
@@ -100,63 +101,71 @@ class Traced:
 
     model: nn.Module
     graph: fx.Graph
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[InputLeaf, ...]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    flags: tuple[Any, ...]  # of all modules (`fxpipe.tracing.flags`): other ones are another graph
+    flags: tuple[Any, ...]  # of all modules (`fxpipe.tracing.cache_key`): other ones are another graph
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]
     size_reads: tuple[SizeRead, ...]
-    attributes_read: tuple[Kept, ...]  # attributes of modules that are no tensors, as forward saw them
-    attributes: tuple[Attribute, ...] = ()  # the model's tensors as they were
+    attributes_read: tuple[AttributeGuard, ...]  # attributes of modules that are no tensors, as forward saw them
+    attributes: tuple[TensorGuard, ...] = ()  # the model's tensors as they were
     requires_grad: tuple[bool, ...] | None = None  # of all parameters, where forward has asked a tensor for it
     tracer: str = "record"
     in_dims: tuple[int | None, ...] = ()  # by leaf: the dimension that holds the batch
     out_dims: tuple[
         int | str | None, ...
     ] = ()  # by output leaf: a dimension, "mean", "sum", "stack", "combined" (see below), None: not batched
-    combinations: tuple[Combination, ...] = ()  # of the outputs that are "combined"
+    combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are "combined"
     piece_dims: tuple[str | None, ...] = ()  # of `pieces`: "sum", "mean", or None: the same for all
     told: frozenset[int] = frozenset()  # outputs of which the user has said how they go together
-    untold: tuple[Untold, ...] = ()  # why outputs are taken for means over samples where the graph does not tell
-    assumed: tuple[Assumption, ...] = ()  # of sizes of inputs, by what has made the graph without recording the model
-    batch_reads: tuple[BatchRead, ...] = ()  # of mini-batch and micro-batches
-    mini_batch_reads: tuple[BatchRead, ...] = ()  # what need not hold for micro-batches
+    untold: tuple[
+        UndeterminedOutput, ...
+    ] = ()  # why outputs are taken for means over samples where the graph does not tell
+    size_assumptions: tuple[
+        SizeAssumption, ...
+    ] = ()  # of sizes of inputs, by what has made the graph without recording the model
+    batch_conditions: tuple[BatchCondition, ...] = ()  # of mini-batch and micro-batches
+    mini_batch_conditions: tuple[BatchCondition, ...] = ()  # what need not hold for micro-batches
     not_followed: str = ""  # the line where forward took the batch size in a way that leaves no condition (`len(x)`)
     # Sizes of micro-batches for which reads need not hold: graph and model were compared there. And mini-batches with
     # such sizes for which the outputs were; of others it is remembered that this was tried.
-    excused: set[int] = field(default_factory=set)
-    accepted: set[tuple[int, frozenset[int]]] = field(default_factory=set)
-    tried: set[tuple[int, frozenset[int]]] = field(default_factory=set)
-    compares_parts: bool = False  # it holds for those accepted only: the batch size is a number in what it computes
+    excused_sizes: set[int] = field(default_factory=set)
+    accepted_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
+    tried_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
+    compares_micro_batches: bool = (
+        False  # it holds for those accepted only: the batch size is a number in what it computes
+    )
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
-    texts: tuple[Place, ...] = ()  # where forward made texts of tensors
+    texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
     again: Callable[[Collection[Any]], Traced] | None = None  # records once more, while the graph is being made
-    recorded_with: RecordingOptions | None = None  # None: made in another way
+    recording_options: RecordingOptions | None = None  # None: made in another way
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
-    asks_in_stages: bool = False  # values that only the stages know are compared there
+    checks_in_stages: bool = False  # values that only the stages know are compared there
     seed: int = 0  # of the numbers that forward drew and read
-    lots: tuple[bool, ...] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
+    draws_from_stream: tuple[
+        bool, ...
+    ] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
     recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it hang on the batch size: it holds for these only
-    recorded_on: int | None = None  # samples, where these were not all of the example's
-    uneven: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
+    recorded_samples: int | None = None  # samples, where these were not all of the example's
+    uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order
     tied: frozenset[str] = frozenset()  # attributes that forward sets to tensors that require grad
-    left_dims: Mapping[str, int | str] = field(default_factory=dict)  # of `left`: how it goes together
-    prints: tuple[str, ...] = ()  # source lines of what forward prints, and no step
-    ended: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
+    left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # of `left`: how it goes together
+    print_lines: tuple[str, ...] = ()  # source lines of what forward prints, and no step
+    ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
     _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
 
     def __post_init__(self) -> None:
-        self._modules = modules_of(self.model)
+        self._modules = all_modules(self.model)
 
     @property
     def nodes(self) -> list[fx.Node]:
         """The nodes that work, in order."""
-        return [n for n in self.graph.nodes if n.op in WORKING]
+        return [n for n in self.graph.nodes if n.op in CALL_OPS]
 
     @property
     def placeholders(self) -> dict[int, fx.Node]:
@@ -173,18 +182,18 @@ class Traced:
         return {n.meta["whole"]: n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
 
     @property
-    def whole_names(self) -> dict[str, str]:
+    def opaque_names(self) -> dict[str, str]:
         """The same for people: of a module that is continued as Python, behind which of its calls."""
         first = {n.meta["whole"]: n for n in reversed(self.graph.nodes) if "whole" in n.meta}
-        return {whole_name(n): n.meta["why"] for n in reversed(first.values())}
+        return {opaque_name(n): n.meta["why"] for n in reversed(first.values())}
 
     @property
-    def largest_whole(self) -> float:
+    def largest_opaque_share(self) -> float:
         """Share of the model's parameters that is in the largest of these."""
-        return max(self.shares_of_whole.values(), default=0.0)
+        return max(self.opaque_shares.values(), default=0.0)
 
     @property
-    def shares_of_whole(self) -> dict[str, float]:
+    def opaque_shares(self) -> dict[str, float]:
         """Of the model's parameters, by path of a module that is one node."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
         total = max(sum(numbers.values()), 1)
@@ -196,7 +205,7 @@ class Traced:
         return shares
 
     @property
-    def marked(self) -> tuple[int, ...]:
+    def cut_mark_places(self) -> tuple[int, ...]:
         """Places among `nodes` before which a mark (`fxpipe.cut`) stands; len(nodes): behind all of them."""
         before = [n.meta.get("marks", 0) for n in self.nodes]
         return tuple(bisect_left(before, number) for number in range(1, len(self.marks) + 1))
@@ -205,7 +214,7 @@ class Traced:
     def ends(self) -> dict[str, int]:
         """By path of a module that ran: the place among `nodes` before which it last ended. Known where recorded."""
         before = [n.meta.get("ended", 0) for n in self.nodes]
-        return {path: bisect_left(before, number) for number, path in enumerate(self.ended, 1)}
+        return {path: bisect_left(before, number) for number, path in enumerate(self.ended_modules, 1)}
 
     @property
     def outputs(self) -> list[Any]:
@@ -220,12 +229,12 @@ class Traced:
     @property
     def left(self) -> dict[str, fx.Node]:
         """Of these, what forward only leaves there, for each sample: it is put together as outputs are."""
-        return {name: node for name, node in self.assigned.items() if name in self.left_dims}
+        return {name: node for name, node in self.assigned.items() if name in self.left_attribute_dims}
 
     @property
-    def carried(self) -> dict[str, fx.Node]:
+    def carried_state(self) -> dict[str, fx.Node]:
         """The others: state, that each micro-batch takes over from the one before."""
-        return {name: node for name, node in self.assigned.items() if name not in self.left_dims}
+        return {name: node for name, node in self.assigned.items() if name not in self.left_attribute_dims}
 
     @property
     def results(self) -> list[tuple[Any, int | str | None]]:
@@ -236,7 +245,7 @@ class Traced:
         assert self.effects is not None
         written = [(node, self.in_dims[self.place_of(node)]) for node in self.effects.written_inputs]
         outputs = zip(self.outputs, self.out_dims, strict=True)
-        left = [(node, self.left_dims[name]) for name, node in self.left.items()]
+        left = [(node, self.left_attribute_dims[name]) for name, node in self.left.items()]
         return [*outputs, *zip(self.pieces, self.piece_dims, strict=True), *written, *left]
 
     @property
@@ -263,15 +272,15 @@ class Traced:
 
     def holds_at(self, size: int) -> bool:
         """Is it so for micro-batches of this size what forward concluded from the batch size, or does it no harm?"""
-        return size in self.excused or all(read.holds(size) for read in self.batch_reads)
+        return size in self.excused_sizes or all(read.holds(size) for read in self.batch_conditions)
 
     def holds_for(self, batch: int, sizes: Collection[int] = ()) -> bool:
         """Is it the graph of so many samples, in micro-batches of these sizes?"""
-        if (batch, frozenset(sizes)) in self.accepted:
+        if (batch, frozenset(sizes)) in self.accepted_splits:
             return True
-        if self.compares_parts and any(size != batch for size in sizes):
+        if self.compares_micro_batches and any(size != batch for size in sizes):
             return False
-        reads = (*self.batch_reads, *self.mini_batch_reads)
+        reads = (*self.batch_conditions, *self.mini_batch_conditions)
         return all(read.holds(batch) for read in reads) and all(map(self.holds_at, {*sizes}))
 
     def matches(
@@ -290,18 +299,18 @@ class Traced:
         """
         if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
             return False
-        if not all(kept.is_as_before() for kept in self.attributes_read):
+        if not all(kept.holds() for kept in self.attributes_read):
             return False
-        if not are_as_before(self.attributes):
+        if not tensors_match(self.attributes):
             return False
-        if self.requires_grad not in (None, requires_grad(self.model)):
+        if self.requires_grad not in (None, requires_grad_flags(self.model)):
             return False
         sizes = set()
         for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
             if leaf.is_tensor != isinstance(value, torch.Tensor):
                 return False
             if not leaf.is_tensor:
-                if not same_constant(leaf.constant, value):
+                if not equal_constants(leaf.constant, value):
                     return False
                 continue
             if not is_plain_layout(value):  # the search for another graph will say so
@@ -319,13 +328,13 @@ class Traced:
             return False
         return self.guards is None or self.guards.hold(self, leaves, seed)
 
-    def check_parts(self, batch: int, parts: Sequence[int]) -> None:
+    def refuse_uneven_outputs(self, batch: int, parts: Sequence[int]) -> None:
         """Asks whether micro-batches of these sizes make as many rows as the mini-batch.
 
         Raises:
             ArgumentError: they do not, as where forward takes every other sample and one of them is odd.
         """
-        for name, rows in self.uneven:
+        for name, rows in self.uneven_outputs:
             whole, found = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
             if sum(found) != whole:
                 raise ArgumentError(
@@ -345,15 +354,15 @@ class Traced:
             for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
             if dim is not None
         ]
-        return one_batch_size(found)
+        return common_batch_size(found)
 
     def __str__(self) -> str:
-        from fxpipe.tracing.printing import graph_table
+        from fxpipe.tracing.graph_text import graph_table
 
         return graph_table(self)
 
 
-def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
+def common_batch_size(found: Sequence[tuple[str, int]]) -> int:
     """The number of samples that all of (input, number of samples) agree on."""
     if not found:
         raise ArgumentError(
@@ -369,7 +378,7 @@ def one_batch_size(found: Sequence[tuple[str, int]]) -> int:
     return found[0][1]
 
 
-def same_constant(left: Any, right: Any) -> bool:
+def equal_constants(left: Any, right: Any) -> bool:
     if left is right or ((left != left) is True and (right != right) is True):  # NaN
         return True
     if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
@@ -378,7 +387,7 @@ def same_constant(left: Any, right: Any) -> bool:
     return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 
-def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:
+def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
     """The tensor of a `get_attr` node."""
     name = str(node.target)
     if name in traced.constants:
@@ -388,7 +397,7 @@ def lookup(traced: Traced, node: fx.Node) -> torch.Tensor:
     return found
 
 
-def whole_name(node: fx.Node) -> str:
+def opaque_name(node: fx.Node) -> str:
     """What a module that is one node, or the part of it that is, is called for people."""
     path, calls = node.meta["whole"], node.meta.get("continued")
     if calls is None:
@@ -397,12 +406,12 @@ def whole_name(node: fx.Node) -> str:
     return f"forward of {f'module {path!r}' if path else 'the model'}{place}"
 
 
-def is_python(node: fx.Node) -> bool:
+def runs_python(node: fx.Node) -> bool:
     """Does it run Python as it is, which may look at values in ways that no mode sees?"""
-    return not _AS_IT_IS.isdisjoint(node.meta)
+    return not _PYTHON_KEYS.isdisjoint(node.meta)
 
 
-def call(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
+def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs a working node."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if node.op == "call_method":

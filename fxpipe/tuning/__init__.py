@@ -4,7 +4,8 @@
     print(tuning)                                               # the table that it chose from
     pipe = fxpipe.pipeline(model, **tuning.best.arguments)
 
-`candidates.py` says what is tried, `plans.py` makes the plans that are simulated, `search.py` goes through them;
-`rows.py` has what it finds of each, and `result.py` all of it. `measuring.py` runs the best few. `choosing.py` is what
-`chunks="auto"` and `schedule="auto"` do in `fxpipe.pipeline`: pipes choose by it, and the tuner measures by pipes.
+`candidates_of_model.py` says what is tried, `plans.py` makes the plans that are simulated, `search_candidates.py` goes
+through them; `rows.py` has what it finds of each, and `result.py` all of it. `measuring.py` runs the best few.
+`choosing.py` is what `chunks="auto"` and `schedule="auto"` do in `fxpipe.pipeline`: pipes choose by it, and the tuner
+measures by pipes.
 """

@@ -13,16 +13,19 @@ waits for a larger one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
+from fxpipe.plans.simulate_plan import simulate
 from fxpipe.scheduling import SCHEDULES, ScheduleLike, check_placement
+from fxpipe.simulation import Simulation
 
-NEAR = 2**0.5  # times a power of two, up or down, is nearer to it than to the next
-PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left to fill
-STAGES_PER_DEVICE = (1, 2, 4)
+NEAR_POWER = 2**0.5  # times a power of two, up or down, is nearer to it than to the next
+MAX_CHUNKS_PER_WORKER = 32  # micro-batches for each worker: with more there is nearly no bubble left to fill
+TRIED_STAGES_PER_DEVICE = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ class Candidate:
     stages_per_device: int
 
 
-def candidates(
+def candidates_of_model(
     schedules: Sequence[ScheduleLike], chunks: Sequence[int], stages_per_device: Sequence[int]
 ) -> Iterator[Candidate]:
     """All that a schedule can have."""
@@ -48,7 +51,7 @@ def candidates(
 
 def _goes_with(schedule: str, each: int) -> bool:
     recipe = SCHEDULES[schedule]
-    return not recipe.is_bound or recipe.per_device <= each <= (recipe.most or each)
+    return not recipe.has_fixed_placement or recipe.stages_per_device <= each <= (recipe.most or each)
 
 
 def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:
@@ -66,8 +69,85 @@ def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
     found = []
     power = 1
     while power <= batch:
-        near = [d for d in divisors if power / NEAR < d < power * NEAR]
+        near = [d for d in divisors if power / NEAR_POWER < d < power * NEAR_POWER]
         found.append(min(near, key=lambda d: (abs(d - power), d), default=power))
         power *= 2
     found.append(batch)
     return tuple(count for count in dict.fromkeys(found) if count <= max(1, most))
+
+
+# -- The candidates of a tuner, and what each one's step comes to: a row for each, and which are better --------------
+
+SAME_STEP_TOLERANCE = 0.001  # steps that differ by less are equally long: then the one that needs less memory is better
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateResult:
+    """One candidate, and what its step comes to. One without a plan was not cut; `why` says why."""
+
+    schedule: str  # a name or, of the user's own, a table as text
+    chunks: int
+    stages_per_device: int
+    checkpoint: str | tuple[str, ...] = "never"  # or one for each stage
+    plan: Plan | None = None
+    step_seconds: float = 0.0  # simulated; of one that was not cut, what it takes at least
+    memory: tuple[float, ...] = ()  # bytes: the simulated peak of each device
+    lacks: float = 0.0  # bytes that the device which lacks most would need more than it may take
+    measured_seconds: float | None = None  # of a real step, if it was run
+    why: str = ""
+    others: Mapping[str, Any] = field(default_factory=dict)  # what else `fxpipe.pipeline` has to be told
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None and self.lacks <= 0
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the device that holds most."""
+        return max(self.memory, default=0.0)
+
+    @property
+    def simulation(self) -> Simulation:
+        """When its actions run, and what its devices hold; made anew each time."""
+        if self.plan is None:
+            raise ValueError(f"this candidate was not cut: {self.why}")
+        return simulate(self.plan)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """For `fxpipe.pipeline`: the plan, and beside it what a plan does not say."""
+        return {"plan": self.plan, "schedule": self.schedule, **self.others}
+
+    def __str__(self) -> str:
+        return (
+            f"schedule={self.schedule!r}, chunks={self.chunks}, checkpoint={self.checkpoint!r}, "
+            f"stages_per_device={self.stages_per_device}"
+        )
+
+
+def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """Those that fit, the best first: the shortest step; of about equally long ones that with least memory.
+
+    Where some were run, these are all there is, by what was measured.
+    """
+    fitting = [row for row in rows if row.fits]
+    measured = [row for row in fitting if row.measured_seconds is not None]
+    if measured:
+        return sorted(measured, key=lambda row: row.measured_seconds or 0.0)
+    least = min((row.step_seconds for row in fitting), default=0.0)
+
+    def order(row: CandidateResult) -> tuple[float, ...]:
+        is_least = row.step_seconds <= (1 + SAME_STEP_TOLERANCE) * least
+        return (0.0 if is_least else row.step_seconds, row.peak, row.chunks, row.stages_per_device, row.step_seconds)
+
+    return sorted(fitting, key=order)
+
+
+def order_for_table(rows: Iterable[CandidateResult]) -> tuple[CandidateResult, ...]:
+    """As a table has them: what fits, what is too slow to look at, what does not fit, what cannot be."""
+
+    def order(row: CandidateResult) -> tuple[float, ...]:
+        kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)
+        return (kind, row.lacks, row.step_seconds, row.peak, row.chunks)
+
+    return tuple(sorted(rows, key=order))

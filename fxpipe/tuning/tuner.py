@@ -11,41 +11,51 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.arguments import BALANCES, parse_several, parse_switch
-from fxpipe.counts import whole_number
-from fxpipe.deciding.sites import workers_of
+from fxpipe.config.parse import BALANCES, parse_choices, parse_memory_limit, parse_switch
+from fxpipe.config.pipeline_options import (
+    OPTION_DEFAULTS,
+    TRACING_OPTIONS,
+    PipelineOptions,
+    Settings,
+    is_default,
+    make_settings,
+)
+from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 from fxpipe.errors import ArgumentError, ArgumentTypeError, MemoryLimitError
 from fxpipe.hardware import Hardware
-from fxpipe.limits import parse_memory_limit
-from fxpipe.options import DEFAULTS, FOR_TRACING, Options, is_left_out
-from fxpipe.placing import TRAINING_SCHEDULES
-from fxpipe.planning.studying import Studied, is_the_model, study
+from fxpipe.planning.cost_model import planned_workers
+from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_profile
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
-from fxpipe.progress import progress as bar
-from fxpipe.progress import showing
 from fxpipe.scheduling import CHECKPOINTS
-from fxpipe.settings import Settings, make_settings
-from fxpipe.tracing.checking.check import is_same_graph
-from fxpipe.tracing.ways import Tracer
+from fxpipe.tracing.strategies import TracerOption
+from fxpipe.tracing.verify.equivalence import holds_at_size
+from fxpipe.tuning.candidate_plans import ModelPlans, PlanVariants, memory_limits_of, with_memory_limits
+from fxpipe.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.tuning.candidates import (
-    PER_WORKER,
-    STAGES_PER_DEVICE,
+    MAX_CHUNKS_PER_WORKER,
+    TRIED_STAGES_PER_DEVICE,
     Candidate,
-    candidates,
+    CandidateResult,
+    candidates_of_model,
     candidates_of_plan,
     chunks_for_batch,
+    order_for_table,
+    rank_fitting,
 )
-from fxpipe.tuning.measuring import CONTESTANTS, Loss, measured
-from fxpipe.tuning.plans import OfModel, OfPlan, limits_of, with_limits
-from fxpipe.tuning.result import Tuning
-from fxpipe.tuning.rows import Row, in_order, preferred
-from fxpipe.tuning.search import Limits, search
-from fxpipe.tuning.shortage import least_that_would
-from fxpipe.turns import planning
+from fxpipe.tuning.measure_candidates import MEASURED_CANDIDATES, LossArguments, measure_steps
+from fxpipe.tuning.tuning_result import Tuning
+from fxpipe.utils.locks import planning_block
+from fxpipe.utils.progress import progress as bar
+from fxpipe.utils.progress import show_progress
+from fxpipe.utils.units import whole_number
 
-TRIED = ("chunks", "checkpoint", "stages_per_device")  # what are options elsewhere, and here several to choose from
-BESIDE_PLAN = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
+TUNED_OPTIONS = (
+    "chunks",
+    "checkpoint",
+    "stages_per_device",
+)  # what are options elsewhere, and here several to choose from
+PLAN_ARGUMENTS = ("model_or_plan", "batch_size", "schedules", "chunks", "checkpoint", "memory_limit", "progress")
 
 
 def tune(
@@ -69,7 +79,7 @@ def tune(
     hardware: str | Hardware | None = None,
     profile: Profile | str | Path | None = None,
     profile_budget: float | None = None,
-    tracer: Tracer = "auto",
+    tracer: TracerOption = "auto",
     in_dims: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
@@ -122,16 +132,16 @@ def tune(
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
     given = locals()
-    with planning(), showing(parse_switch("progress", progress)):
+    with planning_block(), show_progress(parse_switch("progress", progress)):
         parse_switch("measure", measure)
-        names = parse_several("schedules", schedules, TRAINING_SCHEDULES)
-        modes = None if checkpoint is None else parse_several("checkpoint", checkpoint, CHECKPOINTS)
-        counts = None if chunks is None else _counts("chunks", chunks)
-        each = None if stages_per_device is None else _counts("stages_per_device", stages_per_device)
-        size = None if batch_size is None else _counts("batch_size", [batch_size])[0]
+        names = parse_choices("schedules", schedules, TRAINING_SCHEDULES)
+        modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
+        counts = None if chunks is None else _parse_counts("chunks", chunks)
+        each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
+        size = None if batch_size is None else _parse_counts("batch_size", [batch_size])[0]
         if isinstance(model_or_plan, Plan):
             _check_beside_plan(given)
-            return _of_plan(model_or_plan, size, memory_limit, names, counts, modes)
+            return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
             raise ArgumentTypeError(
                 f"model_or_plan is a {type(model_or_plan).__name__}; expected a torch.nn.Module or a fxpipe.Plan"
@@ -142,14 +152,14 @@ def tune(
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        settings = make_settings(Options.among(given, but=TRIED), anywhere=hardware is not None)
+        settings = make_settings(PipelineOptions.among(given, but=TUNED_OPTIONS), anywhere=hardware is not None)
         kwargs = example_kwargs or {}
-        studied = _resized(study(model_or_plan, example_args, kwargs, settings), size)
+        studied = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())
-        others = {name: given[name] for name in FOR_TRACING if not is_left_out(given[name], DEFAULTS[name])}
-        plans, limits = OfModel(studied, settings), [worker.memory for worker in workers_of(settings)]
-        rows = _searched(
-            lambda count: candidates(names, count, each or STAGES_PER_DEVICE),
+        others = {name: given[name] for name in TRACING_OPTIONS if not is_default(given[name], OPTION_DEFAULTS[name])}
+        plans, limits = ModelPlans(studied, settings), [worker.memory for worker in planned_workers(settings)]
+        rows = _search_all(
+            lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
             plans,
             limits,
             counts,
@@ -158,22 +168,22 @@ def tune(
             others,
         )
         if not any(row.fits for row in rows):
-            raise _nothing(rows, limits)
-        rows = _that_run(rows, CONTESTANTS if measure else 1, studied, example_args, kwargs, settings)
+            raise _nothing_fits_error(rows, limits)
+        rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, studied, example_args, kwargs, settings)
         if measure:
-            loss = Loss(loss_fn, target, reduction)
-            rows = measured(rows, preferred(rows)[:CONTESTANTS], plans, (example_args, kwargs), loss)
-        return _tuning(rows, limits, studied.batch)
+            loss = LossArguments(loss_fn, target, reduction)
+            rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], plans, (example_args, kwargs), loss)
+        return _tuning_of_rows(rows, limits, studied.batch)
 
 
 def _check_beside_plan(given: Mapping[str, Any]) -> None:
     """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
     for name, parameter in inspect.signature(tune).parameters.items():
-        if name not in BESIDE_PLAN and not is_left_out(given[name], parameter.default):
+        if name not in PLAN_ARGUMENTS and not is_default(given[name], parameter.default):
             raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
 
 
-def _of_plan(
+def _tune_plan(
     plan: Plan,
     size: int | None,
     memory_limit: Any,
@@ -183,60 +193,68 @@ def _of_plan(
 ) -> Tuning:
     batch = size or plan.batch or plan.chunks * plan.micro_batch
     given = parse_memory_limit(memory_limit, len(plan.workers))
-    limits: Limits = limits_of(plan) if given is None else given
-    rows = _searched(
-        lambda count: candidates_of_plan(plan, names, count), OfPlan(plan, batch), limits, counts, batch, modes, {}
+    limits: MemoryLimits = memory_limits_of(plan) if given is None else given
+    rows = _search_all(
+        lambda count: candidates_of_plan(plan, names, count),
+        PlanVariants(plan, batch),
+        limits,
+        counts,
+        batch,
+        modes,
+        {},
     )
     if not any(row.fits for row in rows):
-        raise _nothing(rows, limits)
-    return _tuning(rows, limits, batch)
+        raise _nothing_fits_error(rows, limits)
+    return _tuning_of_rows(rows, limits, batch)
 
 
-def _searched(
+def _search_all(
     of: Callable[[Sequence[int]], Any],
-    plans: OfModel | OfPlan,
-    limits: Limits,
+    plans: ModelPlans | PlanVariants,
+    limits: MemoryLimits,
     counts: Sequence[int] | None,
     batch: int,
     modes: Sequence[str] | None,
     others: dict[str, Any],
-) -> tuple[Row, ...]:
+) -> tuple[CandidateResult, ...]:
     """The rows; of more micro-batches than are of use otherwise if nothing fits without."""
     all_counts = chunks_for_batch(batch, batch) if counts is None else tuple(counts)
-    most = PER_WORKER * len(limits)
+    most = MAX_CHUNKS_PER_WORKER * len(limits)
     usual = [count for count in all_counts if counts is not None or count <= most]
-    rows: tuple[Row, ...] = ()
+    rows: tuple[CandidateResult, ...] = ()
     for some in (usual, [count for count in all_counts if count not in usual]):
         tried: list[Candidate] = list(of(some))
         with bar("tuning", len(tried), "candidates") as step:
-            rows += search(tried, plans, limits, modes=modes, others=others, wanted=CONTESTANTS, step=step)
+            rows += search_candidates(
+                tried, plans, limits, modes=modes, others=others, wanted=MEASURED_CANDIDATES, step=step
+            )
         if any(row.fits for row in rows):
             break
     return rows
 
 
-def _tuning(rows: Sequence[Row], limits: Limits, batch: int) -> Tuning:
-    best = preferred(rows)[0]
+def _tuning_of_rows(rows: Sequence[CandidateResult], limits: MemoryLimits, batch: int) -> Tuning:
+    best = rank_fitting(rows)[0]
     assert best.plan is not None
-    limited = replace(best, plan=with_limits(best.plan, limits))
-    ordered = in_order(limited if row is best else row for row in rows)
+    limited = replace(best, plan=with_memory_limits(best.plan, limits))
+    ordered = order_for_table(limited if row is best else row for row in rows)
     return Tuning(limited, ordered, batch, best.plan.workers, best.plan.estimated_for)
 
 
-def _nothing(rows: Sequence[Row], limits: Limits) -> ArgumentError | MemoryLimitError:
+def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -> ArgumentError | MemoryLimitError:
     """The error where no row fits."""
     if any(row.plan is not None for row in rows):
-        return MemoryLimitError(least_that_would(rows, limits))
+        return MemoryLimitError(shortage_message(rows, limits))
     whys = dict.fromkeys(row.why for row in rows)
     return ArgumentError(
         "nothing can be tried: " + ("; ".join(whys) or "no schedule goes with stages_per_device; leave it out")
     )
 
 
-def _resized(studied: Studied, size: int | None) -> Studied:
+def _for_batch_size(studied: ProfiledModel, size: int | None) -> ProfiledModel:
     if size is None or size == studied.batch:
         return studied
-    if not is_same_graph(studied.traced, size):
+    if not holds_at_size(studied.traced, size):
         raise ArgumentError(
             f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
             f"example of {studied.batch}: give example_args of {size} samples"
@@ -244,23 +262,23 @@ def _resized(studied: Studied, size: int | None) -> Studied:
     return replace(studied, batch=size)
 
 
-def _that_run(
-    rows: Sequence[Row],
+def _check_best(
+    rows: Sequence[CandidateResult],
     wanted: int,
-    studied: Studied,
+    studied: ProfiledModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: Settings,
-) -> tuple[Row, ...]:
+) -> tuple[CandidateResult, ...]:
     """The rows, after the best ones were tried: so many of them have micro-batches that the model takes."""
     runs: dict[int, bool] = {}  # by number of micro-batches
 
-    def accepted() -> list[Row]:
-        return preferred(row for row in rows if runs.get(row.chunks, True))
+    def accepted() -> list[CandidateResult]:
+        return rank_fitting(row for row in rows if runs.get(row.chunks, True))
 
     # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
     while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
-        runs[row.chunks] = is_the_model(studied.traced, studied.batch, args, kwargs, row.chunks, settings)
+        runs[row.chunks] = holds_for_chunks(studied.traced, studied.batch, args, kwargs, row.chunks, settings)
     if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "
@@ -270,7 +288,7 @@ def _that_run(
     return tuple(row if runs.get(row.chunks, True) else replace(row, plan=None, why=why) for row in rows)
 
 
-def _counts(argument: str, given: Any) -> tuple[int, ...]:
+def _parse_counts(argument: str, given: Any) -> tuple[int, ...]:
     """Whole numbers, at least 1, each once."""
     if isinstance(given, (str, int)) or not isinstance(given, Sequence):
         raise ArgumentTypeError(f"{argument}={given!r}: expected a list of whole numbers, as in [1, 2, 4]")

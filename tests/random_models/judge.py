@@ -32,7 +32,7 @@ from zoo.reference import as_one_node, flat, same_by_name, same_outputs
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError
-from fxpipe.rewriting.random_nodes import mixed
+from fxpipe.rewriting.rng import mix_seed
 from random_models.case import DOUBLED, Batch, Case, source
 
 Inputs = dict[str, Tensor]
@@ -181,7 +181,7 @@ class _Parts:
                     self.module.WHOLE[k] = part if k in python.lines else inputs
                     self.module.SIZED[k] = part if self.own_sizes or k in python.lines else inputs
                 self.module.WEIGHTS.clear()
-                with Seeded(mixed(seed, i)) as mode, as_one_node(self.model, python.whole, mode):
+                with Seeded(mix_seed(seed, i)) as mode, as_one_node(self.model, python.whole, mode):
                     outputs.append(self.model(**part))
                 weights.append([*self.module.WEIGHTS])
                 self.attributes.append(attributes_of(self.model))
@@ -515,7 +515,7 @@ def _python(case: Case, pipe: fxpipe.Pipeline) -> Python:
     }  # calls of the model's
 
     def is_python(k: int) -> bool:
-        path = f"part_{k}" if case.program[k].is_part else ""
+        path = f"part_{k}" if case.program[k].includes_second_pass else ""
         return path in paths or ("" in paths and path not in recorded)
 
     return Python(tuple(first.traced.whole), frozenset(filter(is_python, range(len(case.program)))))

@@ -20,7 +20,7 @@ from oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.random_nodes import mixed
+from fxpipe.rewriting.rng import mix_seed
 from zoo.entry import BATCH, Call, Entry
 
 CHUNKS = 2
@@ -76,7 +76,7 @@ def plain_step(entry: Entry, *, training: bool, gradients: bool = True, kept_who
     parts = []
     with torch.set_grad_enabled(gradients):
         for i, (args, kwargs) in enumerate(micro_batches(entry, inputs, count)):
-            with Seeded(mixed(seed, i)) as mode, as_one_node(model, kept_whole, mode):
+            with Seeded(mix_seed(seed, i)) as mode, as_one_node(model, kept_whole, mode):
                 parts.append(flat(model(*args, **kwargs)))
         outputs = _together(whole, parts)
         if gradients:

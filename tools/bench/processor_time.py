@@ -16,10 +16,10 @@ from typing import Any
 
 from fxpipe.plans import Plan
 from fxpipe.runtime.step import Step
-from fxpipe.scheduling import Action, Kind, make_schedule
+from fxpipe.scheduling import Action, ActionKind, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 
-Work = dict[tuple[Kind, int], list[float]]  # by kind and stage: seconds of a core, of each action
+Work = dict[tuple[ActionKind, int], list[float]]  # by kind and stage: seconds of a core, of each action
 
 
 @contextmanager
@@ -40,17 +40,18 @@ def noted(work: Work) -> Iterator[None]:
         Step.perform = perform  # type: ignore[method-assign]
 
 
-def undisturbed(plan: Plan, work: Mapping[tuple[Kind, int], Sequence[float]]) -> float:
+def undisturbed(plan: Plan, work: Mapping[tuple[ActionKind, int], Sequence[float]]) -> float:
     """Seconds of the plan's step, if each action takes what the like of it took when nothing disturbed it."""
 
-    def least(kind: Kind, stage: int) -> float:
+    def least(kind: ActionKind, stage: int) -> float:
         found = work.get((kind, stage))
         return lower_quartile(found) if found else 0.0
 
     stages = []
     for j in range(len(plan.stages)):
         forward, again, back, weight = (
-            least(kind, j) for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.WEIGHT)
+            least(kind, j)
+            for kind in (ActionKind.FORWARD, ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.WEIGHT)
         )
         stages.append(StageCost(forward, back + weight, recompute=again, weight=weight))
     schedule = make_schedule(plan.schedule, len(stages), plan.micro_batches, plan.checkpoint, plan.placement)

@@ -11,8 +11,8 @@ from real_models import RealModel
 from ways_to_cut import Case
 
 import fxpipe
-from fxpipe.deciding.chains import chain_of
-from fxpipe.partitioning import Chain, Link, Site
+from fxpipe.partitioning import Chain, Link, StageSite
+from fxpipe.planning.cost_model import chain_of
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced
@@ -33,7 +33,7 @@ class Profiled:
     def case(self, layer: str, stages: int, link: Link | None) -> Case:
         """To be cut for so many CPU workers, with a link to each from the one before."""
         chain = chain_of(self.traced, [self.profile], self.samples, forbidden_cuts(self.traced))
-        sites = tuple(Site(link=link if j else None) for j in range(stages))
+        sites = tuple(StageSite(link=link if j else None) for j in range(stages))
         return Case(chain, sites, _parameters(chain), _layers(self.traced, layer))
 
 
@@ -51,7 +51,7 @@ def _parameters(chain: Chain) -> tuple[float, ...]:
     """By node: bytes of the parameters that it is the first to use."""
     found = [0.0] * len(chain)
     for weights in chain.weights:
-        found[weights.users[0]] += weights.bytes if weights.trained else 0.0
+        found[weights.users[0]] += weights.bytes if weights.is_trained else 0.0
     return tuple(found)
 
 

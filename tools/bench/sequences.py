@@ -10,7 +10,7 @@ from dataclasses import replace
 from ways_to_cut import Case
 
 from fxpipe.errors import MemoryLimitError
-from fxpipe.partitioning import Chain, Flow, Held, Link, Site, Weights, optimal_partition
+from fxpipe.partitioning import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite, optimal_partition
 
 # ---- random sequences ----
 
@@ -20,7 +20,7 @@ def sequence(seconds: Sequence[float], parameters: Sequence[float], stages: int,
     flows = tuple(Flow(size, place, (place + 1,), True) for place, size in enumerate(sent[:-1]))
     chain = Chain((tuple(s / 3 for s in seconds),), (tuple(2 * s / 3 for s in seconds),), flows)
     link = Link(1.0) if sent else None
-    return Case(chain, tuple(Site(link=link if j else None) for j in range(stages)), tuple(parameters))
+    return Case(chain, tuple(StageSite(link=link if j else None) for j in range(stages)), tuple(parameters))
 
 
 def random_case(draw: Callable[[random.Random], float]) -> Callable[[random.Random, int, int], Case]:
@@ -87,18 +87,18 @@ LARGE_HEADERS = (
 def large_model(nodes: int) -> Chain:
     """Layers of 70 nodes, seven of them heavy: residuals, two values that all layers use, wide values in the middle."""
     rng, per_layer, size = random.Random(nodes), 70, 64e6
-    forward, flows, held, weights, everywhere = [1e-3, 1e-5], [], [], [Weights(2e9, (0,), True)], []
+    forward, flows, held, weights, everywhere = [1e-3, 1e-5], [], [], [ParameterUse(2e9, (0,), True)], []
     for place in range(2, nodes):
         at = (place - 2) % per_layer
         heavy = at % 10 == 5
         forward.append(rng.uniform(5e-3, 8e-3) if heavy else rng.uniform(2e-5, 2e-4))
-        weights += [Weights(2.4e8, (place,), True)] if heavy else []
+        weights += [ParameterUse(2.4e8, (place,), True)] if heavy else []
         everywhere += [place] if at in (20, 21, 22) else []
         residual = {0: place + 35, 35: place + 35}.get(at)
         users = {place + 1, residual} if residual else {place + 1}
         bytes_ = 3.5 * size if 50 <= at < 58 else size
         flows.append(Flow(bytes_, place, tuple(sorted(user for user in users if user <= nodes)), True))
-        held += [Held(bytes_, place, (place + 1,))] if at % 2 == 0 and place + 1 < nodes else []
+        held += [HeldStorage(bytes_, place, (place + 1,))] if at % 2 == 0 and place + 1 < nodes else []
     flows.append(Flow(1e6, 1, tuple(everywhere), False))
     return Chain(
         (tuple(forward),), (tuple(2 * f for f in forward),), tuple(flows), tuple(held), tuple(weights), (size,) * nodes
@@ -111,7 +111,7 @@ def large_models() -> Iterator[tuple[str, ...]]:
         chain = large_model(nodes)
         parameters = sum(4 * w.bytes for w in chain.weights) / stages
         activations = sum(h.bytes for h in chain.held) / stages
-        sites = [Site(link=Link(50e9, 1e-5) if j else None, in_flight=stages - j) for j in range(stages)]
+        sites = [StageSite(link=Link(50e9, 1e-5) if j else None, in_flight=stages - j) for j in range(stages)]
         free = 0.0
         for label, share, recomputes in (
             ("no memory limit", None, False),

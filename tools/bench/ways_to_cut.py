@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from fxpipe.partitioning import Chain, Site, optimal_partition, partition, stage_loads
+from fxpipe.partitioning import Chain, StageSite, optimal_partition, partition, stage_loads
 
 Starts = Sequence[int]
 
@@ -25,14 +25,14 @@ class Case:
     """
 
     chain: Chain
-    sites: tuple[Site, ...]
+    sites: tuple[StageSite, ...]
     parameters: tuple[float, ...]  # by node, in any unit
     layers: tuple[int, ...] | None = None  # the first node of each layer; each node is one if not given
 
     @cached_property
     def items(self) -> list[int]:
         """The first node of each."""
-        return [place for place in range(len(self.chain)) if place not in self.chain.forbidden]
+        return [place for place in range(len(self.chain)) if place not in self.chain.forbidden_cuts]
 
     def by_item(self, of_nodes: Sequence[float]) -> list[float]:
         return [math.fsum(of_nodes[start:end]) for start, end in pairwise([*self.items, len(self.chain)])]

@@ -1,0 +1,1 @@
+"""What PyTorch keeps private, behind functions named for what they mean."""

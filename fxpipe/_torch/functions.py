@@ -1,0 +1,100 @@
+"""What torch's functions are called, and what an overload says that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+
+def opname(target: Any) -> str:
+    """The name of a function; that of an overload (`aten.add.Tensor`) without the overload's."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._opname)
+    return str(getattr(target, "__name__", target))
+
+
+def overload_writes(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that an overload writes to, as its schema says."""
+    for place, argument in enumerate(overload._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+# What a call of a torch function becomes in the graph: the kind of its node, and a name after the module's path.
+
+
+def is_torch_nn_leaf(module: nn.Module) -> bool:
+    """Is it a module of torch.nn that computes by itself?"""
+    return type(module).__module__.startswith("torch.nn.") and not module._modules
+
+
+def label_of(path: str, name: str, args: tuple[Any, ...], is_all_of_module: bool) -> str:
+    """The name of a node, after the module, so that stage code reads like the model.
+
+    Args:
+        path: of the module in which the function `name` is called.
+        args: of the node.
+        is_all_of_module: the function is what a torch.nn module does; then the module's name says enough.
+    """
+    parts = [path] if is_all_of_module else [path, name]
+    if args and isinstance(args[0], fx.Node) and args[0].op == "get_attr" and name.endswith("_"):
+        parts = [path, str(args[0].target).rpartition(".")[2], name]  # `bn_num_batches_tracked_add`; not `bn`
+    label = "_".join(part.strip("_").replace(".", "_") for part in parts if part.strip("_")) or name.strip("_")
+    return f"_{label}" if label[0].isdigit() else label
+
+
+def is_tensor_method(func: Any, name: str) -> bool:
+    """Is it a method of tensors, which a graph calls by its name?"""
+    return (
+        getattr(torch.Tensor, name, None) is func
+        or type(func).__name__ in ("method_descriptor", "wrapper_descriptor")
+        # `x ** 2` and the like: wrappers that torch._tensor does not export.
+        or (getattr(func, "__module__", "") == "torch._tensor" and not hasattr(torch._tensor, name))
+    )
+
+
+def takes_only_arrays(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Does a function make a tensor of arrays only?"""
+    values = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
+        isinstance(v, torch.Tensor) for v in values
+    )
+
+
+def holds_numbers(result: Any) -> bool:
+    return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))
+
+
+# -- What recording goes by: names of functions and attributes, and kinds of values ----------------------------------
+
+# Answers that are the same for every run of one graph, or text for people: they run and leave no node.
+_NODELESS = frozenset(
+    "dense_dim sparse_dim dim_order cudnn_is_acceptable dim ndimension is_floating_point is_complex is_signed "
+    "element_size is_contiguous storage_offset data_ptr get_device __hash__ untyped_storage can_cast __dir__ "
+    "result_type promote_types is_storage is_inference __dlpack_device__ has_names get_default_device "
+    "is_same_size is_tensor is_grad_enabled "
+    "is_autocast_enabled get_autocast_dtype get_default_dtype".split()
+)
+_STATE_FUNCTIONS = frozenset("_set_grad_enabled _enter_autocast _exit_autocast".split())  # kept by ThreadState
+# Functions that tell the values of a tensor.
+VALUE_READS = frozenset(
+    "item tolist numpy __array__ __bool__ __int__ __float__ __index__ __complex__ __contains__ is_nonzero equal "
+    "allclose".split()
+)
+# Functions that give as many tensors as a dimension is long, or as many pieces of it; and where that one is given.
+SPLIT_FUNCTIONS = {"__iter__": 1, "unbind": 1, "split": 2, "chunk": 2, "unsafe_split": 2, "unsafe_chunk": 2}
+TEXT_METHODS = frozenset("__repr__ __format__ __str__".split())
+TENSOR_ATTRIBUTES = frozenset("data T mT H mH real imag _base".split())  # the other attributes are no tensors
+GRADIENT_ATTRIBUTES = frozenset("requires_grad is_leaf grad_fn".split())
+# Kinds of values: those that count by their value, and further ones that are arguments of a node as they are.
+PLAIN_TYPES = (bool, int, float, complex, str)
+CONSTANT_TYPES = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def leaves_no_node(name: str) -> bool:
+    """Does a function of this name simply run?"""
+    return name in _NODELESS or name in _STATE_FUNCTIONS or (name.startswith("is_") and name != "is_nonzero")

@@ -1,0 +1,57 @@
+"""Storages, told apart for as long as one likes: an address would name another one after the first is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """What a tensor lies in: one storage, those of its parts (sparse ones, wrappers), or none that can be seen."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for part in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield from storages_of(getattr(tensor, part)())
+
+
+class StorageNumbers:
+    """Numbers for storages; never the same one for two."""
+
+    def __init__(self) -> None:
+        # A weak reference keeps the address from being given to another storage, and no memory alive.
+        self._seen: dict[int, StorageWeakRef] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        number = int(storage._cdata)
+        if number not in self._seen:
+            self._seen[number] = StorageWeakRef(storage)
+        return number
+
+    def numbers(self, tensor: torch.Tensor) -> Iterator[int]:
+        return map(self.number, storages_of(tensor))
+
+    def name(self, tensor: torch.Tensor) -> int:
+        """One number for a tensor: of its storage; a sparse one has several, and writing to it puts others there."""
+        if tensor.layout == torch.strided:
+            return self.number(tensor.untyped_storage())
+        self._kept[id(tensor)] = tensor
+        return id(tensor)
+
+    def is_gone(self, number: int) -> bool:
+        return bool(self._seen[number].expired())

@@ -1,0 +1,86 @@
+"""The state of a thread that changes what torch functions do: recorded with every node, set again where the node runs.
+
+A function sees more than its arguments: whether gradients are recorded, and autocast with its dtype. Both belong to a
+thread, so a worker does not inherit them. `ThreadState.now()` is what a node was recorded under;
+`set_thread_state(state)` sets it for a block. What else a thread may have around it (inference mode, hooks for saved
+tensors, modes) is no node's, and in `runtime.caller_context`. The default dtype belongs to the process; a model that
+changes it in forward is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Autocast for one kind of device."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    def set(self) -> None:
+        torch.set_autocast_enabled(self.device, self.enabled)
+        torch.set_autocast_dtype(self.device, self.dtype)
+        torch.set_autocast_cache_enabled(self.cache)
+        if not self.enabled:
+            torch.clear_autocast_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What a function finds set besides its arguments."""
+
+    grad: bool  # are gradients recorded; False in `no_grad` and in `inference_mode`
+    autocast: tuple[AutocastState, ...]  # one for each of AUTOCAST_DEVICES
+
+    @classmethod
+    def now(cls) -> ThreadState:
+        return _cached_state(
+            torch.is_grad_enabled() and not torch.is_inference_mode_enabled(),
+            torch.is_autocast_cache_enabled(),
+            *map(torch.is_autocast_enabled, AUTOCAST_DEVICES),
+            *map(torch.get_autocast_dtype, AUTOCAST_DEVICES),
+        )
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 - of states, of which there are few
+    def without_autocast(self) -> ThreadState:
+        return ThreadState(self.grad, tuple(replace(one, enabled=False) for one in self.autocast))
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_state(grad: bool, cache: bool, *autocast: Any) -> ThreadState:
+    """Every node is recorded and run under one of a few states, which are asked for at each of them."""
+    enabled, dtypes = autocast[: len(AUTOCAST_DEVICES)], autocast[len(AUTOCAST_DEVICES) :]
+    return ThreadState(
+        grad,
+        tuple(AutocastState(*of_device, cache) for of_device in zip(AUTOCAST_DEVICES, enabled, dtypes, strict=True)),
+    )
+
+
+@contextlib.contextmanager
+def set_thread_state(state: ThreadState) -> Iterator[None]:
+    """Sets `state` in this thread for a block."""
+    before = ThreadState.now()
+    with torch.set_grad_enabled(state.grad):
+        if state.autocast != before.autocast:
+            for autocast in state.autocast:
+                autocast.set()
+            # The cache of casts is the process's: another worker that leaves its block would empty it under this one.
+            torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            if ThreadState.now().autocast != before.autocast:  # what ran may have raised within a block of its own
+                for autocast in before.autocast:
+                    autocast.set()

@@ -1,0 +1,1 @@
+"""Options as given become settings that are checked."""

@@ -1,0 +1,315 @@
+"""Arguments as users give them, each checked by itself and brought to one form."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware, parse_hardware
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import CHECKPOINTS
+from fxpipe.utils.units import whole_number
+
+CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
+PROFILE_BUDGET = 5.0  # seconds
+BALANCES = ("auto", "block", "optimal")  # besides those by hand
+
+
+def parse_switch(name: str, given: bool) -> bool:
+    """True or False, and nothing that merely looks so."""
+    if not isinstance(given, bool):
+        raise ArgumentTypeError(f"{name}={given!r}: expected True or False")
+    return given
+
+
+def parse_stages_per_device(given: int | None) -> int | None:
+    """How many stages each worker has; None: as many as the schedule wants."""
+    if given is None:
+        return None
+    count = whole_number(given)
+    if count is None:
+        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
+    if count < 1:
+        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
+    return count
+
+
+def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
+    """Names and classes of modules."""
+    if isinstance(leaf_modules, (str, type)) or not isinstance(leaf_modules, Sequence):
+        raise ArgumentTypeError(
+            f"leaf_modules is a {type(leaf_modules).__name__}; expected a list of names and classes of modules"
+        )
+    for item in leaf_modules:
+        if not isinstance(item, str) and not (isinstance(item, type) and issubclass(item, nn.Module)):
+            raise ArgumentTypeError(
+                f"leaf_modules holds {item!r}; expected names of the model's modules, or classes of modules"
+            )
+    return tuple(leaf_modules)
+
+
+def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool = False) -> tuple[torch.device, ...]:
+    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none.
+
+    `anywhere`: they need not be here.
+    """
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return tuple(torch.device("cuda", k) for k in range(count)) or (torch.device("cpu"),) * 2
+    if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
+        raise ArgumentTypeError(
+            f"devices={devices!r}: expected a list of devices, one for each worker, as in ['cpu', 'cpu']"
+        )
+    if not devices:
+        raise ArgumentError("devices is empty: give one for each worker, as in ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']")
+    return tuple(_parse_device(device, anywhere) for device in devices)
+
+
+def _parse_device(given: str | torch.device, anywhere: bool = True, argument: str = "devices") -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(f"{argument}: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"{argument}: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if anywhere:
+        return torch.device("cuda", device.index or 0)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
+    if index >= count:
+        raise ArgumentError(
+            f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
+        )
+    return torch.device("cuda", index)
+
+
+def parse_chunks(chunks: int | str, workers: int) -> int:
+    """The number of micro-batches."""
+    if isinstance(chunks, str) and chunks == "auto":
+        return CHUNKS_PER_WORKER * workers
+    count = whole_number(chunks)
+    if count is None:
+        raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
+    if count < 1:
+        raise ArgumentError(
+            f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
+        )
+    return count
+
+
+def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:
+    """A mode for all stages, or one for each; "auto" is for planning to decide. `stages_section` is None if not known
+    yet."""
+    if not isinstance(checkpoint, (tuple, list)):
+        return check_one_of(
+            "checkpoint", checkpoint, ("auto", *CHECKPOINTS), "or a list with one of the last three for each stage"
+        )
+    if stages is not None and len(checkpoint) != stages:
+        raise ArgumentError(
+            f"checkpoint={list(checkpoint)!r} has {len(checkpoint)} modes for {stages} stages: give one for each"
+        )
+    return tuple(check_one_of("checkpoint", mode, CHECKPOINTS) for mode in checkpoint)
+
+
+def parse_balance(balance: Any, stages: int) -> str | tuple[int, ...] | tuple[str, ...]:
+    """A name that is known, or what can be entries for so many stages. What they say is checked against the graph."""
+    if isinstance(balance, str):
+        if balance in BALANCES:
+            return balance
+        raise ArgumentError(
+            f"balance={balance!r} is unknown; accepted are {', '.join(map(repr, BALANCES))}, or by hand a list: the "
+            "number of nodes of each stage, or the names of the nodes or modules behind which a stage ends; or a dict "
+            "from modules to devices"
+        )
+    try:
+        entries: tuple[Any, ...] = tuple(balance)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"balance={balance!r}: expected 'auto', 'block', 'optimal', or a list of numbers of nodes or of names of "
+            "nodes or modules, or a dict from modules to devices"
+        ) from None
+    by_name = all(isinstance(entry, str) for entry in entries) and (stages == 1 or bool(entries))
+    if by_name and len(entries) > stages - 1:
+        raise ArgumentError(
+            f"balance={list(entries)} has {len(entries)} names for {stages} stages: give {stages - 1} or fewer, "
+            "behind each of which a stage ends"
+        )
+    if not by_name and len(entries) != stages:
+        raise ArgumentError(
+            f"balance={list(entries)} has {len(entries)} entries for {stages} stages: give {stages} numbers of nodes, "
+            "one for each stage"
+        )
+    return entries
+
+
+def parse_pins(argument: str, pins: Any, workers: Sequence[torch.device]) -> dict[str, int]:
+    """Names of nodes and modules, and the number of the worker that they are for."""
+    if not isinstance(pins, Mapping) or not all(isinstance(name, str) for name in pins):
+        raise ArgumentTypeError(
+            f"{argument}={pins!r}: expected a dict from names of modules or nodes to devices, as in {{'lm_head': 0}}"
+        )
+    return {name: _parse_worker(argument, name, given, workers) for name, given in pins.items()}
+
+
+def _parse_worker(argument: str, name: str, given: Any, workers: Sequence[torch.device]) -> int:
+    listed = ", ".join(map(str, workers))
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not 0 <= given < len(workers):
+            raise ArgumentError(
+                f"{argument}[{name!r}]={given}: there are {len(workers)} devices ({listed}), 0 to {len(workers) - 1}"
+            )
+        return given
+    if not isinstance(given, (str, torch.device)):
+        raise ArgumentTypeError(
+            f"{argument}[{name!r}]={given!r} is a {type(given).__name__}; expected the number of a device among "
+            f"devices ({listed}), or its name"
+        )
+    device = _parse_device(given, argument=f"{argument}[{name!r}]")
+    found = [k for k, worker in enumerate(workers) if worker == device]
+    if len(found) != 1:
+        times = "not" if not found else f"{len(found)} times"
+        raise ArgumentError(
+            f"{argument}[{name!r}]={str(given)!r} stands {times} in devices ({listed}); give the number of one of them"
+        )
+    return found[0]
+
+
+def parse_number(argument: str, given: Any, what: str) -> float:
+    """A finite number, 0 or more."""
+    if not isinstance(given, Real) or isinstance(given, bool):
+        raise ArgumentTypeError(f"{argument}={given!r} is a {type(given).__name__}; expected {what}, 0 or more")
+    if not math.isfinite(given) or given < 0:
+        raise ArgumentError(f"{argument}={given!r}: expected {what}, 0 or more and finite")
+    return float(given)
+
+
+def parse_profile_budget(seconds: Any) -> float:
+    """How long to measure; None: as long as is usual."""
+    return PROFILE_BUDGET if seconds is None else parse_number("profile_budget", seconds, "seconds")
+
+
+def parse_profile_option(profile: Any) -> Profile | None:
+    """A profile, or the path of a file that has one."""
+    if profile is None or isinstance(profile, Profile):
+        return profile
+    if isinstance(profile, (str, Path)):
+        return Profile.load(profile)
+    raise ArgumentTypeError(
+        f"profile={profile!r} is a {type(profile).__name__}; expected what fxpipe.profile returns, or the path of a "
+        "file that its save(path) wrote"
+    )
+
+
+def parse_hardware_option(hardware: Any) -> Hardware | None:
+    """Hardware by name or figures; None: what is at hand."""
+    return None if hardware is None else parse_hardware(hardware)
+
+
+def check_one_of(argument: str, given: Any, known: Sequence[str], others: str = "") -> str:
+    """`given`, if it is known. `others`: what else is accepted."""
+    if given not in known:
+        also = f", {others}" if others else ""
+        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}{also}")
+    found: str = given
+    return found
+
+
+def parse_choices(argument: str, given: Any, known: Sequence[str]) -> tuple[str, ...]:
+    """Names among the known ones, each once; None: all of them."""
+    if given is None:
+        return tuple(known)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentTypeError(f"{argument}={given!r}: expected a list with some of {', '.join(map(repr, known))}")
+    if not given:
+        raise ArgumentError(f"{argument} is empty: give some of {', '.join(map(repr, known))}, or leave it out")
+    return tuple(dict.fromkeys(check_one_of(argument, name, known) for name in given))
+
+
+def parse_compile(given: Any) -> dict[str, Any] | None:
+    """Keywords of `torch.compile`; None where stages run as they are."""
+    if given is None or given is False:
+        return None
+    if given is True:
+        return {}
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"compile={given!r}: expected True, False or a dict of keywords of torch.compile, as in "
+            "{'mode': 'max-autotune-no-cudagraphs'}"
+        )
+    known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
+    for name in given:
+        if name not in known:
+            raise ArgumentError(f"compile: torch.compile has no keyword {name!r}; it has {', '.join(known)}")
+    graphs = (given.get("options") or {}).get("triton.cudagraphs")
+    if given.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+        asked = f"mode={given['mode']!r}" if given.get("mode") else "options={'triton.cudagraphs': True}"
+        raise ArgumentError(
+            f"compile: {asked} runs CUDA graphs, whose values are gone with the next micro-batch, while a pipeline has "
+            "several in flight; take mode='default' or mode='max-autotune-no-cudagraphs'"
+        )
+    try:
+        torch.compile(_never_called, **given)
+    except Exception as error:  # of its own, for what it does not know
+        raise ArgumentError(f"compile={dict(given)!r}: torch.compile does not accept it: {error}") from error
+    return dict(given)
+
+
+def _never_called() -> None:
+    """To be compiled, and never called."""
+
+
+# -- Limits of memory as users write them: `"70GiB"`, a number of bytes, or one of these for each device -------------
+
+# Both families are meant literally: a card of "80GB" is sold with 80e9 bytes or with 80 GiB, and one must say which.
+_BYTE_UNITS = {"B": 1} | {
+    unit: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+_ACCEPTED_LIMITS = "'70GiB', '80GB', a number of bytes, None for no limit, or a list with one of these for each device"
+
+
+def parse_memory_limit(given: Any, devices: int) -> tuple[int | None, ...] | None:
+    """Bytes for each device, None where there is no limit; None for all if nothing was said.
+
+    >>> parse_memory_limit("1.5GiB", devices=2)
+    (1610612736, 1610612736)
+    >>> parse_memory_limit([10**9, None], devices=2)
+    (1000000000, None)
+    """
+    if given is None:
+        return None
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        if len(given) != devices:
+            raise ArgumentError(
+                f"memory_limit={list(given)!r} has {len(given)} entries for {devices} devices: give one for each, or "
+                "one for all"
+            )
+        return tuple(None if limit is None else _parse_bytes(limit) for limit in given)
+    return (_parse_bytes(given),) * devices
+
+
+def _parse_bytes(given: Any) -> int:
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", given.upper())
+        if match is None:
+            raise ArgumentError(f"memory_limit={given!r} is no number of bytes; expected {_ACCEPTED_LIMITS}")
+        number, unit = float(match[1]), _BYTE_UNITS[match[2] or "B"]
+    elif isinstance(given, Real) and not isinstance(given, bool):
+        number, unit = float(given), 1
+    else:
+        raise ArgumentTypeError(f"memory_limit={given!r} is a {type(given).__name__}; expected {_ACCEPTED_LIMITS}")
+    if not math.isfinite(number) or number <= 0:
+        raise ArgumentError(f"memory_limit={given!r}: expected more than 0 bytes: {_ACCEPTED_LIMITS}")
+    return int(number * unit)

@@ -1,0 +1,237 @@
+"""What a pipeline is asked for: the options of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, as they were given.
+
+Each of the three has those that it takes in its signature, for `help`, editors and type checkers to show. Names, order
+and defaults are the ones here (tests/test_options.py holds them to it), and so each takes them all at once:
+
+    options = Options.among(locals())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.config.parse import (
+    parse_balance,
+    parse_checkpoint,
+    parse_chunks,
+    parse_compile,
+    parse_devices,
+    parse_hardware_option,
+    parse_leaf_modules,
+    parse_memory_limit,
+    parse_number,
+    parse_pins,
+    parse_profile_budget,
+    parse_profile_option,
+    parse_stages_per_device,
+    parse_switch,
+)
+from fxpipe.config.stage_placement import chunks_of_schedule, parse_training_schedule, place_stages
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import Hardware
+from fxpipe.plans import Plan
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import ScheduleLike
+from fxpipe.tracing.strategies import TracerOption, check_tracer
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """Not checked yet; what they mean says `fxpipe.pipeline`."""
+
+    devices: Sequence[str | torch.device] | None = None
+    chunks: int | str = AUTO
+    balance: str | Sequence[int] | Sequence[str] | Mapping[str, Any] = AUTO
+    pin: Mapping[str, Any] | None = None
+    stages_per_device: int | None = None
+    schedule: ScheduleLike = "1f1b"
+    checkpoint: str | Sequence[str] = AUTO
+    memory_limit: Any = None
+    optimizer_state: float = 2.0
+    hardware: str | Hardware | None = None
+    profile: Profile | str | Path | None = None
+    profile_budget: float | None = None
+    tracer: TracerOption = AUTO
+    in_dims: Any = None
+    out_dims: Any = None
+    leaf_modules: Sequence[str | type[nn.Module]] = ()
+    check: bool = True
+    progress: bool = True
+    deferred_batch_norm: bool = False
+    compile: bool | Mapping[str, Any] = False
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any], but: Sequence[str] = ()) -> PipelineOptions:
+        """Those among the arguments of a function; `but` for some, which mean something else there."""
+        return cls(**{name: arguments[name] for name in OPTION_DEFAULTS if name in arguments and name not in but})
+
+
+OPTION_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineOptions)}
+TRACING_OPTIONS = ("tracer", "in_dims", "out_dims", "leaf_modules", "check")
+# What planning alone asks for: beside a plan nobody would heed it.
+PLANNING_OPTIONS = ("balance", "pin", "memory_limit", "optimizer_state", "hardware", "profile", "profile_budget")
+
+
+def is_default(given: Any, default: Any) -> bool:
+    """Was an argument left out, or given as it would be then? Tensors and the like are never compared."""
+    if isinstance(given, (str, float, int)):
+        return bool(given == default)
+    return given is default or (isinstance(given, (tuple, list, dict)) and not given and not default)
+
+
+def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
+    """Devices, chunks and checkpoint are the plan's, where they were left out. What is for planning has to be.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: it was not; `plan` is none.
+    """
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
+        )
+    for name in PLANNING_OPTIONS:
+        given = getattr(options, name)
+        if not is_default(given, OPTION_DEFAULTS[name]):
+            shown = repr(given) if isinstance(given, (str, float, int, Sequence, Mapping)) else type(given).__name__
+            raise ArgumentError(
+                f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
+                f"fxpipe.plan(model, ..., {name}=...)"
+            )
+    return replace(
+        options,
+        devices=plan.workers if options.devices is None else options.devices,
+        chunks=plan.chunks if isinstance(options.chunks, str) and options.chunks == AUTO else options.chunks,
+        checkpoint=plan.checkpoint if options.checkpoint == AUTO else options.checkpoint,
+    )
+
+
+# -- What the user asks for, checked and in one form, before anything runs -------------------------------------------
+
+DEFAULT_SCHEDULE = "1f1b"
+TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to make a pipeline. Of what is left to planning, `placement` may grow and `checkpoint` become a mode.
+
+    What is left to the tuner has usual values meanwhile: "1f1b", and 4 micro-batches for each worker.
+    """
+
+    workers: tuple[torch.device, ...]  # for each worker its device
+    placement: tuple[int, ...]  # for each stage its worker
+    chunks: int
+    schedule: ScheduleLike  # a name, or the user's own
+    checkpoint: str | tuple[str, ...]  # "auto", a mode, or one for each stage
+    balance: str | tuple[int, ...] | tuple[str, ...]
+    tracer: TracerOption
+    in_dims: Any = None
+    out_dims: Any = None
+    leaf_modules: tuple[str | type[nn.Module], ...] = ()
+    check: bool = True
+    pins: Mapping[str, int] = field(default_factory=dict)  # names of modules or nodes -> worker
+    memory_limits: tuple[int | None, ...] | None = None  # bytes, by worker; None: what the devices have
+    optimizer_state: float = 2.0  # bytes for each byte of a trained parameter
+    hardware: Hardware | None = None  # to plan for; None: what is at hand
+    profile: Profile | None = None  # measured before
+    profile_budget: float = 5.0  # seconds
+    operations: bool = True  # shall the plan know what other hardware would take?
+    deferred_batch_norm: bool = False
+    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
+    progress: bool = True  # bars, where stderr is a terminal
+    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been studied
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """For each stage its device."""
+        return tuple(self.workers[k] for k in self.placement)
+
+    def micro_batches(self, batch: int) -> int:
+        """Of a mini-batch of so many samples: fewer than `chunks` where there are fewer samples."""
+        return min(self.chunks, batch)
+
+    def largest_micro_batch(self, batch: int) -> int:
+        """Samples in the largest micro-batch of a mini-batch."""
+        return -(-batch // self.micro_batches(batch))
+
+
+def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False) -> Settings:
+    """Checks each option by itself. With a plan, what is left to it is the plan's.
+
+    `anywhere`: the devices need not be here, for nothing will run.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: names the argument, what was given, what is accepted.
+        ScheduleError: a schedule of the user's own would not run.
+    """
+    is_any = options.schedule == AUTO
+    order = parse_training_schedule(DEFAULT_SCHEDULE if is_any else options.schedule)
+    per_device = parse_stages_per_device(options.stages_per_device)
+    options = replace(options, chunks=chunks_of_schedule(order, options.chunks))
+    if plan is not None:
+        options = options_with_plan(options, plan)
+    workers = parse_devices(options.devices, anywhere)
+    count = parse_chunks(options.chunks, len(workers))
+    placement = place_stages(len(workers), per_device, order, count, plan)
+    if plan is not None and is_any:
+        placement = plan.placement  # its stages stay where they are, and the schedule is chosen for them
+    pins, balance = _merge_pins(options.pin, options.balance, workers)
+    modes = parse_checkpoint(options.checkpoint, None if pins else len(placement))  # pins may take other stages
+    return Settings(
+        workers=workers,
+        placement=placement,
+        chunks=count,
+        schedule=order,
+        checkpoint=modes,
+        balance=parse_balance(balance, len(placement)),
+        tracer=check_tracer(options.tracer),
+        in_dims=options.in_dims,
+        out_dims=options.out_dims,
+        leaf_modules=parse_leaf_modules(options.leaf_modules),
+        check=parse_switch("check", options.check),
+        pins=pins,
+        memory_limits=parse_memory_limit(options.memory_limit, len(workers)),
+        optimizer_state=parse_number("optimizer_state", options.optimizer_state, "bytes for each byte of a parameter"),
+        hardware=parse_hardware_option(options.hardware),
+        profile=parse_profile_option(options.profile),
+        profile_budget=parse_profile_budget(options.profile_budget),
+        deferred_batch_norm=parse_switch("deferred_batch_norm", options.deferred_batch_norm),
+        compile=parse_compile(options.compile),
+        progress=parse_switch("progress", options.progress),
+        left=_options_for_tuner(options, is_any, pins, plan),
+    )
+
+
+def _options_for_tuner(
+    options: PipelineOptions, is_any: bool, pins: Mapping[str, int], plan: Plan | None
+) -> frozenset[str]:
+    if plan is not None:
+        return frozenset(("schedule",) if is_any else ())
+    given = (options.checkpoint, options.balance)
+    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in given) and not pins
+    found = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
+    return frozenset(name for name in TUNABLE_OPTIONS if found[name])
+
+
+def _merge_pins(
+    pin: Mapping[str, Any] | None, balance: Any, workers: Sequence[torch.device]
+) -> tuple[dict[str, int], Any]:
+    """The pins, and the balance beside them: a map of modules to devices is nothing but pins."""
+    pins = {} if pin is None else parse_pins("pin", pin, workers)
+    if isinstance(balance, Mapping):
+        pins = parse_pins("balance", balance, workers) | pins
+        balance = "auto"
+    if pins and not isinstance(balance, str):
+        raise ArgumentError(
+            f"balance={list(balance)!r} and pins of {', '.join(map(repr, pins))}: cut by names or "
+            "numbers, or pin; give one of them"
+        )
+    return pins, balance

@@ -1,0 +1,350 @@
+"""The options of the command, in groups, and how each is read."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeAlias, TypeVar
+
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.hugging_face import HUGGING_FACE_PREFIX, ModelType, parse_model_type
+from fxpipe.inspect.inputs import ACCEPTED_INPUTS, parse_input
+from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
+from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
+
+# -- What a command line is about: a model of the user's, a type of transformers, or a plan that was saved -----------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan that was saved."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Subject: TypeAlias = Target | ModelType | PlanFile
+
+
+def parse_subject(text: str) -> Subject:
+    """`hf:gpt2`, `plan.json`, or a factory."""
+    if text.startswith(HUGGING_FACE_PREFIX):
+        return parse_model_type(text)
+    if text.endswith(".json"):
+        return PlanFile(Path(text))
+    try:
+        return parse_target(text)
+    except ArgumentError:
+        raise ArgumentError(
+            f"{text!r}: expected {TARGET_FORMS}, hf:gpt2 or another type, or a saved plan.json"
+        ) from None
+
+
+# -- Devices as the command line names them, and those that are here -------------------------------------------------
+
+DevicesOption: TypeAlias = "int | tuple[str, ...]"  # how many, or the name of each
+
+
+def parse_devices_option(text: str) -> DevicesOption:
+    """`4` -> 4; `cuda:0,cuda:1` -> ("cuda:0", "cuda:1")."""
+    names = tuple(name.strip() for name in text.split(","))
+    if len(names) == 1 and re.fullmatch(r"0*[1-9]\d{0,3}", text.strip()):
+        return int(text)
+    if not all(re.fullmatch(r"[a-z]+(:\d+)?", name) for name in names):
+        raise ArgumentError(f"{text!r}: expected a number (4) or a list of devices (cpu,cpu or cuda:0,cuda:1)")
+    return names
+
+
+def resolve_devices(devices: DevicesOption | None) -> tuple[str, ...]:
+    """The name of each device; a number means so many CUDA devices, or shares of the CPU where CUDA is absent."""
+    import torch
+
+    if isinstance(devices, tuple):
+        for name in devices:
+            try:
+                torch.device(name)
+            except RuntimeError:
+                raise ArgumentError(f"--devices: {name!r} is no device of torch's; cpu and cuda:0 are") from None
+        return devices
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not present:
+        return ("cpu",) * (2 if devices is None else devices)
+    if devices is not None and devices > present:
+        shares = "cpu" if devices == 1 else "cpu,cpu" if devices == 2 else "cpu,cpu,..."
+        raise ArgumentError(
+            f"--devices {devices}: CUDA has {present} here; for shares of the CPU give a list: {shares}; to plan for "
+            "GPUs that are elsewhere, --hardware"
+        )
+    return tuple(f"cuda:{index}" for index in range(present if devices is None else devices))
+
+
+def planned_devices(devices: DevicesOption | None, hardware: str) -> tuple[str, ...]:
+    """Names of devices that need not be here."""
+    if isinstance(devices, tuple):
+        return devices
+    count = 2 if devices is None else devices
+    return ("cpu",) * count if hardware == "cpu" else tuple(f"cuda:{index}" for index in range(count))
+
+
+def first_devices(devices: tuple[str, ...], count: int, hardware: str | None) -> tuple[str, ...]:
+    """So many devices, the first of those given; beyond them, more of their kind, which need not be here."""
+    if count <= len(devices):
+        return devices[:count]
+    return ("cpu",) * count if hardware is None else planned_devices(count, hardware)
+
+
+def most_devices(devices: tuple[str, ...], usual: int, hardware: str | None) -> int:
+    """Up to how many there can be: as many as one likes where they are shares of the CPU, or elsewhere."""
+    are_here = hardware is None and any(name != "cpu" for name in devices)
+    return len(devices) if are_here else max(len(devices), usual)
+
+
+T = TypeVar("T")
+
+# As planning has them, whose files import torch.
+TRACER_CHOICES = ("auto", "record", "export", "fx")
+BALANCE_CHOICES = ("auto", "block", "optimal")  # any other word is the name of a node or module
+HARDWARE_CHOICES = ("a100-80gb", "h100", "h200", "cpu")
+
+DESCRIPTION = """\
+Plan the pipeline of a model and see it before it runs: its stages, what they take and send, how long a step is, how
+much of it the devices idle, whether it fits. Nothing is trained, and the devices need not be here (--hardware).
+"""
+EXAMPLES = """\
+examples:
+  a factory of yours, on four devices
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8
+  with arguments, and integers as input
+    python -m fxpipe.inspect models/gpt.py:build --kwargs depth=4 name=small --input 8x128:int64
+  a type of transformers, with random weights; nothing is downloaded
+    python -m fxpipe.inspect hf:gpt2 --kwargs n_layer=4 --devices 4 --schedule zero_bubble
+  70 G parameters on a laptop, for hardware that is elsewhere
+    python -m fxpipe.inspect hf:llama --meta --hardware h200 --devices 8 --chunks 32 --input input_ids=64x2048:int64
+        --kwargs hidden_size=8192 intermediate_size=28672 num_hidden_layers=80 num_attention_heads=64
+        num_key_value_heads=8 vocab_size=128256 dtype=bfloat16
+  how many devices? which schedule? how many micro-batches?
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --sweep
+    python -m fxpipe.inspect models:resnet --input 64x3x224x224 --hardware h100 --devices 4 --tune
+  pictures, and one page with everything
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --timeline t.svg --graph g.svg --report report.html
+  save a plan, look at it again without the model, see what another one changes
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --save plan.json
+    python -m fxpipe.inspect plan.json --schedule gpipe
+    python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --balance optimal --diff plan.json
+
+exit status: 0, or 2 with one line on standard error where something has to be mended, or 130 if interrupted
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with this command's way of refusing: one line and no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see --help)")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m fxpipe.inspect",
+        usage="python -m fxpipe.inspect TARGET [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_model(parser)
+    _add_pipeline(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        type=_argparse_type(parse_subject),
+        metavar="TARGET",
+        help=f"{TARGET_FORMS}, which returns the nn.Module (the current directory is searched); hf:TYPE, a model "
+        f"type of the "
+        "installed transformers, as in hf:gpt2; or plan.json, a plan that was saved",
+    )
+    add = parser.add_argument_group("the model").add_argument
+    add(
+        "--kwargs",
+        action="extend",
+        nargs="+",
+        default=[],
+        type=_argparse_type(parse_keyword),
+        metavar="NAME=VALUE",
+        help="arguments of the factory, or fields of the configuration of hf:TYPE; values as in JSON or Python, "
+        "anything else is text: depth=4 rate=0.1 flag=true sizes=[8,16] name=small",
+    )
+    add(
+        "--input",
+        action="append",
+        default=[],
+        type=_argparse_type(parse_input),
+        metavar="INPUT",
+        help=f"an example input, a whole mini-batch; repeat it for more arguments. {ACCEPTED_INPUTS.capitalize()} "
+        f"which "
+        "returns a tensor, a tuple of positional arguments or a dict of keyword arguments. Integers are drawn from 0 "
+        "and 1, those of hf:TYPE from its vocabulary; there, inputs are drawn if none are given",
+    )
+    add(
+        "--meta",
+        action="store_true",
+        help="build the model without memory for its weights, under torch.device('meta'); seconds are estimates",
+    )
+    add("--eval", action="store_true", help="call model.eval() first")
+    add("--tracer", choices=TRACER_CHOICES, help="how the graph is made; auto takes the first way that is right")
+    add(
+        "--leaf",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="name of a module to keep whole, as one node; repeat it for more",
+    )
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("the pipeline").add_argument
+    add(
+        "--devices",
+        type=_argparse_type(parse_devices_option),
+        metavar="N|LIST",
+        help="how many devices, or their names: 2, or cpu,cpu, or cuda:0,cuda:1. A number takes CUDA devices, or "
+        "shares of the CPU where CUDA is absent. Default: all CUDA devices, or two shares of the CPU",
+    )
+    add(
+        "--hardware",
+        choices=HARDWARE_CHOICES,
+        help="plan for this hardware, which need not be here: seconds, memory and links are estimates for it",
+    )
+    add(
+        "--chunks",
+        type=_argparse_type(_whole_number_parser("micro-batches", 6)),
+        metavar="M",
+        help="number of micro-batches",
+    )
+    add("--schedule", choices=[name for name in SCHEDULES if name != "inference"], help="order of forward and backward")
+    add("--checkpoint", choices=("auto", *CHECKPOINTS), help="which micro-batches are recomputed in backward")
+    add(
+        "--stages-per-device",
+        type=_argparse_type(_whole_number_parser("stages of a device", 4)),
+        metavar="K",
+        help="number of stages of each device, in loops over them. Default: 2 for interleaved_1f1b and zbv, else 1",
+    )
+    add(
+        "--balance",
+        type=_argparse_type(parse_balance_option),
+        metavar="HOW",
+        help="block (by time), optimal (by time, transfers and memory) or auto, which takes what fits the case; or by "
+        "hand: each stage's count of nodes (10,12,9), or the names of nodes or modules behind which a stage ends "
+        "(layer2,layer3)",
+    )
+    add(
+        "--pin",
+        action="append",
+        default=[],
+        type=_argparse_type(parse_pin_option),
+        metavar="NAME=DEVICE",
+        help="put a module or node on a device, by its number or name (lm_head=0); repeat it for more",
+    )
+    add(
+        "--memory-limit",
+        type=_argparse_type(parse_memory_limit_option),
+        metavar="SIZE",
+        help="what stages may take on each device: 70GiB, bytes, or one for each (70GiB,40GiB)",
+    )
+    add(
+        "--optimizer-state",
+        type=_argparse_type(_parse_optimizer_state),
+        metavar="X",
+        help="bytes of the optimizer's state for each byte of a parameter: 2 for Adam (the default), 0 for SGD",
+    )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what to show")
+    add = group.add_argument
+    add(
+        "--sweep",
+        action="store_true",
+        help="compare 1, 2, 4, 8 ... devices, as many as --devices says, and schedules: step, speed-up, bubble, memory",
+    )
+    add("--tune", action="store_true", help="search schedule, micro-batches and checkpointing; print what was compared")
+    add(
+        "--diff",
+        type=Path,
+        metavar="PLAN.json",
+        help="compare with a saved plan: what moved, seconds, bytes, memory, schedule",
+    )
+    alone = group.add_mutually_exclusive_group()
+    alone.add_argument(
+        "--json",
+        action="store_true",
+        help="print it all as JSON; python -m pydoc fxpipe.inspect.json_document says what its keys are",
+    )
+    alone.add_argument("--code", type=int, metavar="N", help="print the code of stage N")
+    add("--save", type=Path, metavar="PLAN.json", help="write the plan to a file")
+    add("--timeline", type=Path, metavar="FILE", help="draw a step: .png, .pdf, .svg, .html, or .json for Perfetto")
+    add("--graph", type=Path, metavar="FILE", help="draw the stages and what goes between them: .svg or .html")
+    add("--report", type=Path, metavar="FILE", help="write one page with all of it, for a browser: .html")
+    add("--no-progress", action="store_true", help="show no progress bars")
+
+
+def parse_memory_limit_option(text: str) -> str | list[str]:
+    """`70GiB` -> "70GiB"; `70GiB,40GiB` -> ["70GiB", "40GiB"]."""
+    return text.split(",") if "," in text else text
+
+
+def parse_pin_option(text: str) -> tuple[str, int | str]:
+    """`lm_head=0` -> ("lm_head", 0); `encoder=cuda:1` -> ("encoder", "cuda:1")."""
+    name, equals, device = (part.strip() for part in text.rpartition("="))
+    if not name or not equals or not device:
+        raise ArgumentError(f"{text!r}: expected the name of a module or node and a device, as in lm_head=0")
+    return name, int(device) if device.isdecimal() else device
+
+
+def parse_balance_option(text: str) -> str | tuple[int, ...] | tuple[str, ...]:
+    """`block` and the like are themselves; `10,12,9` are numbers of nodes; any other list has names."""
+    if text in BALANCE_CHOICES:
+        return text
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise ArgumentError(f"{text!r}: expected block, counts of nodes (10,12,9), or names (layer2,layer3)")
+    return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else parts
+
+
+def _parse_optimizer_state(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentError(f"{text!r}: expected a number, as in 2") from None
+
+
+def _whole_number_parser(what: str, digits: int) -> Callable[[str], int]:
+    """Reads a whole number of at least 1."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(rf"0*[1-9]\d{{0,{digits - 1}}}", text):
+            raise ArgumentError(f"{text!r}: expected the number of {what}, at least 1")
+        return int(text)
+
+    return parse
+
+
+def _argparse_type(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` for argparse, which would hide the message of a ValueError behind one of its own."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ArgumentError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed

@@ -1,1 +1,0 @@
-"""Plans and steps as HTML: a report."""

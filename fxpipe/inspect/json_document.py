@@ -1,0 +1,280 @@
+"""The document: what the tables show and what they leave out, for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.inspect.step_summary import StepSummary
+from fxpipe.plans.figures import StageFigures, plan_figures
+
+if TYPE_CHECKING:
+    from fxpipe.inspect.diff import Change, PlanDifference
+    from fxpipe.inspect.run import Findings
+    from fxpipe.inspect.sweep import SweepRow
+    from fxpipe.plans import Plan, Portal, StagePlan
+    from fxpipe.simulation import Simulation
+    from fxpipe.tuning.candidates import CandidateResult as Tried
+
+
+def findings_document(found: Findings) -> dict[str, Any]:
+    """All that was found out as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
+
+    The keys of `plan_document`, where there is a plan, and
+        inputs               list of texts, as for --input: those that nobody gave and that were drawn
+        simulation           of a step: see `simulation_document`
+        schedules            list of the same stages in several schedules, the simulated one first: each
+            schedule, micro_batches, checkpoint, step_seconds, bubble
+            device           the number of the device that comes closest to its limit, or is furthest over it
+            peak_bytes, limit_bytes, over_bytes                   of that device; the limit is null if none is known
+        sweep                with --sweep, list of numbers of devices and schedules: each
+            devices, schedule
+            run              as in `schedules_section`; null where there is no such plan
+            speedup          over one device; null where one device cannot do it
+            fits, over_bytes into memory, and by how much not
+            problem          text: why there is no plan, where memory is not the reason; else empty
+        tuning               with --tune, list of what was tried; the plan is then the best of them: each
+            schedule, chunks, stages_per_device, checkpoint
+            step_seconds     simulated; of one that was not cut, what it takes at least
+            measured_seconds null if it was not run
+            peak_bytes       on the device that holds most
+            fits, over_bytes
+            problem          text: why it was not cut; else empty
+        difference           with --diff: see `difference_document`
+    """
+    made: dict[str, Any] = {} if found.plan is None else plan_document(found.plan)
+    made["inputs"] = list(map(str, found.drawn))
+    if found.plan is not None and found.simulation is not None:
+        made["simulation"] = simulation_document(found.simulation)
+        made["schedules"] = list(map(_summary_document, found.schedules))
+    if found.sweep:
+        made["sweep"] = list(map(_sweep_row_document, found.sweep))
+    if found.tuning is not None:
+        made["tuning"] = list(map(_tuning_row_document, found.tuning.rows))
+    if found.difference is not None:
+        made["difference"] = difference_document(found.difference)
+    return made
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
+
+    Of the plan:
+        chunks               micro-batches of a step, as asked for
+        micro_batches        those that there are: fewer where the mini-batch has fewer samples
+        micro_batch          samples in the largest of them, for which the seconds and bytes of a stage are given
+        estimated_for        the hardware for which the seconds were estimated; empty where they were measured
+        schedule, balance, tracer, fingerprint                    as in `fxpipe.Plan`
+        checkpoint           a mode, or a list with the mode of each stage
+        why                  list of texts: how the tracer came to this graph, where that is not plain recording
+        guards               list of texts: values that forward read; with other ones another graph runs
+        devices              list of names, one for each entry of `devices`: its place is the number of the device
+        placement            list: for each stage the number of its device
+        stages               list, in order, of
+            index, device
+            nodes            list of node names in the order in which they run
+            code             text, for people
+            forward_seconds, backward_seconds, flops              of one micro-batch
+            parameter_bytes  of the stage
+            gradient_bytes   of the parameters' gradients
+            state_bytes      of gradients and of the optimizer's state
+            activation_bytes kept for backward of one micro-batch
+            checkpoint       its mode
+            copies           list of nodes that it computes for itself, though another stage does so too
+            sent_bytes       to the next stage for one micro-batch, portals not counted
+            in_flight        micro-batches that have gone forward and not yet back, at most
+            memory_bytes     at most at one time, of all that
+            memory_limit     bytes that it may take; null where none is known
+            memory_formula   text: `memory_bytes` in the samples `b` of a micro-batch
+        portals              list of {name, source, target, bytes, formula, line}: two stages, bytes of one micro-batch,
+                             the same as text in `b`, and the user's line; empty where not known
+        sendings             list of {source, target, bytes, seconds}: all that goes from one stage to another for one
+                             micro-batch; to a later one values, to an earlier one gradients
+        tied                 list of {names, stages, bytes}: parameters with several names, or in several stages
+        whole                list of {name, why, line}: modules that are one node
+        heaviest             {name, stage, seconds, line}: the node that no cut can divide; null if not known
+        bottlenecks          list of {balance, seconds, fits}: of the slowest stage, by each way of cutting compared
+        totals
+            slowest_to_mean  forward and backward seconds of the slowest stage over those of the mean stage
+            bubble           share of the device time of a step that is idle
+            device_bubbles   the same for each device
+            step_seconds     as simulated: all micro-batches forward and backward, and what is sent
+            parameter_bytes  of all stages
+    """
+    figures = plan_figures(plan)
+    return {
+        "chunks": plan.chunks,
+        "micro_batches": plan.micro_batches,
+        "micro_batch": plan.micro_batch,
+        "estimated_for": plan.estimated_for,
+        "schedule": plan.schedule,
+        "checkpoint": plan.checkpoint if isinstance(plan.checkpoint, str) else list(plan.checkpoint),
+        "balance": plan.balance,
+        "tracer": plan.tracer,
+        "fingerprint": plan.fingerprint,
+        "why": list(plan.why),
+        "guards": list(plan.guards),
+        "devices": list(plan.workers),
+        "placement": list(plan.placement),
+        "stages": [
+            _stage_document(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)
+        ],
+        "portals": list(map(_portal_document, plan.portals)),
+        "sendings": [
+            {"source": way.source, "target": way.target, "bytes": way.bytes, "seconds": way.seconds}
+            for way in plan.sendings
+        ],
+        "tied": [{"names": list(tied.names), "stages": list(tied.stages), "bytes": tied.bytes} for tied in plan.tied],
+        "whole": [{"name": whole.name, "why": whole.why, "line": whole.line} for whole in plan.whole],
+        "heaviest": None
+        if plan.heaviest is None
+        else {name: getattr(plan.heaviest, name) for name in ("name", "stage", "seconds", "line")},
+        "bottlenecks": list(map(asdict, plan.bottlenecks)),
+        "totals": {
+            "slowest_to_mean": figures.slowest_to_mean,
+            "bubble": figures.mean_bubble,
+            "device_bubbles": list(figures.bubble),
+            "step_seconds": figures.step_seconds,
+            "parameter_bytes": sum(stage.parameter_bytes for stage in plan.stages),
+        },
+    }
+
+
+def simulation_document(simulation: Simulation) -> dict[str, Any]:
+    """A simulated step.
+
+    schedule, micro_batches, step_seconds
+    samples              of the mini-batch; null if not known
+    update_seconds       of the optimizer, after the step; 0 if not known
+    bubble               share of the device time of the step that is idle
+    devices              list, in order, of
+        device           its name
+        busy_seconds, bubble
+        peak_bytes       at most at one time
+        peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
+        limit_bytes      null where none is known
+    sent                 list of {source, target, bytes}: from device to device, in the whole step
+    critical_shares      what the step hangs on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
+                         the step, as a map
+    critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
+    """
+    memory = simulation.memory
+    return {
+        "schedule": simulation.schedule.name,
+        "micro_batches": simulation.schedule.micro_batches,
+        "step_seconds": simulation.step_seconds,
+        "samples": simulation.samples,
+        "update_seconds": simulation.update_seconds,
+        "bubble": simulation.mean_bubble,
+        "devices": [
+            {
+                "device": name,
+                "busy_seconds": simulation.busy[d],
+                "bubble": simulation.bubble[d],
+                "peak_bytes": round(memory[d].peak),
+                "peak": {part: round(size) for part, size in asdict(memory[d].at_peak).items()},
+                "limit_bytes": simulation.limits[d],
+            }
+            for d, name in enumerate(simulation.devices)
+        ],
+        "sent": [
+            {"source": source, "target": target, "bytes": round(size)}
+            for (source, target), size in simulation.sent.items()
+        ],
+        "critical_shares": simulation.critical_shares,
+        "critical_path": [str(span.action) for span in simulation.critical_path],
+    }
+
+
+def difference_document(found: PlanDifference) -> dict[str, Any]:
+    """From a saved plan to the plan.
+
+    is_nothing           the same plan
+    is_one_graph         of the same model, mode and inputs
+    choices              list of {name, before, after}: schedule, chunks, checkpoint ... that differ
+    moved                list of {source, target, nodes}: from a stage to a stage
+    gone, new            lists of nodes that only one of the plans has
+    stages               list of {stage, figures}; figures are a list of {name, before, after}, null where a plan
+                         has no such stage
+    totals               list of {name, before, after}: step_seconds, bubble, peak_bytes ...
+    """
+    return {
+        "is_nothing": found.is_empty,
+        "is_one_graph": found.has_same_graph,
+        "choices": list(map(_change_document, found.choices)),
+        "moved": [{"source": m.source, "target": m.target, "nodes": list(m.nodes)} for m in found.moved],
+        "gone": list(found.gone),
+        "new": list(found.new),
+        "stages": [{"stage": s.stage, "figures": list(map(_change_document, s.figures))} for s in found.stages],
+        "totals": list(map(_change_document, found.totals)),
+    }
+
+
+def _stage_document(plan: Plan, stage: StagePlan, figures: StageFigures) -> dict[str, Any]:
+    return {
+        "index": stage.index,
+        "device": stage.device,
+        "nodes": list(stage.nodes),
+        "code": stage.code,
+        "forward_seconds": stage.forward_seconds,
+        "backward_seconds": stage.backward_seconds,
+        "flops": stage.flops(plan.micro_batch),
+        "parameter_bytes": stage.parameter_bytes,
+        "gradient_bytes": stage.gradient_bytes,
+        "state_bytes": stage.state_bytes,
+        "activation_bytes": stage.activation_bytes,
+        "checkpoint": plan.modes[stage.index],
+        "copies": list(stage.copies),
+        "sent_bytes": stage.sent_bytes,
+        "in_flight": plan.in_flight(stage.index),
+        "memory_bytes": figures.memory_bytes,
+        "memory_limit": stage.memory_limit,
+        "memory_formula": str(plan.memory(stage.index)),
+    }
+
+
+def _portal_document(portal: Portal) -> dict[str, Any]:
+    return {
+        "name": portal.name,
+        "source": portal.source,
+        "target": portal.target,
+        "bytes": portal.bytes,
+        "formula": str(portal.size) if portal.size.coefficients else "",
+        "line": portal.line,
+    }
+
+
+def _summary_document(run: StepSummary) -> dict[str, Any]:
+    return asdict(run) | {"over_bytes": run.over_bytes}
+
+
+def _sweep_row_document(row: SweepRow) -> dict[str, Any]:
+    run = None if row.run is None else _summary_document(row.run)
+    return {
+        "devices": row.devices,
+        "schedule": row.schedule,
+        "run": run,
+        "speedup": row.speedup,
+        "fits": row.fits,
+        "over_bytes": round(row.over_bytes),
+        "problem": row.problem,
+    }
+
+
+def _tuning_row_document(row: Tried) -> dict[str, Any]:
+    return {
+        "schedule": row.schedule,
+        "chunks": row.chunks,
+        "stages_per_device": row.stages_per_device,
+        "checkpoint": row.checkpoint if isinstance(row.checkpoint, str) else list(row.checkpoint),
+        "step_seconds": row.step_seconds,
+        "measured_seconds": row.measured_seconds,
+        "peak_bytes": round(row.peak),
+        "fits": row.fits,
+        "over_bytes": round(max(0.0, row.lacks)),
+        "problem": row.why,
+    }
+
+
+def _change_document(change: Change) -> dict[str, Any]:
+    return {"name": change.name, "before": change.before, "after": change.after}

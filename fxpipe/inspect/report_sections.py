@@ -1,0 +1,308 @@
+"""What a report says of a plan, part by part: functions from plan to markup, empty where there is nothing to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import FxpipeError
+from fxpipe.inspect.step_summary import StepSummary, summarize_step
+from fxpipe.utils.text_table import shorten_source_line
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
+from fxpipe.viz.html import (
+    HtmlCell,
+    HtmlTable,
+    bytes_cell,
+    code_cell,
+    list_markup,
+    missing_cell,
+    number_cell,
+    percent_cell,
+    seconds_cell,
+    table_markup,
+    text_cell,
+)
+from fxpipe.viz.stage_graph import draw_stage_graph, stage_seconds
+from fxpipe.viz.svg import escape_markup, svg_of
+
+if TYPE_CHECKING:
+    import sympy
+
+    from fxpipe.plans import Plan, StagePlan
+    from fxpipe.simulation import Simulation
+
+
+# -- The same plan with other numbers of micro-batches, schedules and devices: what a report compares ----------------
+
+MAX_CHUNKS = 512
+MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more takes seconds to simulate, and a picture of it is grey
+
+
+@dataclass(frozen=True, slots=True)
+class ChunksVariant:
+    """A step with this many micro-batches."""
+
+    chunks: int
+    samples: int  # of the largest micro-batch
+    simulation: Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleVariant:
+    """A step with this schedule, or why there is none."""
+
+    schedule: str
+    simulation: Simulation | None
+    why: str = ""
+
+
+def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
+    """1, 2, 4, ... micro-batches, and the plan's own number of them; only that where the schedule is for it alone."""
+    import fxpipe
+
+    found = []
+    for chunks in chunks_to_compare(plan):
+        try:
+            simulation = fxpipe.simulate(plan, chunks=chunks)
+        except FxpipeError:
+            if chunks == plan.micro_batches:
+                raise
+            continue
+        batch = plan.batch or plan.micro_batch * plan.micro_batches
+        found.append(ChunksVariant(chunks, -(-batch // chunks), simulation))
+    return tuple(found)
+
+
+def chunks_to_compare(plan: Plan) -> Iterator[int]:
+    most = min(plan.batch or 4 * plan.chunks, MAX_CHUNKS, max(plan.micro_batches, MAX_STAGE_CELLS // len(plan.stages)))
+    powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
+    yield from sorted(powers | {plan.micro_batches})
+
+
+def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
+    """Every schedule there is, and one of the user's own; those that the plan's stages allow are simulated."""
+    import fxpipe
+    from fxpipe.scheduling import SCHEDULES
+
+    found = []
+    for name in dict.fromkeys([*(name for name in SCHEDULES if name != "inference"), plan.schedule]):
+        try:
+            found.append(ScheduleVariant(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
+        except FxpipeError as error:
+            found.append(ScheduleVariant(name.partition(":")[0], None, _short_reason(name, str(error))))
+    return tuple(found)
+
+
+def _short_reason(schedule: str, error: str) -> str:
+    """In short, where it is the number of stages."""
+    from fxpipe.scheduling import SCHEDULES
+
+    recipe = SCHEDULES.get(schedule)
+    if recipe is None or not recipe.has_fixed_placement:
+        return error
+    return f"needs a plan with stages_per_device={recipe.stages_per_device}"
+
+
+LONG_TABLE_ROWS = 24  # from here on a table scrolls by itself
+
+
+def section_markup(name: str, title: str, body: str) -> str:
+    """With an anchor of that name; nothing where there is no body."""
+    return f'<section id="{name}">\n<h2>{escape_markup(title)}</h2>\n{body}\n</section>' if body else ""
+
+
+def sortable_table(found: HtmlTable, label: str) -> str:
+    """A table that scrolls where it is too wide or too long."""
+    which = "wide long" if len(found.rows) > LONG_TABLE_ROWS else "wide"
+    table = table_markup(found, ' class="sortable"')
+    return f'<div class="{which}" role="region" aria-label="{escape_markup(label)}" tabindex="0">\n{table}\n</div>'
+
+
+def note_paragraph(line: str) -> str:
+    return f'<p class="aside">{escape_markup(line)}</p>'
+
+
+def stages_section(plan: Plan) -> str:
+    slowest = max(stage_seconds(stage) for stage in plan.stages)
+    headers = (
+        "stage", "device", "nodes", "parameters", "forward", "backward", "both", "GFLOP", "checkpoint", "in flight",
+        "memory", "sends", *(["portals in", "portals out"] if plan.portals else ()),
+    )  # fmt: skip
+    memory = [plan.memory(stage.index) for stage in plan.stages]
+    rows = tuple(_stage_row(plan, stage, memory[stage.index], slowest) for stage in plan.stages)
+    table = table_markup(
+        HtmlTable(("stage", "bytes"), tuple((number_cell(j), code_cell(str(memory[j]))) for j in range(len(memory))))
+    )
+    return (
+        sortable_table(HtmlTable(headers, rows), "stages")
+        + note_paragraph(
+            "Seconds and bytes are those of one micro-batch; memory is what a stage holds at most in a step."
+        )
+        + "\n<details>\n<summary>Memory as formulas, with micro-batches of b samples</summary>\n"
+        + f'<div class="wide" tabindex="0">\n{table}\n</div>\n</details>'
+    )
+
+
+def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float) -> tuple[HtmlCell, ...]:
+    j, both = stage.index, stage_seconds(stage)
+    worker, flops = plan.placement[j], float(plan.flops(j, plan.micro_batch)) / 1e9
+    limit = "" if stage.memory_limit is None else f"of {human_bytes(stage.memory_limit)}"
+    return (
+        number_cell(j),
+        HtmlCell(f"{worker}: {stage.device}", worker),
+        number_cell(len(stage.nodes), f"+ {len(stage.copies)} again" if stage.copies else ""),
+        bytes_cell(stage.parameter_bytes),
+        seconds_cell(stage.forward_seconds),
+        seconds_cell(stage.backward_seconds),
+        HtmlCell(human_seconds(both), both, is_marked=both == slowest),
+        HtmlCell(three_digits(flops), flops),
+        text_cell(plan.modes[j]),
+        number_cell(plan.in_flight(j)),
+        bytes_cell(float(memory.subs({symbol: plan.micro_batch for symbol in memory.free_symbols})), limit),
+        bytes_cell(stage.sent_bytes) if stage.sent_bytes else missing_cell(),
+        *([_portals_cell(plan, target=j), _portals_cell(plan, source=j)] if plan.portals else ()),
+    )
+
+
+def _portals_cell(plan: Plan, source: int | None = None, target: int | None = None) -> HtmlCell:
+    """Those from a stage, or to a stage."""
+    found = [portal for portal in plan.portals if portal.source == source or portal.target == target]
+    return bytes_cell(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing_cell()
+
+
+def graph_section(plan: Plan) -> str:
+    return f'<figure class="wide" tabindex="0">\n{svg_of(draw_stage_graph(plan))}</figure>'
+
+
+def portals_section(plan: Plan) -> str:
+    if not plan.portals:
+        return ""
+    rows = tuple(
+        (
+            code_cell(p.name),
+            number_cell(p.source),
+            number_cell(p.target),
+            bytes_cell(p.bytes),
+            code_cell(str(p.size)) if p.size.coefficients else missing_cell(),
+            _source_line_cell(p.line),
+        )
+        for p in plan.portals
+    )
+    total = human_bytes(sum(portal.bytes for portal in plan.portals))
+    found = HtmlTable(("portal", "from", "to", "bytes", "bytes, for b samples", "made at"), rows)
+    many = count_text(len(plan.portals), "value")
+    return note_paragraph(
+        f"{many} skip stages: {total} of each micro-batch go straight to where they are used."
+    ) + sortable_table(found, "portals")
+
+
+def _source_line_cell(line: str) -> HtmlCell:
+    """Where in the user's code; others, who have other folders, read this, too."""
+    return code_cell(shorten_source_line(line)) if line else missing_cell()
+
+
+def balance_section(plan: Plan) -> str:
+    both = [stage_seconds(stage) for stage in plan.stages]
+    slowest = max(range(len(both)), key=both.__getitem__)
+    mean = sum(both) / len(both)
+    said = [
+        f"Stage {slowest} is the slowest: {human_seconds(both[slowest])} for each micro-batch, "
+        f"{both[slowest] / mean if mean else 1.0:.2f} times the mean stage."
+    ]
+    if plan.heaviest is not None:
+        heaviest = plan.heaviest
+        at = f" ({shorten_source_line(heaviest.line)})" if heaviest.line else ""
+        said.append(
+            f"The heaviest node is {heaviest.name}{at}: {human_seconds(heaviest.seconds)}, in stage {heaviest.stage}. "
+            "However the graph is cut, no slowest stage is shorter than that."
+        )
+    said += [
+        f"Cut by {found.balance}, the slowest stage takes {human_seconds(found.seconds)}"
+        + ("." if found.fits else ", which does not fit into memory.")
+        for found in plan.bottlenecks
+    ]
+    return list_markup(said)
+
+
+OUTCOME_HEADERS = ("step", "bubble", "peak memory")
+
+
+def outcome_cells(run: StepSummary, least: float) -> tuple[HtmlCell, HtmlCell, HtmlCell]:
+    """For `OUTCOME_HEADERS`; the least step of those that fit is marked."""
+    fits = not run.over_bytes
+    return (
+        HtmlCell(human_seconds(run.step_seconds), run.step_seconds, is_marked=fits and run.step_seconds == least),
+        percent_cell(run.bubble),
+        bytes_cell(run.peak_bytes, "" if fits else "does not fit"),
+    )
+
+
+def least_step_seconds(runs: Iterable[StepSummary]) -> float:
+    """Of those that fit."""
+    return min((run.step_seconds for run in runs if not run.over_bytes), default=0.0)
+
+
+def schedules_section(plan: Plan, compared: Sequence[ScheduleVariant]) -> str:
+    own = plan.schedule.partition(":")[0]
+    runs = [None if found.simulation is None else summarize_step(found.simulation, plan) for found in compared]
+    least = least_step_seconds(filter(None, runs))
+    rows = []
+    for found, run in zip(compared, runs, strict=True):
+        name = HtmlCell(found.schedule, note="the plan's" if found.schedule == own else "", is_code=True)
+        cells = (missing_cell(),) * 3 if run is None else outcome_cells(run, least)
+        rows.append((name, *cells, HtmlCell(found.why, is_prose=True)))
+    return sortable_table(HtmlTable(("schedule", *OUTCOME_HEADERS, "why not"), tuple(rows)), "schedules")
+
+
+def sweep_section(plans: Sequence[tuple[Plan, Simulation]]) -> str:
+    if not plans:
+        return ""
+    runs = [summarize_step(simulation, plan) for plan, simulation in plans]
+    least, first = least_step_seconds(runs), runs[0].step_seconds
+    rows = []
+    for (plan, _), run in zip(plans, runs, strict=True):
+        times = first / run.step_seconds if run.step_seconds else 1.0
+        schedule = code_cell(plan.schedule.partition(":")[0])
+        numbers = number_cell(len(plan.workers)), number_cell(len(plan.stages)), schedule
+        rows.append((*numbers, *outcome_cells(run, least), HtmlCell(f"{times:.2f}", times)))
+    headers = ("devices", "stages", "schedule", *OUTCOME_HEADERS, "times as fast as the first")
+    return sortable_table(HtmlTable(headers, tuple(rows)), "numbers of devices")
+
+
+def tied_parameters_section(plan: Plan) -> str:
+    if not plan.tied:
+        return ""
+    rows = tuple(
+        (code_cell(", ".join(found.names)), text_cell(", ".join(map(str, found.stages))), bytes_cell(found.bytes))
+        for found in plan.tied
+    )
+    return sortable_table(HtmlTable(("parameter", "stages", "bytes"), rows), "tied parameters")
+
+
+def opaque_nodes_section(plan: Plan) -> str:
+    if not plan.whole:
+        return ""
+    rows = tuple(
+        (code_cell(found.name), HtmlCell(found.why, is_prose=True), _source_line_cell(found.line))
+        for found in plan.whole
+    )
+    return sortable_table(HtmlTable(("module", "why", "called at"), rows), "modules kept whole")
+
+
+def tracing_section(plan: Plan) -> str:
+    said = f"<p>{escape_markup(f'Traced by {plan.tracer}; graph {plan.fingerprint[:12]}.')}</p>"
+    if plan.why:
+        said += "\n<h3>Why so</h3>\n" + list_markup(plan.why)
+    if plan.guards:
+        said += "\n<h3>Holds where (asked once for each mini-batch)</h3>\n" + list_markup(plan.guards)
+    return said
+
+
+def stage_code_section(plan: Plan) -> str:
+    return "\n".join(
+        f"<details>\n<summary>Stage {stage.index}"
+        f"<small>{escape_markup(f'{stage.device}, ' + count_text(len(stage.nodes), 'node'))}</small></summary>\n"
+        f'<pre tabindex="0"><code>{escape_markup(stage.code)}</code></pre>\n</details>'
+        for stage in plan.stages
+    )

@@ -1,0 +1,333 @@
+"""From a request to all that is to be shown, as data: the plan, a simulated step, comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, PartitionError
+from fxpipe.inspect.cli_options import PlanFile, first_devices, most_devices, planned_devices, resolve_devices
+from fxpipe.inspect.diff import PlanDifference, compare_plans
+from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
+from fxpipe.inspect.inputs import InputOption, ModelArguments, make_arguments
+from fxpipe.inspect.request import Request, check_outputs
+from fxpipe.inspect.step_summary import StepSummary, compare_schedules
+from fxpipe.inspect.sweep import USUAL_DEVICES, SweepRow, counts_up_to, sweep_devices
+from fxpipe.inspect.targets import describe_error, load_model
+from fxpipe.utils.units import human_bytes
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fxpipe.config.pipeline_options import Settings
+    from fxpipe.planning import ProfiledModel
+    from fxpipe.plans import Plan
+    from fxpipe.simulation import Simulation
+    from fxpipe.tuning.tuning_result import Tuning
+
+
+# -- From a request to the plan: the model, its example inputs, the plan that they have ------------------------------
+
+# Seconds, about: somebody waits, all nodes of one kind are measured together, and what more would tell is less than a
+# machine differs by from one second to the next.
+PROFILE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model and a mini-batch for it."""
+
+    model: nn.Module
+    arguments: ModelArguments
+    drawn: tuple[InputOption, ...]  # inputs that nobody asked for
+
+
+def devices_for(request: Request) -> tuple[str, ...]:
+    """For each worker its device."""
+    hardware = request.options.get("hardware")
+    return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
+
+
+def load_requested_model(request: Request) -> LoadedModel:
+    """The model in the mode that was asked for, and its inputs."""
+    import torch
+
+    assert not isinstance(request.subject, PlanFile)
+    is_shipped = isinstance(request.subject, ModelType)
+    with torch.device("meta") if request.on_meta else contextlib.nullcontext():
+        if isinstance(request.subject, ModelType):
+            model = load_hugging_face_model(request.subject, request.kwargs)
+        else:
+            model = load_model(request.subject, request.kwargs)
+    if request.evaluating:
+        model.eval()
+    drawn: tuple[InputOption, ...] = ()
+    if is_shipped and not request.inputs:
+        drawn = example_inputs(model, request.options.get("chunks", 1))
+    below = vocabulary_size(model) if is_shipped else 2
+    arguments = make_arguments(request.inputs or drawn, integers_below=below, on_meta=request.on_meta)
+    return LoadedModel(model, arguments, drawn)
+
+
+def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
+    """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
+    from fxpipe.config.pipeline_options import PipelineOptions, make_settings
+
+    given = {
+        "devices": devices,
+        "stages_per_device": request.stages_per_device,
+        "profile_budget": PROFILE_SECONDS,
+        **request.options,
+    }
+    settings = make_settings(PipelineOptions(**given | others), anywhere="hardware" in request.options)
+    return replace(settings, operations=any(output.option == "save" for output in request.outputs))
+
+
+def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledModel:
+    """Trace and profile what was loaded."""
+    from fxpipe import planning
+
+    arguments = loaded.arguments
+    try:
+        return planning.trace_and_profile(loaded.model, arguments.args, arguments.kwargs, settings)
+    except FxpipeError:
+        raise
+    except Exception:
+        _raise_if_model_fails(loaded.model, arguments)
+        raise
+
+
+def plan_profiled_model(loaded: LoadedModel, studied: ProfiledModel, settings: Settings) -> Plan:
+    """A plan for other settings, of what is known; measures again where workers are others."""
+    from fxpipe import planning
+
+    again = planning.profile_again(studied, loaded.arguments.args, loaded.arguments.kwargs, settings)
+    return planning.prepare_profiled(again, settings).plan
+
+
+def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
+    """Ask the plain model, so that its exceptions are told from those of a bug in fxpipe."""
+    from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_of_error
+
+    try:
+        model(*arguments.args, **arguments.kwargs)
+    except Exception as error:
+        line = line_of_error(error)
+        place = "" if line == UNKNOWN_LINE else f" ({line})"
+        given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
+        raise ArgumentError(f"the model raises {describe_error(error)}{place} {given}") from error
+
+
+# Models that the memory of this machine cannot hold: told from other failures, and answered with what goes instead.
+
+# What torch's allocators say; theirs are plain RuntimeErrors on the CPU.
+ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@contextlib.contextmanager
+def explaining_memory_shortage(request: Request) -> Iterator[None]:
+    """A block in which a model is made and looked at.
+
+    Raises:
+        ArgumentError: memory ran out where weights and inputs have values; names what does without.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = None if request.on_meta else _allocator_error(error)
+        if cause is None:
+            raise
+        asked = re.search(r"allocate (\d+) bytes", str(cause))
+        at_once = f", where {human_bytes(int(asked[1]))} were asked for at once" if asked else ""
+        raise ArgumentError(
+            f"{request.subject}: the memory here does not hold the model and its inputs{at_once}; give --meta to plan "
+            "it without values, and --hardware for the devices that are to hold it"
+        ) from error
+
+
+def _allocator_error(error: BaseException | None) -> BaseException | None:
+    """What an allocator raised, if that is what lies behind an error."""
+    while error is not None:
+        told = str(error)
+        if isinstance(error, MemoryError) or (
+            isinstance(error, RuntimeError) and any(word in told for word in ALLOCATOR_MESSAGES)
+        ):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the command has found out. What was not asked for is None or empty."""
+
+    name: str  # of what is inspected
+    plan: Plan | None = None  # None: it does not fit, but other numbers of devices were asked for
+    simulation: Simulation | None = None  # of a step of the plan
+    schedules: tuple[StepSummary, ...] = ()  # the plan's own, first, and others
+    drawn: tuple[InputOption, ...] = ()  # inputs that nobody gave
+    sweep: tuple[SweepRow, ...] = ()
+    tuning: Tuning | None = None  # then the plan is the best that it found
+    difference: PlanDifference | None = None
+
+
+def run_request(request: Request) -> Findings:
+    """Do the work. Files are looked at first: a mistake should not show after a minute."""
+    check_outputs(request.outputs)
+    before = None if request.diff is None else load_plan(request.diff, "--diff")
+    if isinstance(request.subject, PlanFile) and request.tune:
+        found = _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
+    elif isinstance(request.subject, PlanFile):
+        from fxpipe.plans.simulate_plan import vary_plan
+
+        found = _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
+    else:
+        with explaining_memory_shortage(request):
+            found = _inspect_model(request)
+    if before is None or found.plan is None:
+        return found
+    return replace(found, difference=compare_plans(before, found.plan))
+
+
+def load_plan(path: Path, option: str = "") -> Plan:
+    """A saved plan.
+
+    Raises:
+        ArgumentError: it cannot be read, or is none.
+    """
+    from fxpipe.plans import Plan
+
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise ArgumentError(f"{option} {path}: cannot be read: {why}".strip()) from None
+
+
+def _inspect_model(request: Request) -> Findings:
+    devices = devices_for(request)
+    settings = settings_for(request, devices)
+    _check_code_stage(request, len(settings.placement))
+    loaded = load_requested_model(request)
+    if request.tune:
+        return replace(_inspect_tuning(_tune_model(request, loaded, devices), request), drawn=loaded.drawn)
+    studied = profile_loaded_model(loaded, settings)
+    try:
+        plan = plan_profiled_model(loaded, studied, settings)
+    except MemoryLimitError as error:
+        if not request.sweep or request.needs_plan:
+            raise _with_least_limit(error, settings) from None
+        found = Findings(str(request.subject))
+    except PartitionError as error:
+        if not str(error).startswith("stages="):
+            raise
+        # The command has no other words for it.
+        told = str(error).replace("Use stages=", "Use --devices ").replace("stages_per_device=", "--stages-per-device ")
+        raise PartitionError(f"--devices {len(devices)}: {told}") from None
+    else:
+        found = _inspect_plan(plan, request)
+    rows = _sweep_rows(request, loaded, studied, devices) if request.sweep else ()
+    return replace(found, drawn=loaded.drawn, sweep=rows)
+
+
+def _inspect_plan(plan: Plan, request: Request) -> Findings:
+    import fxpipe
+
+    _check_code_stage(request, len(plan.stages))
+    simulation = fxpipe.simulate(plan)
+    return Findings(str(request.subject), plan, simulation, compare_schedules(plan, simulation))
+
+
+def _inspect_tuning(tuning: Tuning, request: Request) -> Findings:
+    """The best that was found, for it is what would be run."""
+    assert tuning.best.plan is not None
+    return replace(_inspect_plan(tuning.best.plan, request), tuning=tuning)
+
+
+def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...]) -> Tuning:
+    """The search; what the user has chosen stays."""
+    import fxpipe
+
+    balance = request.options.get("balance", "auto")
+    if "pin" in request.options or not isinstance(balance, str):
+        name = "pin" if "pin" in request.options else f"balance {','.join(map(str, balance))}"
+        raise ArgumentError(f"--tune and --{name}: it cuts by itself; leave one of them out")
+    arguments = loaded.arguments
+    return fxpipe.tune(
+        loaded.model,
+        devices,
+        example_args=arguments.args,
+        example_kwargs=arguments.kwargs,
+        stages_per_device=None if request.stages_per_device is None else [request.stages_per_device],
+        **_tune_options(request.options),
+    )
+
+
+def _tune_plan(plan: Plan, request: Request) -> Tuning:
+    """Of a plan, whose stages stay."""
+    import fxpipe
+    from fxpipe.plans.simulate_plan import vary_plan
+
+    options = dict(request.options)
+    return fxpipe.tune(vary_plan(plan, hardware=options.pop("hardware", None)), **_tune_options(options))
+
+
+def _tune_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options as `fxpipe.tune` has them: what it would try is given as the one thing to try."""
+    found = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
+    if "schedule" in options:
+        found["schedules"] = [options["schedule"]]
+    if "chunks" in options:
+        found["chunks"] = [options["chunks"]]
+    if options.get("checkpoint", "auto") != "auto":
+        found["checkpoint"] = [options["checkpoint"]]
+    return found
+
+
+def _check_code_stage(request: Request, stages: int) -> None:
+    """Raises `ArgumentError` if the code of a stage is asked for that there is not."""
+    if request.code is not None and not 0 <= request.code < stages:
+        raise ArgumentError(f"--code {request.code}: no such stage; stages are 0 to {stages - 1}")
+
+
+def _with_least_limit(error: MemoryLimitError, settings: Settings) -> MemoryLimitError:
+    """The error, and the least limit of a device with which there would be a cut."""
+    from fxpipe.planning.cost_model import planned_workers
+
+    limits = [worker.memory for worker in planned_workers(settings) if worker.memory is not None]
+    if not (error.over and limits):
+        return error
+    most = max(settings.placement.count(k) for k in settings.placement)  # stages on a device share its memory
+    least = f"The least limit that would do: --memory-limit {size_at_least(max(limits) + most * error.over)}."
+    return MemoryLimitError(str(error), f"{error.brief} {least}", error.over)
+
+
+def size_at_least(number: float) -> str:
+    """`40.2KiB`: as `--memory-limit` takes it, and not less than the number."""
+    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        units.pop()
+    return f"{math.ceil(10 * size) / 10:.1f}{units[-1]}"
+
+
+def _sweep_rows(
+    request: Request, loaded: LoadedModel, studied: ProfiledModel, devices: tuple[str, ...]
+) -> tuple[SweepRow, ...]:
+    from fxpipe.config.stage_placement import TRAINING_SCHEDULES
+
+    hardware = request.options.get("hardware")
+
+    def plan_for(count: int, schedule: str) -> Plan:
+        settings = settings_for(request, first_devices(devices, count, hardware), schedule=schedule)
+        return plan_profiled_model(loaded, studied, settings)
+
+    own = request.options.get("schedule", "1f1b")
+    schedules = (own, *(name for name in TRAINING_SCHEDULES if name != own))
+    counts = counts_up_to(most_devices(devices, USUAL_DEVICES, hardware), len(devices))
+    return tuple(sweep_devices(counts, schedules, request.stages_per_device, plan_for))

@@ -1,0 +1,169 @@
+"""Ways to run a step, side by side: how long each takes, what idles, whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import ArgumentError, ScheduleError
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.utils.text_table import EMPTY_CELL, bytes_of_limit, text_table
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent, three_digits
+
+if TYPE_CHECKING:
+    from fxpipe.plans import Plan
+    from fxpipe.simulation import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class StepSummary:
+    """One way, as simulated. Memory is that of the device that comes closest to its limit, or is furthest over it."""
+
+    schedule: str  # a name
+    micro_batches: int
+    checkpoint: str
+    step_seconds: float
+    bubble: float  # share of the device time of a step that is idle
+    device: int
+    peak_bytes: int
+    limit_bytes: int | None  # None: none is known
+
+    @property
+    def over_bytes(self) -> int:
+        """0 where it fits."""
+        return 0 if self.limit_bytes is None else max(0, self.peak_bytes - self.limit_bytes)
+
+
+def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
+    """What a simulated step of the plan comes to."""
+    limits, peaks = simulation.limits, [memory.peak for memory in simulation.memory]
+
+    def closeness(device: int) -> tuple[float, float]:
+        limit = limits[device]
+        return (0.0 if not limit else peaks[device] / limit, peaks[device])
+
+    device = max(range(len(peaks)), key=closeness)
+    limit = limits[device]
+    return StepSummary(
+        schedule=simulation.schedule.name,
+        micro_batches=simulation.schedule.micro_batches,
+        checkpoint=mode_text(plan),
+        step_seconds=simulation.step_seconds,
+        bubble=simulation.mean_bubble,
+        device=device,
+        peak_bytes=round(peaks[device]),
+        limit_bytes=None if limit is None else round(limit),
+    )
+
+
+def mode_text(plan: Plan) -> str:
+    """One mode; `some` where stages differ."""
+    modes = {*plan.modes}
+    return modes.pop() if len(modes) == 1 else "some"
+
+
+def compare_schedules(plan: Plan, simulation: Simulation) -> tuple[StepSummary, ...]:
+    """The step of the plan, first, and other schedules that can have the stages where they are, by time."""
+    import fxpipe
+    from fxpipe.config.stage_placement import TRAINING_SCHEDULES
+
+    own, others = summarize_step(simulation, plan), list[StepSummary]()
+    if len(plan.workers) == 1:  # one after the other, whatever the schedule
+        return (own,)
+    for name in TRAINING_SCHEDULES:
+        if name == own.schedule:
+            continue
+        try:
+            others.append(summarize_step(fxpipe.simulate(plan, schedule=name), plan))
+        except (ArgumentError, ScheduleError):  # it wants its stages elsewhere
+            continue
+    return (own, *sorted(others, key=lambda run: run.step_seconds))
+
+
+# The text of a simulated step: what each device does and holds, and how the same stages fare in other schedules.
+
+LEAST_UPDATE_SHARE = 1e-3  # of a step, for the optimizer to be told
+MAX_DEVICE_ROWS = 16  # rows; of more, those that come closest to their limits
+
+DEVICE_HEADERS = (
+    "device", "", "bubble", "peak memory", "parameters", "gradients", "optimizer", "activations", "portals",
+    "working",
+)  # fmt: skip
+SUMMARY_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on device", "fits")
+
+
+def step_text(simulation: Simulation, plan: Plan) -> str:
+    """The step, what it hangs on, where it takes most memory."""
+    run = summarize_step(simulation, plan)
+    samples = simulation.samples
+    rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""
+    shares = sorted(simulation.critical_shares.items(), key=lambda item: -item[1])
+    path = ", ".join(f"{percent(share)} {_path_word(kind)}" for kind, share in shares)
+    is_worth_telling = simulation.update_seconds > LEAST_UPDATE_SHARE * run.step_seconds
+    lines = [
+        f"a step as simulated, {run.schedule}, {count_text(run.micro_batches, 'micro-batch', 'es')}",
+        f"- takes {human_seconds(run.step_seconds)}{rate}; devices idle for {percent(run.bubble)} of it",
+        f"- critical path: {path}" if path else "",
+        f"- takes most memory on device {run.device}: {_memory_text(run)}",
+        f"- then the optimizer takes {human_seconds(simulation.update_seconds)}" if is_worth_telling else "",
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def summaries_text(runs: Sequence[StepSummary]) -> str:
+    """The same stages in other schedules; the first is the plan's."""
+    rows = [
+        (
+            run.schedule,
+            human_seconds(run.step_seconds),
+            EMPTY_CELL if run is runs[0] else _change_text(run.step_seconds, runs[0].step_seconds),
+            percent(run.bubble),
+            human_bytes(run.peak_bytes),
+            str(run.device),
+            fits_cell(run.limit_bytes, run.over_bytes),
+        )
+        for run in runs
+    ]
+    head = f"these stages in other schedules, {count_text(runs[0].micro_batches, 'micro-batch', 'es')}"
+    return f"{head}\n\n{text_table(rows, SUMMARY_HEADERS, left=('schedule',))}"
+
+
+def fits_cell(limit: int | None, over: float) -> str:
+    """`yes`, or by how much it does not; nothing where no limit is known."""
+    if over:
+        return f"over by {human_bytes(over)}"
+    return EMPTY_CELL if limit is None else "yes"
+
+
+def _path_word(kind: str) -> str:
+    """`forward` of "F"; "sending" and "waiting" are words already."""
+    return ActionKind(kind).words if len(kind) == 1 else kind
+
+
+def _change_text(seconds: float, first: float) -> str:
+    return f"{100 * (seconds / first - 1):+.1f} %" if first else EMPTY_CELL
+
+
+def _memory_text(run: StepSummary) -> str:
+    if run.limit_bytes is None:
+        return f"{human_bytes(run.peak_bytes)} (no limit known)"
+    over = f", over by {human_bytes(run.over_bytes)}" if run.over_bytes else ""
+    return bytes_of_limit(run.peak_bytes, run.limit_bytes) + over
+
+
+def device_table(simulation: Simulation) -> str:
+    """How much each device idles, and its memory at its peak, by what it is for."""
+    limits, memory, bubbles, names = simulation.limits, simulation.memory, simulation.bubble, simulation.devices
+    shown, rest = list(range(len(names))), ""
+    if len(names) > MAX_DEVICE_ROWS:
+        by_peak = sorted(shown, key=lambda d: -memory[d].peak / (limits[d] or 1))
+        shown, rest = sorted(by_peak[:MAX_DEVICE_ROWS]), f"\nand {len(names) - MAX_DEVICE_ROWS} devices that hold less"
+    rows = []
+    for d in shown:
+        parts, limit = memory[d].at_peak, limits[d]
+        sizes = (parts.parameters, parts.gradients, parts.optimizer, parts.activations, parts.portals, parts.working)
+        peak = human_bytes(parts.total) if limit is None else bytes_of_limit(parts.total, limit)
+        cells = (human_bytes(size) if size else EMPTY_CELL for size in sizes)
+        rows.append((str(d), names[d], percent(bubbles[d]), peak, *cells))
+    return text_table(rows, DEVICE_HEADERS, left=("",)) + rest

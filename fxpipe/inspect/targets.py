@@ -1,0 +1,235 @@
+"""Targets: `module:factory` and `path/to/file.py:factory`, the functions of the user's that make models and inputs.
+
+Everything that goes wrong here is the user's to mend, so it is an `ArgumentError` of one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+# -- Words of messages: what was meant, what came, what was raised ---------------------------------------------------
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`; did you mean make or made?`: names like this one, or nothing."""
+    found = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+LONGEST_ERROR = 500  # letters: some errors list all that there is
+
+
+def describe_error(error: BaseException) -> str:
+    """`KeyError: 'width'`: an exception in one line."""
+    text = " ".join(str(error).split())
+    if len(text) > LONGEST_ERROR:
+        text = f"{text[:LONGEST_ERROR]} ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def with_article(value: object) -> str:
+    """`with_article int`, `a list`: what came instead."""
+    kind = type(value).__name__
+    if value is None:
+        return kind
+    return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
+
+
+# -- `--kwargs depth=4 name=small rate=0.1 flag=true`: keyword arguments as a command line has them ------------------
+#
+# A value is JSON (`true`, `null`, `[64, 128]`, `{"a": 1}`) or a literal of Python's (`True`, `None`, `(3, 3)`); what is
+# neither is text, which therefore needs no quotes.
+
+
+def parse_keyword(text: str) -> tuple[str, Any]:
+    """`depth=4` -> ("depth", 4); `name=small` -> ("name", "small")."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        place = "; TARGET goes before --kwargs" if ":" in text else ""  # it was taken for one more
+        raise ArgumentError(f"{text!r}: expected name=value, as in depth=4{place}")
+    return name, _keyword_value(value)
+
+
+def check_keywords(function: Callable[..., Any], called: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises `ArgumentError`, with the function's parameters, unless it can be called with just these."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C, without one: the call will tell
+        return
+    parameters = signature.parameters.values()
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    shown = ", ".join(str(p.replace(annotation=p.empty)) for p in parameters)
+    has = f"; it has ({shown})" if shown else "; it has none"
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name in kwargs:
+            if name not in known:
+                raise ArgumentError(f"--kwargs: {called} has no parameter {name!r}{did_you_mean(name, known)}{has}")
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    missing = [name for name in required if name not in kwargs]
+    if missing:
+        given = " ".join(f"{name}=..." for name in missing)
+        raise ArgumentError(f"{called} needs {' and '.join(map(repr, missing))}; give --kwargs {given}{has}")
+
+
+def _keyword_value(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    return text
+
+
+TARGET_FORMS = "module:factory or path/to/file.py:factory"
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The name of something in a module or in a file."""
+
+    where: str  # a module's name, or a path that ends in .py
+    name: str  # may have dots: `Models.small`
+
+    def __str__(self) -> str:
+        return f"{self.where}:{self.name}"
+
+    @property
+    def is_file(self) -> bool:
+        return self.where.endswith(".py")
+
+
+def parse_target(text: str) -> Target:
+    """`models:make` -> `Target("models", "make")`. The last colon divides: paths may have one of their own."""
+    where, _, name = text.rpartition(":")
+    target = Target(where, name)
+    if not _is_dotted(name) or not (target.is_file or _is_dotted(where)):
+        raise ArgumentError(f"{text!r}: expected {TARGET_FORMS}")
+    return target
+
+
+def load_target(target: Target) -> Any:
+    """Import the target's module, or run its file, and return what the name stands for."""
+    module = _load_file(Path(target.where)) if target.is_file else _import_module(target.where)
+    found: Any = module
+    for part in target.name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ArgumentError(f"{target.where} has no {target.name!r}{_suggestion(part, found)}") from None
+        except Exception as error:  # of a module that imports its parts when they are asked for
+            raise ArgumentError(f"loading {target} raised {describe_error(error)}") from error
+    return found
+
+
+def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
+    """Load the target and call it with these keyword arguments."""
+    found = load_target(target)
+    if not callable(found):
+        raise ArgumentError(f"{target} is {with_article(found)}, not a function that can be called")
+    check_keywords(found, str(target), kwargs)
+    try:
+        return found(**kwargs)
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"calling {target} raised {describe_error(error)}{_raised_at(error)}") from error
+
+
+def load_model(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> nn.Module:
+    """The module that the target makes, or that it is."""
+    from torch import nn
+
+    found = load_target(target)
+    # A model made when its file is run is no factory; to call it would be to run it.
+    is_made = isinstance(found, nn.Module)
+    if is_made and kwargs:
+        raise ArgumentError(f"--kwargs {next(iter(kwargs))}=...: {target} is a model, not a function that makes one")
+    model = found if is_made else call_target(target, kwargs)
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"{target} returned {with_article(model)}, expected a torch.nn.Module")
+    return model
+
+
+def _import_module(name: str) -> ModuleType:
+    _put_on_path(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Only if the target itself is what is missing; a module that it imports is an error in it.
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            close = did_you_mean(name, (path.stem for path in Path.cwd().glob("*.py")))
+            looked = "looked in the current directory and where Python looks"
+            raise ArgumentError(f"no module named {error.name!r} ({looked}){close}") from None
+        raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"importing {name} raised {describe_error(error)}") from error
+
+
+@functools.cache  # a model and its inputs often come from one file, which runs once
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        close = did_you_mean(path.name, (other.name for other in path.parent.glob("*.py")))
+        raise ArgumentError(f"no file {str(path)!r}{close}")
+    path = path.resolve()
+    # As for a script, the modules beside the file can be imported. Its own name has a number in it, so that a file
+    # called queue.py stands in nobody's way.
+    _put_on_path(str(path.parent))
+    name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None  # the name ends in .py
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses, among others, look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ArgumentError(f"running {path.name} raised {describe_error(error)}") from error
+    return module
+
+
+def _put_on_path(directory: str) -> None:
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+
+
+def _is_dotted(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
+
+
+def _suggestion(name: str, holder: object) -> str:
+    """Names like this one or, where none is, those the holder's author gave."""
+    public = [other for other in dir(holder) if not other.startswith("_")]
+    close = did_you_mean(name, public)
+    if close:
+        return close
+    # By `vars`: a module may import its parts when they are asked for, and they are not asked for here.
+    here, held = getattr(holder, "__name__", None), getattr(holder, "__dict__", {})
+    own = [name for name in public if callable(held.get(name)) and getattr(held[name], "__module__", None) == here]
+    return f"; it has {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else ""
+
+
+def _raised_at(error: BaseException) -> str:
+    """Where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""

@@ -1,0 +1,324 @@
+"""What `loads.py` says of one stage, for any start and end in a chain: exact integers, quickly, after some setup.
+
+What hangs on one place is a difference of prefix sums. What several places share counts once in a stage:
+
+    place           0    1    2    3    4    5        three places share a thing
+    thing           .    x    x    .    x    .        a stage from 2 to 4 has two of them; the thing was begun before
+
+So a stage from `start` has all that begins in it (prefix sums by first place) and, of what was begun before it and goes
+on, that whose next place is before `end`: a row for each start, sorted by next place, with running sums
+(`CutCrossings`). Gradients look the other way: a row for each end, sorted by the last place before it. With w things
+alive across a cut, setup takes time and memory of the order n * w, and each answer a bisection.
+
+As in `block.py`, all seconds are brought to one unit in which they are integers, and all bytes to another. Only the
+time of a single transfer is rounded, to a float, before anything is added or compared.
+
+Sets of places are integers, bit p for place p: what can be reached is then found for thousands of places at a time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+from fxpipe.partitioning.block import exact_integers
+from fxpipe.partitioning.chain import Chain, Flow, Link, StageSite, flow_of_storage, sending_seconds
+
+ENDS_PER_BLOCK = 16  # ends in a step of the sorted sets of a clock
+
+CrossingEntry = tuple[range, int, int]  # the cuts that something crosses, by the places behind them; its key; its value
+
+
+class CutCrossings:
+    """What crosses a cut before a place: sums of values by key."""
+
+    def __init__(self, n: int, things: Iterable[CrossingEntry]) -> None:
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(n + 1)]
+        for cuts, key, value in things:
+            entry = (key, value)
+            for place in cuts:
+                rows[place].append(entry)
+        for row in rows:
+            row.sort()
+        self.keys = [[key for key, _ in row] for row in rows]
+        self._sums = [list(accumulate((value for _, value in row), initial=0)) for row in rows]
+
+    def before(self, place: int, key: int) -> int:
+        """The sum of what crosses the cut before `place` with a smaller key."""
+        return self._sums[place][bisect_left(self.keys[place], key)]
+
+    def total(self, place: int) -> int:
+        return self._sums[place][-1]
+
+
+class StageClock:
+    """The seconds of stages on one site.
+
+    With C the prefix sums of computation, A(s) all that crosses a cut at s and is used behind it, and G(e) all
+    gradients that cross a cut at e, a stage takes C(e) - C(s) + A(s) + G(e) at most; and just that if nothing of it
+    skips the stage. So nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e);
+    only those that are past it and have something that skips the stage are looked at one by one. (Where transfers
+    overlap, C(e) - C(s) is one such test and A(s) + G(e) another.)
+    """
+
+    def __init__(
+        self, work: list[int], arrivals: CutCrossings, gradients: CutCrossings, overlaps: bool, ends: Sequence[int]
+    ) -> None:
+        n = len(work) - 1
+        self.work = work  # prefix sums
+        self._arrivals, self._gradients, self._overlaps = arrivals, gradients, overlaps
+        self._limit, self._found = -1, dict[int, int]()  # the last limit, and its ends by start
+        own = [0] * (n + 1) if overlaps else work
+        self._gain = [own[s] - arrivals.total(s) for s in range(n + 1)]
+        ranked = sorted((own[e] + gradients.total(e), e) for e in ends)
+        self._costs, self._ranked = [cost for cost, _ in ranked], [e for _, e in ranked]
+        blocks = (bits_of(self._ranked[i : i + ENDS_PER_BLOCK]) for i in range(0, len(ranked), ENDS_PER_BLOCK))
+        self._blocks = list(accumulate(blocks, int.__or__, initial=0))
+        self._older = self._ends_of_older_gradients(n, ends)
+
+    def seconds(self, start: int, end: int) -> int:
+        work = self.work[end] - self.work[start]
+        gradients = self._gradients.total(end) - self._gradients.before(end, start)
+        transfers = self._arrivals.before(start, end) + gradients
+        return max(work, transfers) if self._overlaps else work + transfers
+
+    def ends(self, start: int, limit: int) -> int:
+        """The ends, as bits, of the stages from `start` that take `limit` at most."""
+        if limit != self._limit:
+            self._limit, self._found = limit, {}
+        if start not in self._found:
+            self._found[start] = self._find_ends(start, limit)
+        return self._found[start]
+
+    def _find_ends(self, start: int, limit: int) -> int:
+        if limit < 0:
+            return 0
+        stop = bisect_right(self.work, self.work[start] + limit, lo=start)
+        reached = bits_below(stop) & ~bits_below(start + 1)
+        rank = bisect_right(self._costs, self._gain[start] + limit)
+        found = self._blocks[rank // ENDS_PER_BLOCK]
+        for e in self._ranked[rank - rank % ENDS_PER_BLOCK : rank]:
+            found |= 1 << e
+        found &= reached
+        keys = self._arrivals.keys[start]
+        skipped = self._older[start] | (self._all_ends & bits_below(keys[-1] + 1) if keys else 0)
+        for e in places_of(skipped & reached & ~found):
+            if self.seconds(start, e) <= limit:
+                found |= 1 << e
+        return found
+
+    def _ends_of_older_gradients(self, n: int, ends: Sequence[int]) -> list[int]:
+        """For each start the ends that a gradient crosses whose flow was neither made nor used since that start."""
+        self._all_ends = bits_of(ends)
+        by_oldest: list[list[int]] = [[] for _ in range(n + 1)]
+        for e in ends:
+            if keys := self._gradients.keys[e]:
+                by_oldest[keys[0] + 1].append(e)
+        return list(accumulate(map(bits_of, by_oldest), int.__or__))
+
+
+class StageClocks:
+    """All clocks that the sites of a chain need, in one unit."""
+
+    def __init__(self, chain: Chain, sites: Sequence[StageSite], ends: Sequence[int]) -> None:
+        self._chain, self._sites, self._ends = chain, sites, ends
+        links = dict.fromkeys(site.link for site in sites if site.link is not None)
+        rows = [*chain.forward, *chain.backward, *([sending_seconds(f, link) for f in chain.flows] for link in links)]
+        *integers, self.unit = exact_integers([*(value for row in rows for value in row), 1])
+        parts = iter(integers)
+        exact = [[next(parts) for _ in row] for row in rows]
+        kinds = len(chain.forward)
+        self._forward, self._backward = exact[:kinds], exact[kinds : 2 * kinds]
+        self._sending: dict[Link | None, list[int]] = dict(zip(links, exact[2 * kinds :], strict=True))
+        self._arrivals: dict[Link | None, CutCrossings] = {}
+        self._gradients: dict[Link | None, CutCrossings] = {}
+        self._clocks: dict[tuple[int, bool, Link | None, Link | None, bool], StageClock] = {}
+
+    def clock(self, stage: int, recompute: bool) -> StageClock:
+        site = self._sites[stage]
+        following = self._sites[stage + 1].link if stage + 1 < len(self._sites) else None
+        key = (site.kind, recompute, site.link, following, site.overlaps)
+        if key not in self._clocks:
+            work = self.work(stage, recompute)
+            self._clocks[key] = StageClock(
+                work, self._arriving(site.link), self._returning(following), site.overlaps, self._ends
+            )
+        return self._clocks[key]
+
+    def work(self, stage: int, recompute: bool) -> list[int]:
+        """Prefix sums of computation."""
+        kind, times = self._sites[stage].kind, 2 if recompute else 1
+        pairs = zip(self._forward[kind], self._backward[kind], strict=True)
+        return list(accumulate((times * f + b for f, b in pairs), initial=0))
+
+    def _arriving(self, link: Link | None) -> CutCrossings:
+        if link not in self._arrivals:
+            self._arrivals[link] = CutCrossings(len(self._chain), self._arrivals_of(link))
+        return self._arrivals[link]
+
+    def _arrivals_of(self, link: Link | None) -> Iterator[CrossingEntry]:
+        for flow, value in zip(self._chain.flows, self._sending.get(link, ()), strict=link is not None):
+            if flow.maker >= 0:
+                yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
+
+    def _returning(self, link: Link | None) -> CutCrossings:
+        if link not in self._gradients:
+            self._gradients[link] = CutCrossings(len(self._chain), self._gradients_of(link))
+        return self._gradients[link]
+
+    def _gradients_of(self, link: Link | None) -> Iterator[CrossingEntry]:
+        for flow, value in zip(self._chain.flows, self._sending.get(link, ()), strict=link is not None):
+            if flow.returns:
+                made = [flow.maker] if flow.maker >= 0 else []
+                touched = [*made, *_users_in_chain(flow, self._chain)]
+                yield from ((range(a + 1, b + 1), a, value) for a, b in pairwise(touched))
+
+
+class SharedBytes:
+    """Bytes of what places share, each once in a stage."""
+
+    def __init__(self, n: int, first: Iterable[tuple[int, int]], things: Iterable[CrossingEntry]) -> None:
+        begun = [0] * n
+        for place, value in first:
+            begun[place] += value
+        self._begun = list(accumulate(begun, initial=0))
+        self._crossing = CutCrossings(n, things)
+
+    def bytes(self, start: int, end: int) -> int:
+        return self._begun[end] - self._begun[start] + self._crossing.before(start, end)
+
+
+class StageMemory:
+    """Memory of the stages of a chain, in one unit."""
+
+    def __init__(self, chain: Chain, sites: Sequence[StageSite]) -> None:
+        self._chain = chain
+        rows = [
+            [flow.bytes for flow in chain.flows],
+            [held.bytes for held in chain.held],
+            [w.bytes for w in chain.weights],
+            chain.working or [0.0] * len(chain),
+        ]
+        *integers, unit = exact_integers([*(value for row in rows for value in row), 1])
+        *states, fine = exact_integers([*(site.state for site in sites), 1])
+        parts = iter(integers)
+        self._flows, self._helds, self._weights, working = ([next(parts) * fine for _ in row] for row in rows)
+        self.unit = unit * fine
+        self._states = dict(zip((site.state for site in sites), states, strict=True))
+        self._fine = fine
+        self._working = _tables_of_maxima(working)
+        self._of_weights: dict[float, SharedBytes] = {}
+        self._pairs = flow_of_storage(chain)
+        n = len(chain)
+        self._received = SharedBytes(n, (), self._received_flows())
+        first = [(held.savers[0], value) for held, value in zip(chain.held, self._helds, strict=True)]
+        self._kept = SharedBytes(n, first, self._of_older(recompute=False))
+        self._held = SharedBytes(n, first, self._of_older(recompute=True))
+
+    def exact(self, *numbers: float) -> int:
+        """The sum of numbers of bytes in the unit of `memory`, rounded down."""
+        return int(sum(map(Fraction, numbers)) * self.unit)
+
+    def memory(self, site: StageSite, recompute: bool, start: int, end: int) -> int:
+        """All that a stage has in memory; it never falls as `end` grows."""
+        lasting = self._with_state(site.state).bytes(start, end) + self._largest_working(start, end)
+        if recompute:
+            held, received = self._held.bytes(start, end), self._received.bytes(start, end)
+            return lasting + site.recomputed * held + site.in_flight * received
+        return lasting + site.in_flight * self._kept.bytes(start, end)
+
+    def _with_state(self, state: float) -> SharedBytes:
+        if state not in self._of_weights:
+            values = [
+                value + (value // self._fine * self._states[state] if weights.is_trained else 0)
+                for weights, value in zip(self._chain.weights, self._weights, strict=True)
+            ]
+            used = [(w.users, value) for w, value in zip(self._chain.weights, values, strict=True) if w.users]
+            first = ((users[0], value) for users, value in used)
+            older = (crossed for users, value in used for crossed in _crossings_between(users, value))
+            self._of_weights[state] = SharedBytes(len(self._chain), first, older)
+        return self._of_weights[state]
+
+    def _largest_working(self, start: int, end: int) -> int:
+        power = (end - start).bit_length() - 1
+        row = self._working[power]
+        return max(row[start], row[end - (1 << power)])
+
+    def _received_flows(self) -> Iterator[CrossingEntry]:
+        for flow, value in zip(self._chain.flows, self._flows, strict=True):
+            if flow.maker >= 0:
+                yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
+
+    def _of_older(self, recompute: bool) -> Iterator[CrossingEntry]:
+        """What is kept of what was begun before a start, less what the prefix sums count for it.
+
+        Without recomputation that is all that is kept; with it, what is held beside the received flows.
+        """
+        for i, (held, value) in enumerate(zip(self._chain.held, self._helds, strict=True)):
+            if i in self._pairs:  # behind its maker it is counted as a flow
+                yield range(held.maker + 1, held.savers[0] + 1), held.savers[0], -value
+            else:
+                yield from _crossings_between(held.savers, value)
+        helds = {flow: self._chain.held[i] for i, flow in self._pairs.items()}
+        for i, (flow, value) in enumerate(zip(self._chain.flows, self._flows, strict=True)):
+            if flow.maker < 0:
+                continue
+            savers = [place for place in helds[i].savers if place > flow.maker] if i in helds else []
+            users = _users_in_chain(flow, self._chain)
+            if recompute:
+                yield from _saved_but_not_used(flow.maker, users, savers, value)
+            else:
+                keepers = sorted({*users, *savers}) if flow.returns else savers
+                yield from _crossings_between([flow.maker, *keepers], value)
+
+
+def bits_of(places: Iterable[int]) -> int:
+    """A set of places."""
+    bits = 0
+    for place in places:
+        bits |= 1 << place
+    return bits
+
+
+def places_of(bits: int) -> Iterator[int]:
+    """The places in a set, ascending."""
+    text = f"{bits:b}"[::-1]
+    place = text.find("1")
+    while place >= 0:
+        yield place
+        place = text.find("1", place + 1)
+
+
+def bits_below(place: int) -> int:
+    """All places before this one."""
+    return (1 << place) - 1
+
+
+def _users_in_chain(flow: Flow, chain: Chain) -> list[int]:
+    return [user for user in flow.users if user < len(chain)]
+
+
+def _crossings_between(places: Sequence[int], value: int) -> Iterator[CrossingEntry]:
+    """A thing of several places, at all starts behind the first: known by the next place."""
+    return ((range(a + 1, b + 1), b, value) for a, b in pairwise(places))
+
+
+def _saved_but_not_used(maker: int, users: Sequence[int], savers: Sequence[int], value: int) -> Iterator[CrossingEntry]:
+    """A flow that counts from its next saver to its next user, at the starts from which the saver comes first."""
+    for earlier, saver in pairwise([maker, *savers]):
+        known = bisect_right(users, saver)
+        starts = range(max(earlier, users[known - 1] if known else maker) + 1, saver + 1)
+        yield starts, saver, value
+        if known < len(users):
+            yield starts, users[known], -value
+
+
+def _tables_of_maxima(row: list[int]) -> list[list[int]]:
+    """Table k has the maxima of each 2**k neighbours."""
+    tables = [row]
+    while 2 * (width := 1 << len(tables) - 1) <= len(row):
+        last = tables[-1]
+        tables.append([max(last[i], last[i + width]) for i in range(len(last) - width)])
+    return tables

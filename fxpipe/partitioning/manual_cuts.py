@@ -1,0 +1,202 @@
+"""Cuts that the user makes: by numbers of nodes, or by the names of nodes and modules behind which a stage ends.
+
+places    0     1          2          3          4          5
+nodes     x     stem_conv  stem_relu  body_conv  body_relu  head
+modules   -     stem.conv  stem.relu  body.conv  body.relu  head
+
+[3, 3]             stages 0-2 and 3-5
+["stem"]           the same: a cut stands behind the last node of the module
+["stem"], 3 stages the same cut, and one more where costs say: what is left free is for the solver
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.partitioning.block import check_cost
+
+# -- What a cut needs to know of the nodes of a graph, and how to speak of them in errors ----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSequence:
+    """The nodes in the order in which they run; a node's index here is its *place*. Checked when made."""
+
+    costs: tuple[float, ...]
+    names: tuple[str, ...]  # one for each node, or none
+    modules: tuple[str, ...]  # the dotted path of each node's module, or none
+    forbidden_cuts: Mapping[int, str]  # place -> why no cut may stand before it
+    empty: Mapping[str, int | None] = field(default_factory=dict)  # module without nodes -> place before which it ends
+    inside: Mapping[str, str] = field(default_factory=dict)  # module -> the one around it that is a node
+
+    def __post_init__(self) -> None:
+        n = len(self.costs)
+        for given, what in ((self.names, "names"), (self.modules, "modules")):
+            if len(given) not in (0, n):
+                raise ArgumentError(f"{len(given)} {what} for {n} costs: give one for each node, or none")
+        for place in self.forbidden_cuts:
+            if not 1 <= place < n:
+                raise ArgumentError(f"forbidden place {place}: a cut can stand before places 1 to {n - 1} only")
+        for place, cost in enumerate(self.costs):
+            check_cost(cost, f"the cost of {self.label(place)}")
+        if not _sum_is_finite(self.costs):
+            raise ArgumentError("the costs sum to more than a float can hold: give them in a larger unit")
+
+    def label(self, place: int) -> str:
+        return f"node {self.names[place]!r} (place {place})" if self.names else f"the node at place {place}"
+
+    def items(self) -> list[int]:
+        """The place at which each indivisible run of nodes begins."""
+        return [place for place in range(len(self.costs)) if place not in self.forbidden_cuts]
+
+    def too_many_stages_message(self, stages: int, remedy: str = "") -> str:
+        """Why there cannot be that many stages, and how many there can be; or another remedy."""
+        n, possible = len(self.costs), len(self.items())
+        if n == 0:
+            return f"stages={stages}, but there are no nodes to cut"
+        text = f"stages={stages}, but the {n} nodes can be cut into {possible} at most"
+        if self.forbidden_cuts:
+            first = min(self.forbidden_cuts)
+            stuck = len(self.forbidden_cuts.keys() | {place - 1 for place in self.forbidden_cuts})
+            text += (
+                f": {stuck} of the nodes cannot be separated from a neighbour, first {self.label(first)} from the one "
+                f"before it: {self.forbidden_cuts[first]}"
+            )
+        return f"{text}. Use {remedy or f'stages={possible} or fewer'}"
+
+    def forbidden_cut_message(self, place: int) -> str:
+        """Why no cut can stand before a forbidden place, and which places next to it are allowed."""
+        allowed = self.items()[1:]  # the first item begins without a cut
+        after = bisect_left(allowed, place)
+        nearest = " or ".join(map(self.label, allowed[max(after - 1, 0) : after + 1]))
+        remedy = f"the nearest allowed: before {nearest}" if nearest else "no cut is allowed anywhere"
+        return f"no cut can stand before {self.label(place)}: {self.forbidden_cuts[place]}; {remedy}"
+
+
+def _sum_is_finite(costs: Sequence[float]) -> bool:
+    try:
+        math.fsum(costs)
+    except OverflowError:  # of the sum, or of an int on its way to float
+        return False
+    return True
+
+
+def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
+    """Tells names from numbers of nodes. An empty list has no wishes: it is names, of which one stage needs none."""
+    try:
+        entries: list[int | str] = [*balance]
+    except TypeError:
+        raise ArgumentTypeError(
+            f"balance={balance!r} is of type {type(balance).__name__}; expected a str, or a list of ints or of strings"
+        ) from None
+    return all(isinstance(entry, str) for entry in entries) and (bool(entries) or stages == 1)
+
+
+def _node_count(entry: int | str, entries: Sequence[int] | Sequence[str]) -> int:
+    try:
+        if isinstance(entry, bool | str):
+            raise TypeError
+        return operator.index(entry)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"balance={entries}: {entry!r} is of type {type(entry).__name__}; expected ints only (numbers of nodes) or "
+            "strings only (names of nodes or modules)"
+        ) from None
+
+
+def starts_by_counts(entries: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
+    """The place at which each stage begins, from a number of nodes for each."""
+    counts, n = [_node_count(entry, entries) for entry in entries], len(nodes.costs)
+    if len(counts) != stages:
+        raise ArgumentError(
+            f"balance={counts} has {len(counts)} entries for {stages} stages: "
+            f"give {stages} numbers of nodes that sum to {n}"
+        )
+    if min(counts) < 1:
+        raise ArgumentError(f"balance={counts} has the entry {min(counts)}: each stage needs at least 1 node")
+    if sum(counts) != n:
+        raise PartitionError(f"balance={counts} sums to {sum(counts)}, but there are {n} nodes: it must sum to {n}")
+    starts = tuple(accumulate(counts[:-1], initial=0))
+    _raise_problems(nodes.forbidden_cut_message(place) for place in starts if place in nodes.forbidden_cuts)
+    return starts
+
+
+def cuts_by_names(given: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
+    """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
+    names = [str(name) for name in given]
+    if len(names) > stages - 1:
+        raise ArgumentError(
+            f"balance={names} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
+            f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
+        )
+    found = [(name, places_of_name(name, nodes)) for name in names]
+    _raise_problems(
+        unknown_name_message(name, nodes) for name, places in found if not places and nodes.empty.get(name) is None
+    )
+    ends = [(name, places[-1] + 1 if places else nodes.empty[name] or 0) for name, places in found]
+    _raise_problems(
+        f"{name!r} ends before the first node, where no stage can end: leave it out" for name, p in ends if p == 0
+    )
+    _raise_problems(_nothing_behind_message(name) for name, place in ends if place == len(nodes.costs))
+    _raise_problems(_out_of_order_message(*one, *two, nodes) for one, two in pairwise(ends) if two[1] <= one[1])
+    _raise_problems(
+        f"{name!r}: {nodes.forbidden_cut_message(place)}" for name, place in ends if place in nodes.forbidden_cuts
+    )
+    return tuple(place for _, place in ends)
+
+
+def places_of_name(name: str, nodes: NodeSequence) -> list[int]:
+    """The places of the node of this name or, where there is none, of the nodes in this module."""
+    by_name = [place for place, node in enumerate(nodes.names) if node == name]
+    within = [place for place, path in enumerate(nodes.modules) if path == name or path.startswith(name + ".")]
+    return within or by_name
+
+
+def unknown_name_message(name: str, nodes: NodeSequence) -> str:
+    """What is wrong with a name that `places_of_name` does not find, and which are close to it."""
+    if name in nodes.inside:
+        return f"the module {name!r} runs in {nodes.inside[name]!r}, which is one node: name that"
+    if name in nodes.empty:
+        return f"the module {name!r} has no nodes: forward does not call it, or it computes nothing; name another one"
+    paths = {path[: len(path) - cut] for path in set(nodes.modules) for cut in _suffix_lengths(path)}
+    known = list(dict.fromkeys([*sorted(paths - {""}), *nodes.names]))
+    if not known:
+        return f"{name!r} is given, but the nodes have no names here: cut by numbers of nodes"
+    close = difflib.get_close_matches(name, known)
+    listing = ", ".join(map(repr, close or known[:5])) + ("" if close or len(known) <= 5 else ", ...")
+    return f"no node or module is named {name!r}; {'close to it' if close else 'there'} are {listing}"
+
+
+def _suffix_lengths(path: str) -> Iterable[int]:
+    """How much to take from the end of "a.b.c" for itself and for each module that holds it: 0, 2, 4."""
+    yield 0
+    yield from (len(path) - at for at, letter in enumerate(path) if letter == ".")
+
+
+def _nothing_behind_message(name: str) -> str:
+    return f"{name!r} ends with the last node, where the last stage ends without being named: leave it out"
+
+
+def _out_of_order_message(before: str, end: int, name: str, place: int, nodes: NodeSequence) -> str:
+    return (
+        f"{name!r} ends with {nodes.label(place - 1)}, which is not behind {nodes.label(end - 1)}, where {before!r} "
+        "ends: name each end once, in the order in which they run"
+    )
+
+
+def _raise_problems(problems: Iterable[str]) -> None:
+    """Says all that is wrong at once."""
+    match list(problems):
+        case []:
+            return
+        case [problem]:
+            raise PartitionError(problem)
+        case several:
+            raise PartitionError("the nodes cannot be cut so:" + "".join(f"\n- {problem}" for problem in several))

@@ -1,0 +1,208 @@
+"""Recomputing no more of a stage than its memory asks for: the stage in two parts on its device, of which one does.
+
+    stage      ├─────────── recomputes ───────────┤      keeps what it was given, and runs all of it twice
+    parts      ├──── is kept ────┤── recomputes ──┤      as much is kept as there is memory for
+
+A part is a stage like any other: neighbours on one device hand each other their values, and in a schedule they are as
+one (`fxpipe.scheduling.row_transforms`). Which part is kept, the front or the back, is what leaves less to recompute.
+The memory of both together is that of the stage: weights that both use, and working memory, count in both.
+
+With less to recompute stages are no longer even, so the cuts between devices are moved, too: the least limit on the
+seconds of a device is found by bisection, where each device takes as many nodes as it can in this time, from the first
+on. That is no exact search, as that of `optimal` is for whole stages: bisection takes it that longer stages take longer
+and need more memory, which large values that cross a cut can disprove. So what is found is compared with the exact cut
+of whole stages, and never taken for its own sake.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, pairwise
+
+from fxpipe.partitioning.chain import Chain, StageSite
+from fxpipe.partitioning.intervals import StageClocks, StageMemory
+
+BISECTION_STEPS = 24  # of the bisection for the least limit
+NEARBY = 64  # places behind the one found by bisection that are looked at, too
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """From this place to the next part."""
+
+    stage: int  # whose part it is, or that it is all of
+    start: int
+    recompute: bool
+
+
+def partial_recompute_cuts(
+    chain: Chain, sites: Sequence[StageSite], starts: Sequence[int], recompute: Sequence[bool], below: float | None
+) -> Iterator[tuple[StagePart, ...]]:
+    """Cuts in which a part of some stage recomputes: the given one with less to recompute, and one that is more even.
+
+    Args:
+        sites: of the stages, each on a device of its own.
+        starts, recompute: the given cut, which fits.
+        below: seconds that no stage may take where the cuts between devices are moved; None: they stay.
+    """
+    search = _PartialSearch(chain, sites)
+    ends = [*starts[1:], len(chain)]
+    given = [
+        search.least(j, start, end) or _SplitStage(j, start, end, start, end)
+        if again
+        else _SplitStage(j, start, end, start, start)
+        for j, (start, end, again) in enumerate(zip(starts, ends, recompute, strict=True))
+    ]
+    found = [given]
+    if below is not None and (moved := search.even(below)) is not None:
+        found.append(moved)
+    for stages in found:
+        if any(stage.is_in_parts for stage in stages):
+            yield tuple(part for stage in stages for part in stage.parts())
+
+
+@dataclass(frozen=True, slots=True)
+class _SplitStage:
+    """Of the places from `start` to `end - 1`, those from `first` to `stop - 1` are recomputed."""
+
+    index: int
+    start: int
+    end: int
+    first: int
+    stop: int
+
+    @property
+    def is_in_parts(self) -> bool:
+        return self.first < self.stop and (self.first, self.stop) != (self.start, self.end)
+
+    def parts(self) -> Iterator[StagePart]:
+        places = sorted({self.start, self.first, self.stop, self.end})
+        for start, end in pairwise(places):
+            yield StagePart(self.index, start, self.first <= start and end <= self.stop)
+
+
+class _PartialSearch:
+    def __init__(self, chain: Chain, sites: Sequence[StageSite]) -> None:
+        self._n, self._sites = len(chain), sites
+        self._places = [p for p in range(1, self._n) if p not in chain.forbidden_cuts]
+        self._seconds = StageClocks(chain, sites, [*self._places, self._n])
+        self._bytes = StageMemory(chain, sites)
+        self._most = [
+            math.inf if s.memory is None else self._bytes.exact(s.memory) if s.memory < math.inf else math.inf
+            for s in sites
+        ]
+        self._forward = [list(accumulate(row, initial=0.0)) for row in chain.forward]
+        self.quick = cache(self._quick)
+
+    # -- a stage -------------------------------------------------------------------------------------------------------
+
+    def least(self, j: int, start: int, end: int) -> _SplitStage | None:
+        """The stage with the least recomputation found; None if it does not fit."""
+        return self._stage(j, start, end, NEARBY)
+
+    def _quick(self, j: int, start: int, end: int) -> _SplitStage | None:
+        return self._stage(j, start, end, 0)
+
+    def _stage(self, j: int, start: int, end: int, nearby: int) -> _SplitStage | None:
+        site, most = self._sites[j], self._most[j]
+        found = []
+        if self._memory(j, True, start, end) <= most:
+            found.append(_SplitStage(j, start, end, start, end))
+        if site.must_recompute:
+            return found[0] if found else None
+        if self._memory(j, False, start, end) <= most:
+            return _SplitStage(j, start, end, start, start)
+        if not site.may_recompute:
+            return None
+        first, last = _places_within(self._places, start, end)
+        middle = self._last(first, last, nearby, lambda p: self._fits(j, start, p, end, kept_first=True))
+        if middle is not None:
+            found.append(_SplitStage(j, start, end, middle, end))
+        middle = self._last(last - 1, first - 1, nearby, lambda p: self._fits(j, start, p, end, kept_first=False))
+        if middle is not None:
+            found.append(_SplitStage(j, start, end, start, middle))
+        return min(found, key=self._again, default=None)
+
+    def _memory(self, j: int, recompute: bool, start: int, end: int) -> int:
+        return self._bytes.memory(self._sites[j], recompute, start, end)
+
+    def _fits(self, j: int, start: int, middle: int, end: int, *, kept_first: bool) -> bool:
+        front = self._memory(j, not kept_first, start, middle)
+        return front + self._memory(j, kept_first, middle, end) <= self._most[j]
+
+    def _last(self, start: int, stop: int, nearby: int, fits: Callable[[int], bool]) -> int | None:
+        """Going from the number `start` towards `stop`, the last place that fits if those before it do."""
+        step = 1 if stop > start else -1
+        low, high = -1, abs(stop - start)  # the one fits, the other does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            if fits(self._places[start + step * middle]):
+                low = middle
+            else:
+                high = middle
+        for further in range(low + 1, min(low + 1 + nearby, abs(stop - start))):
+            if fits(self._places[start + step * further]):
+                low = further
+        return None if low < 0 else self._places[start + step * low]
+
+    def _again(self, stage: _SplitStage) -> float:
+        """Seconds of recomputation."""
+        row = self._forward[self._sites[stage.index].kind]
+        return row[stage.stop] - row[stage.first]
+
+    def _time(self, stage: _SplitStage) -> float:
+        once = self._seconds.clock(stage.index, False).seconds(stage.start, stage.end) / self._seconds.unit
+        return once + self._again(stage)
+
+    # -- all stages ----------------------------------------------------------------------------------------------------
+
+    def even(self, high: float) -> list[_SplitStage] | None:
+        """The cut with the least bottleneck that is found, `high` at most; None if there is none."""
+        found, low = self._kept_within(high), 0.0
+        if found is None:
+            return None
+        for _ in range(BISECTION_STEPS):
+            limit = (low + high) / 2
+            tried = self._kept_within(limit)
+            if tried is None:
+                low = limit
+            else:
+                found, high = tried, limit
+        return [self.least(stage.index, stage.start, stage.end) or stage for stage in found]
+
+    def _kept_within(self, limit: float) -> list[_SplitStage] | None:
+        """Stages that take no longer than that, each as long as it can be."""
+        found, start, count = list[_SplitStage](), 0, len(self._sites)
+        for j in range(count):
+            if j == count - 1:
+                stage = self.quick(j, start, self._n)
+                stage = stage if stage is not None and self._time(stage) <= limit else None
+            else:
+                stage = self._longest(j, start, limit, count - 1 - j)
+            if stage is None:
+                return None
+            found.append(stage)
+            start = stage.end
+        return found
+
+    def _longest(self, j: int, start: int, limit: float, left: int) -> _SplitStage | None:
+        """`left`: stages behind it, each of which needs a place to start."""
+        first, stop = _places_within(self._places, start, self._n)
+        low, high, found = first - 1, stop - left + 1, None
+        while high - low > 1:
+            middle = (low + high) // 2
+            stage = self.quick(j, start, self._places[middle])
+            if stage is not None and self._time(stage) <= limit:
+                low, found = middle, stage
+            else:
+                high = middle
+        return found
+
+
+def _places_within(places: Sequence[int], start: int, end: int) -> tuple[int, int]:
+    """The numbers, from and to, of the places between two."""
+    return bisect_right(places, start), bisect_left(places, end)

@@ -1,0 +1,339 @@
+"""`fxpipe.Pipeline`: the module that `fxpipe.pipeline` returns, which runs the model that it was given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from fxpipe.config.parse import parse_switch
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
+from fxpipe.graph_cache import PipelineState
+from fxpipe.plans import Plan
+from fxpipe.plans.display import plan_html
+from fxpipe.plans.node_groups import node_groups_of
+from fxpipe.runtime import Executor, StepRecord, executor_for
+from fxpipe.runtime.losses import check_reduction, check_scaler
+from fxpipe.tracing.record.module_hooks import run_with_user_hooks, user_hooks_of
+from fxpipe.tracing.tensors import has_values
+from fxpipe.utils.units import count_text, human_bytes, human_seconds
+from fxpipe.viz.html import notebook_fragment, notebook_heading, notebook_note
+
+# A pipe in a few lines, in front of the model that it prints: where it runs, in what order, what each stage is.
+
+MAX_PRINTED_STAGES = 8
+
+
+def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
+    """`model` is the name of its class. Without a plan it says when there will be one."""
+    workers, stages = settings.workers, len(settings.placement)
+    shared = f"in {stages} stages " if stages > len(workers) else ""
+    devices = ", ".join(map(str, workers))
+    chunks = count_text(settings.chunks, "micro-batch", "es")
+    head = f"{model} {shared}on [{devices}], {chunks}, schedule {schedule_name(settings)}"
+    if plan is None:
+        return [head, "no plan yet: it plans at the first call"]
+    stage_lines = [
+        f"stage {stage.index} on {stage.device}: {_stage_content(plan, stage.index)}, "
+        f"{count_text(len(stage.nodes), 'node')}, {human_bytes(stage.parameter_bytes)}, "
+        f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
+        for stage in plan.stages
+    ]
+    if len(stage_lines) > MAX_PRINTED_STAGES:
+        left_out = len(stage_lines) - MAX_PRINTED_STAGES
+        stage_lines[MAX_PRINTED_STAGES - 1 : -1] = [
+            f"... {count_text(left_out, 'more stage')}, as print(pipe.plan) shows"
+        ]
+    return [head, *stage_lines]
+
+
+def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
+    """The same as notebooks show it: what it is and where, and its plan, once there is one."""
+    first, *rest = pipeline_lines(model, settings, plan)
+    if plan is None:
+        return notebook_fragment([notebook_heading("Pipeline", first), *map(notebook_note, rest)])
+    return notebook_fragment([notebook_heading("Pipeline", first)]) + plan_html(plan)
+
+
+def schedule_name(settings: Settings) -> str:
+    """What its schedule is called; one of the user's own may be a text, a `Schedule` or a function."""
+    given = settings.schedule
+    if isinstance(given, str):
+        return given
+    return str(getattr(given, "name", None) or getattr(given, "__name__", "custom"))
+
+
+def _stage_content(plan: Plan, stage: int) -> str:
+    """Its first and its last module."""
+    groups = node_groups_of(plan.stages[stage], 1, 0.0)
+    return groups[0].name if groups else "nothing"
+
+
+class Pipeline(nn.Module):
+    """A model that runs as a pipeline. Made by `fxpipe.pipeline`.
+
+    It shares the model's parameters, buffers and children, so that `state_dict`, `parameters`, `train`, `eval` and
+    `requires_grad_` are the model's own.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None = None, driver: Executor | None = None):
+        own = self.__dict__
+        own["_model"] = model  # not a child: its children are this module's own
+        super().__init__()
+        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
+        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        own["_fxpipe"] = PipelineState(model, settings, given, driver or executor_for(settings.workers))
+
+    # -- running -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a mini-batch, which runs through the stages in micro-batches.
+
+        Its backward runs once. Where the model takes its loss itself, that is the mini-batch's, also where
+        micro-batches hold unequal numbers of tokens that count: its graph tells what it sums and what it divides by.
+        Where it does not (a module kept whole), such a batch is a LossError, and so is any without gradients, which
+        would not show it; unless you say how the loss goes together: `out_dims={"loss": "sum"}`.
+        """
+        if not user_hooks_of(self.model):
+            return self._run(*args, **kwargs)
+        return run_with_user_hooks(self.model, self._run, args, kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        inside = self._fxpipe
+        with inside.engine.running():
+            assembly, leaves, batch = inside.assembly_for(args, kwargs)
+            settings = inside.settings
+            return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
+
+    @overload
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[False] = False,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: Literal[True],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]: ...
+
+    def forward_backward(
+        self,
+        *args: Any,
+        target: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        reduction: str = "mean",
+        grad_scaler: torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Runs forward and backward of a mini-batch, interleaved as the schedule says; adds the gradients to `.grad`.
+
+            loss = pipe.forward_backward(x, target=t, loss_fn=torch.nn.functional.cross_entropy)
+
+        The gradients are those of `loss_fn(model(x), target)` on the whole mini-batch of b samples, also where its
+        micro-batches differ in size. A mean over something else than samples, tokens that are no padding say, returns
+        the sum and how many they are:
+
+            def loss_fn(logits, t):  # (b, classes, length), (b, length)
+                return F.cross_entropy(logits, t, reduction="sum"), (t != -100).sum()
+
+        The loss is taken of each micro-batch. In the first step with a loss, the tenth, the hundredth and so on, it is
+        taken of all gathered outputs as well, and compared by value and by gradient; such a step holds the outputs of
+        the whole mini-batch. On the CPU every step, on GPUs these, checks besides that each element of the sums and
+        means that the loss ends in counts the same in all micro-batches: so padding is noticed when it comes. What
+        escapes: a loss that is a mean over samples in those steps and is none in others. A loss that draws random
+        numbers takes them from torch's generator, micro-batch by micro-batch, and is not compared where they make a
+        difference.
+
+        Args:
+            args, kwargs: the model's inputs. (One named like an argument here has to be given by position.)
+            target: a tensor, or tensors in tuples, lists, dicts and dataclasses, with the b samples in dimension 0;
+                None: loss_fn takes the output alone.
+            loss_fn: (output, target) -> a 0-dim floating point tensor; or a pair (total, weight), of such a tensor and
+                a number or 0-dim tensor without gradient: the loss is the sum of totals over the sum of weights. It
+                may be a module; what it uses gets gradients. None: the model's output is the loss. A loss inside the
+                model's output: `lambda out: out.loss`; each micro-batch then shows its part of the mini-batch's.
+            reduction: "mean": the loss is a mean over samples. "sum": it is a sum. Not used for pairs.
+            grad_scaler: scales the loss for backward, as `grad_scaler.scale(loss).backward()` does; then call
+                `grad_scaler.step(optimizer)` and `grad_scaler.update()` as ever.
+            return_outputs: return (loss, outputs). Without it an output is gone with its micro-batch.
+
+        Returns:
+            The loss of the mini-batch: 0-dim, detached, unscaled, on the last stage's device. With `return_outputs` the
+            pair of it and what the model returns for the mini-batch, detached, gathered as a call gathers it.
+
+        Raises:
+            LossError: the loss is no scalar, does not require grad, or is not what the losses of micro-batches add up
+                to. As after any exception, gradients and buffers are as before.
+            ArgumentError: target has another batch than the inputs, or the inputs cannot be cut.
+            StateError: gradients are off, the pipe is closed, or another step is running.
+
+        Source: forward and backward interleaved without stale weights is PipeDream-Flush, Narayanan et al.,
+        Memory-Efficient Pipeline-Parallel DNN Training, 2021, https://arxiv.org/abs/2006.09503; there, micro-batches
+        all count the same.
+        """
+        check_reduction(reduction)
+        check_scaler(grad_scaler)
+        parse_switch("return_outputs", return_outputs)
+        if isinstance(loss_fn, type):
+            raise ArgumentTypeError(f"loss_fn is the class {loss_fn.__name__}; give an instance: {loss_fn.__name__}()")
+        if loss_fn is not None and not callable(loss_fn):
+            raise ArgumentTypeError(
+                f"loss_fn is a {type(loss_fn).__name__}; expected a function (output, target) -> loss"
+            )
+        if loss_fn is None and target is not None:
+            raise ArgumentError(
+                "target without loss_fn: give loss_fn=..., or leave target out if the model returns its loss"
+            )
+        if not torch.is_grad_enabled():
+            raise StateError(
+                "forward_backward needs gradients, but is called under no_grad; call the pipe itself to evaluate"
+            )
+        if hooks := user_hooks_of(self.model):
+            raise StateError(
+                f"the model has the hook {hooks[0]!r}, which sees the output of mini-batches, and forward_backward "
+                "makes none; remove it (hook.remove()), put it on a module inside, or call the pipe itself"
+            )
+        inside = self._fxpipe
+        with inside.engine.running():
+            assembly, leaves, batch = inside.assembly_for(args, kwargs, in_one=True)
+            schedule = inside.schedule_for(batch)
+            targets = () if target is None else (target,)
+            loss, outputs = inside.engine.forward_backward(
+                assembly,
+                leaves,
+                batch,
+                schedule,
+                loss_fn or _model_loss,
+                targets,
+                reduction,
+                grad_scaler,
+                return_outputs,
+            )
+            return (loss, outputs) if return_outputs else loss
+
+    # -- what it tells -----------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The stages, what they cost and what they send."""
+        if self._fxpipe.plan is None:
+            raise StateError(
+                "the pipe has no plan yet: it plans at the first call; pass example_args to fxpipe.pipeline to plan at "
+                "once"
+            )
+        return self._fxpipe.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was given."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """What the last step did, and when; None before the first.
+
+            print(pipe.last_step)                                           # seconds and bytes by device, a timeline
+            pipe.last_step.save_timeline("step.svg")                        # or .png, .pdf, .html, .json
+            pipe.last_step.save_trace("step.json")                          # for chrome://tracing or ui.perfetto.dev
+
+        Of a drop-in it has the forward and, once that has run, the backward. On GPUs times are taken from their
+        streams; reading them here waits until the GPUs have nothing left to do, a step itself never does.
+        """
+        return self._fxpipe.engine.last_step
+
+    def extra_repr(self) -> str:
+        return "\n".join(pipeline_lines(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan))
+
+    def _repr_html_(self) -> str:
+        return pipeline_html(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan)
+
+    # -- its life ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends the workers. The model stays as it is; calling the pipe again is an error.
+
+        A step that another thread runs meanwhile fails.
+        """
+        self._fxpipe.engine.executor.close()
+        self._fxpipe.closed = True
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        copied = Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given)
+        copied._fxpipe.checks_evaluation = self._fxpipe.checks_evaluation
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given)
+
+    # -- where it is the model ---------------------------------------------------------------------------------------
+
+    @property
+    def _fxpipe(self) -> PipelineState:
+        inside: PipelineState = self.__dict__["_fxpipe"]
+        return inside
+
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_parameters" in self.__dict__:  # not while nn.Module sets itself up
+            self.model.training = mode
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Pipeline:
+        for tensor in _one_tensor_per_device(self.model):
+            moved = fn(tensor.new_empty(0)).device
+            if not has_values(tensor):
+                continue  # it gets some
+            if moved != tensor.device:
+                raise StateError(
+                    f"a pipe cannot be moved to {moved}: its devices are given to fxpipe.pipeline(model, "
+                    "devices=[...]); casts of the dtype (.half(), .to(torch.bfloat16)) are fine"
+                )
+        self.model._apply(fn, recurse)
+        self._fxpipe.graphs.clear()  # recorded with the old dtypes
+        return self
+
+
+def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
+    found: dict[torch.device, torch.Tensor] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        found.setdefault(tensor.device, tensor)
+    yield from found.values()
+
+
+def _model_loss(output: Any) -> Any:
+    """Without a loss_fn the model's output is the loss."""
+    return output

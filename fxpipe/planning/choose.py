@@ -1,0 +1,417 @@
+"""From costs to a cut: in which order nodes run, where stages begin, where they run, and which of them recompute.
+
+What was asked for by hand is in the case (`cases.py`); what is left free is for the solver. Where there is a choice
+that no solver makes, several cuts are made and compared: the order of the graph (as traced, or with side branches next
+to their use), the stages that pins allow, and stages in parts of which only some recompute
+(`fxpipe.partitioning.partial_recompute`). The simulator has the last word (`outcomes.py`); where it says the same, the
+traced order and fewer stages win.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.partitioning import cut_by_block, optimal_partition, stage_loads
+from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, sending_seconds
+from fxpipe.partitioning.optimal import OptimalCut, RemedyTrial, recompute_trials
+from fxpipe.partitioning.partial_recompute import StagePart, partial_recompute_cuts
+from fxpipe.planning.cost_model import chain_of, memory_pools, stage_devices_of
+from fxpipe.planning.cut_problem import CutProblem, cut_problems, node_costs_of
+from fxpipe.plans import Bottleneck
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import SCHEDULES, is_searched, make_schedule
+from fxpipe.scheduling.row_transforms import neighbour_groups
+from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation.costs import stage_times_of
+from fxpipe.tracing import Traced
+
+# -- What a cut comes to: loads, what is sent, and the step as it is simulated ---------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What was decided."""
+
+    traced: Traced  # in the order in which its nodes will run
+    starts: tuple[int, ...]  # the place of the first node of each stage
+    settings: Settings  # with the placement of the stages
+    sites: tuple[StageSite, ...]
+    loads: tuple[StageLoad, ...]
+    balance: str  # "block", "optimal", "by hand"
+    bottlenecks: tuple[Bottleneck, ...]  # by the ways of balancing that were compared
+    transfers: tuple[Transfer, ...]
+    simulation: Simulation
+    profiles: tuple[Profile, ...]  # one for each kind of device that has a stage
+
+    @property
+    def recompute(self) -> tuple[bool, ...]:
+        return tuple(load.recompute for load in self.loads)
+
+
+def cut_of(
+    case: CutProblem,
+    starts: tuple[int, ...],
+    recompute: Sequence[bool],
+    sites: Sequence[StageSite],
+    balance: str,
+    compared: tuple[Bottleneck, ...],
+) -> Cut:
+    """The cut of a case at these places; `compare_steps` are ways of balancing that it was chosen before."""
+    loads = stage_loads(case.chain, sites, starts, recompute)
+    optimal = (Bottleneck("optimal", _bottleneck(loads, case.settings)),) if balance == "optimal" else ()
+    transfers = tuple(_cut_transfers(case.chain, sites, starts))
+    simulation = _simulate_cut(case, starts, loads, transfers)
+    bottlenecks = (*compared, *optimal)
+    profiles, settings = case.profiles, case.settings
+    return Cut(
+        case.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
+    )
+
+
+def _bottleneck(loads: Sequence[StageLoad], settings: Settings) -> float:
+    """Of the slowest stage; parts of a stage on its device are one."""
+    groups = neighbour_groups(settings.placement)
+    if len(groups) > len(settings.workers):
+        return max(load.seconds for load in loads)
+    return max(math.fsum(loads[j].seconds for j in group) for group in groups)
+
+
+def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[int]) -> Iterator[Transfer]:
+    """One for each pair of stages and direction, of all values together."""
+
+    def stage_of(place: int) -> int:
+        return min(bisect_right(starts, place), len(sites)) - 1
+
+    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for flow in chain.flows:
+        if flow.maker < 0:
+            continue
+        maker = stage_of(flow.maker)
+        users = {stage_of(place) for place in flow.users} - {maker}
+        for one in transfers_of(maker, users, flow.bytes, returns=flow.returns):
+            seconds = sending_seconds(flow, sites[max(one.source, one.target)].link)
+            found.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
+    for (source, target), parts in sorted(found.items()):
+        size, seconds = (math.fsum(column) for column in zip(*parts, strict=True))
+        yield Transfer(source, target, size, seconds)
+
+
+def _simulate_cut(
+    case: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+) -> Simulation:
+    checkpoint = tuple("always" if load.recompute else "never" for load in loads)
+    settings = case.settings
+    m = settings.micro_batches(case.batch)
+    weights = _weight_seconds(case, starts)
+    costs = [
+        StageCost(load.forward_seconds, load.backward_seconds, weight=min(weight, load.backward_seconds))
+        for load, weight in zip(loads, weights, strict=True)
+    ]
+    demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
+    schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)
+    return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))
+
+
+def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
+    """For each stage, how much of its backward makes gradients of parameters."""
+    found, samples = [], case.settings.largest_micro_batch(case.batch)
+    for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
+        cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
+        found.append(math.fsum(cost_of[name].weight.at(samples) for name in case.nodes.names[start:end]))
+    return found
+
+
+# -- What would fit where nothing does: other cuts, more recomputing, more devices, smaller micro-batches ------------
+
+MAX_DEVICES_FACTOR = 8  # times those that are given, of which one tries whether the model would fit
+
+
+def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
+    """What is tried where nothing fits into memory."""
+    settings = case.settings
+    found: list[Iterable[RemedyTrial]] = [
+        recompute_trials(_with_asked_balance(case, case.chain, case.settings), case.sites)
+    ]
+    if settings.balance == "block":
+        found.insert(0, [RemedyTrial("use balance='optimal'", case.chain, case.sites)])
+    if not isinstance(settings.schedule, str):
+        return found  # it is for these sizes
+    if not (settings.pins or case.chain.required_cuts or len(settings.placement) > len(settings.workers)):
+        found.append(_more_devices(case))
+    found.append(_smaller_micro_batches(case))
+    return found
+
+
+def _with_asked_balance(case: CutProblem, chain: Chain, settings: Settings) -> Chain:
+    """With the cuts of `balance_section="block"`, if that is what was asked for."""
+    if settings.balance != "block":
+        return chain
+    nodes = replace(case.nodes, costs=node_costs_of(chain))
+    return replace(chain, required_cuts=cut_by_block(nodes, len(settings.placement), case.chain.required_cuts)[1:])
+
+
+def _more_devices(case: CutProblem) -> Iterator[RemedyTrial]:
+    count = len(case.settings.workers)
+    for more in range(count + 1, min(MAX_DEVICES_FACTOR * count, len(case.nodes.items())) + 1):
+        settings = _with_devices(case.settings, more)
+        yield RemedyTrial(
+            f"use {more} devices",
+            _with_asked_balance(case, case.chain, settings),
+            stage_devices_of(settings, case.batch),
+        )
+
+
+def _with_devices(settings: Settings, count: int) -> Settings:
+    """With so many devices, the further ones like the last one."""
+    workers, limits = settings.workers, settings.memory_limits
+    more = count - len(workers)
+    return replace(
+        settings,
+        workers=(*workers, *workers[-1:] * more),
+        placement=tuple(range(count)),
+        checkpoint=settings.checkpoint if isinstance(settings.checkpoint, str) else "auto",
+        memory_limits=None if limits is None else (*limits, *limits[-1:] * more),
+    )
+
+
+def _smaller_micro_batches(case: CutProblem) -> Iterator[RemedyTrial]:
+    """Half the micro-batch, a quarter, and so on."""
+    settings, batch = case.settings, case.batch
+    while settings.largest_micro_batch(batch) > 1:
+        settings = replace(settings, chunks=2 * settings.chunks)
+        samples = settings.largest_micro_batch(batch)
+        smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden_cuts)
+        bounded = replace(
+            smaller,
+            first_stages=case.chain.first_stages,
+            last_stages=case.chain.last_stages,
+            required_cuts=case.chain.required_cuts,
+        )
+        words = f"use chunks={settings.chunks} (micro-batches of {samples})"
+        yield RemedyTrial(words, _with_asked_balance(case, bounded, settings), stage_devices_of(settings, batch))
+
+
+# -- Memory that several stages share: they are on one worker, or on workers that share a device ---------------------
+#
+# No solver weighs stages against each other: each has a limit of its own. So the memory is shared out first, evenly; if
+# nothing fits so, by what the stages come to. Each begins with all of it, as if it were alone; a cut that then fits
+# together is taken. Else the next shares are in proportion to what the stages need, and one with a smaller share moves
+# its ends or recomputes. What fits together only with shares that none of these rounds comes by is refused.
+
+SHARING_ROUNDS = 6  # the first one alone knows of no other stage
+
+CutSolver = Callable[[Sequence[StageSite]], OptimalCut]
+
+
+def share_memory(
+    sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver, explain: CutSolver
+) -> tuple[OptimalCut, tuple[StageSite, ...]]:
+    """A cut that fits into memory, and its sites, whose memory comes to what there is.
+
+    Args:
+        sites: for each stage, with an even share of the memory.
+        pools: for each stage which memory is its; stages with one number share it.
+        solve: the cut for such sites.
+        explain: the same; its error says what would fit.
+
+    Raises:
+        MemoryLimitError: of `explain`, with even shares.
+        PartitionError: there is no such cut at all.
+    """
+    shared = [pools.count(pool) > 1 and site.memory is not None for pool, site in zip(pools, sites, strict=True)]
+    if not any(shared):
+        return explain(sites), tuple(sites)
+    try:
+        return solve(sites), tuple(sites)
+    except MemoryLimitError:
+        found = _share_by_needs(sites, pools, solve)
+    if found is not None:
+        return found
+    try:
+        return explain(sites), tuple(sites)
+    except MemoryLimitError as error:
+        why = "stages on one device share its memory, here as even parts of it:"
+        raise MemoryLimitError(f"{why}\n{error}", f"{why} {error.brief}", error.over) from None
+
+
+def _share_by_needs(
+    sites: Sequence[StageSite], pools: Sequence[int], solve: CutSolver
+) -> tuple[OptimalCut, tuple[StageSite, ...]] | None:
+    wholes = _pool_sums([site.memory for site in sites], pools)
+    tried = _with_memory(sites, wholes)
+    for _ in range(SHARING_ROUNDS):
+        try:
+            found = solve(tried)
+        except MemoryLimitError:
+            return None
+        needs: list[float | None] = [load.memory for load in found.loads]
+        sums = _pool_sums(needs, pools)
+        shares = [
+            None if whole is None or need is None or not together else whole * need / together
+            for whole, need, together in zip(wholes, needs, sums, strict=True)
+        ]
+        tried = _with_memory(sites, shares)
+        if all(whole is None or (s or 0.0) <= whole for whole, s in zip(wholes, sums, strict=True)):
+            return found, tried
+    return None
+
+
+def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[float | None]:
+    """For each stage the sum over all that share with it; None where there is no limit."""
+    found = {pool: math.fsum(f or 0.0 for f, p in zip(figures, pools, strict=True) if p == pool) for pool in pools}
+    return [None if own is None else found[pool] for own, pool in zip(figures, pools, strict=True)]
+
+
+def _with_memory(sites: Sequence[StageSite], memory: Sequence[float | None]) -> tuple[StageSite, ...]:
+    return tuple(replace(site, memory=limit) for site, limit in zip(sites, memory, strict=True))
+
+
+MIN_GAIN_OF_STAGE = 0.01  # of a step: by less, recomputing only a part of a stage does not pay for one stage more
+BALANCING_ROUNDS = 4  # in which stages that share a device are balanced against each other
+
+
+def choose_cut(
+    orders: Sequence[Traced], profiles: Sequence[Profile], batch: int, settings: Settings, *, explains: bool = True
+) -> Cut:
+    """The best cut of a graph.
+
+    Args:
+        orders: the graph in the orders to be compared; the first one wins a tie.
+        profiles: of its nodes, one for each kind of device.
+        batch: samples of the mini-batch.
+        explains: say why where nothing fits, and what would, which takes longer than to find that nothing does.
+
+    Raises:
+        PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
+    """
+    found, failures = list[Cut](), list[PartitionError]()
+    for traced in orders:
+        for make_case in cut_problems(traced, profiles, batch, settings):
+            try:
+                found += _candidate_cuts(make_case(), explains)
+            except PartitionError as error:
+                failures.append(error)
+    if not found:
+        raise _most_helpful(failures)
+    return min(found, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
+
+
+def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
+    """Of the ways to satisfy pins the last one has the most stages, and so comes nearest to fitting."""
+    return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
+
+
+def _candidate_cuts(case: CutProblem, explains: bool) -> Iterator[Cut]:
+    """Usually one; several, where stages share devices, which no solver weighs against each other."""
+    chain, sites, asked = case.chain, case.sites, case.settings.balance
+    by_hand = not isinstance(asked, str)
+    only_time = all(site.memory is None and site.link is None and site.kind == 0 for site in sites)
+    block = None if chain.first_stages else cut_by_block(case.nodes, len(sites), chain.required_cuts)
+    if asked == "block" and block is None:
+        raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
+    compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
+    if block is not None and (by_hand or asked == "block" or (asked == "auto" and only_time)):
+        chain = replace(chain, required_cuts=block[1:])  # what remains: do stages fit, and which of them recompute
+        balance = "by hand" if by_hand else "block"
+    else:
+        balance = "optimal"
+    solve = partial(optimal_partition, explains=False)
+    explain = partial(optimal_partition, names=case.nodes.names, remedies=memory_advice(case)) if explains else solve
+    for starts, recompute, shared in _solutions(chain, sites, case.settings, solve, explain):
+        found = cut_of(case, starts, recompute, shared, balance, compared)
+        yield found
+        if _may_split_stages(case) and any(site.may_recompute for site in shared):
+            is_free = balance == "optimal" and not (chain.required_cuts or chain.first_stages)
+            below = (1 - MIN_GAIN_OF_STAGE) * max(load.seconds for load in found.loads)
+            for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
+                other = _cut_with_split_stages(case, parts, shared, balance, compared)
+                if other.simulation.step_seconds <= (1 - MIN_GAIN_OF_STAGE) * found.simulation.step_seconds:
+                    yield other
+
+
+def _may_split_stages(case: CutProblem) -> bool:
+    """Are checkpoint modes and the number of stages left to planning, and does the schedule go with any?"""
+    settings = case.settings
+    return (
+        settings.checkpoint == "auto"
+        and isinstance(settings.schedule, str)
+        and not SCHEDULES[settings.schedule].has_fixed_placement
+        and isinstance(settings.balance, str)
+        and not case.traced.marks
+        and len({*settings.placement}) == len(settings.placement)
+    )
+
+
+def _cut_with_split_stages(
+    case: CutProblem,
+    parts: Sequence[StagePart],
+    sites: Sequence[StageSite],
+    balance: str,
+    compared: tuple[Bottleneck, ...],
+) -> Cut:
+    """The cut in which some stages are in parts, which share the memory of the stage."""
+    placement = tuple(case.settings.placement[part.stage] for part in parts)
+    shared = replace(case, settings=replace(case.settings, placement=placement))
+    starts, recompute = tuple(part.start for part in parts), [part.recompute for part in parts]
+    needs = [load.memory for load in stage_loads(case.chain, shared.sites, starts, recompute)]
+    own = []
+    for part, need, site in zip(parts, needs, shared.sites, strict=True):
+        whole = sites[part.stage].memory
+        together = [n for n, other in zip(needs, parts, strict=True) if other.stage == part.stage]
+        spare = None if whole is None else (whole - math.fsum(together)) / len(together)
+        own.append(replace(site, memory=None if spare is None else need + spare))
+    return cut_of(shared, starts, recompute, own, balance, compared)
+
+
+def _bottleneck_of_block(chain: Chain, sites: Sequence[StageSite], starts: Sequence[int]) -> Bottleneck:
+    loads = stage_loads(chain, sites, starts, [site.must_recompute for site in sites])
+    fits = all(site.memory is None or load.memory <= site.memory for load, site in zip(loads, sites, strict=True))
+    return Bottleneck("block", max(load.seconds for load in loads), fits)
+
+
+def _solutions(
+    chain: Chain,
+    sites: Sequence[StageSite],
+    settings: Settings,
+    solve: Callable[[Chain, Sequence[StageSite]], OptimalCut],
+    explain: Callable[[Chain, Sequence[StageSite]], OptimalCut],
+) -> Iterator[tuple[tuple[int, ...], tuple[bool, ...], Sequence[StageSite]]]:
+    """Starts, recomputing stages, and sites with their shares of memory.
+
+    Stages on one device are weighed by what all of them took the time before.
+    """
+    placement = settings.placement
+    shares = [float(placement.count(k)) for k in placement]
+    for _ in range(BALANCING_ROUNDS if max(shares) > 1 else 1):
+        weighed, kinds = _weighted_chain(chain, sites, shares)
+        found, shared = share_memory(
+            kinds,
+            memory_pools(settings),
+            solve=partial(solve, weighed),
+            explain=partial(explain, weighed),
+        )
+        own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
+        yield found.starts, found.recompute, own
+        loads = stage_loads(chain, own, found.starts, found.recompute)
+        totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
+        shares = [total / load.seconds if load.seconds else 1.0 for total, load in zip(totals, loads, strict=True)]
+
+
+def _weighted_chain(chain: Chain, sites: Sequence[StageSite], shares: Sequence[float]) -> tuple[Chain, list[StageSite]]:
+    """A chain in which a stage takes as long as all stages on its device together."""
+    if max(shares) == 1.0:
+        return chain, list(sites)
+    kinds = dict.fromkeys((site.kind, share) for site, share in zip(sites, shares, strict=True))
+    rows = [
+        [tuple(share * seconds for seconds in row[kind]) for kind, share in kinds]
+        for row in (chain.forward, chain.backward)
+    ]
+    number = {kind: place for place, kind in enumerate(kinds)}
+    weighed = [replace(site, kind=number[site.kind, share]) for site, share in zip(sites, shares, strict=True)]
+    return replace(chain, forward=tuple(rows[0]), backward=tuple(rows[1])), weighed

@@ -1,0 +1,197 @@
+"""A traced and profiled graph in plain numbers: what partitioning goes by (`fxpipe.partitioning.chain`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from fxpipe.hardware import MEMORY_MARGIN, link_between, local_link, local_memory
+from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite
+from fxpipe.profiling import Profile
+from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.effects import Effects
+
+if TYPE_CHECKING:
+    import torch
+
+    from fxpipe.config.pipeline_options import Settings
+
+
+def chain_of(
+    traced: Traced,
+    profiles: Sequence[Profile],
+    samples: int,
+    forbidden: Mapping[int, str],
+    copied: Iterable[fx.Node] = (),
+) -> Chain:
+    """The graph for micro-batches of so many samples.
+
+    Args:
+        traced: the order of its nodes gives the places.
+        profiles: one for each kind of device, of the same nodes in any order.
+        samples: of the largest micro-batch.
+        forbidden: place -> why no cut may stand before it.
+        copied: nodes that a stage makes for itself rather than receive.
+    """
+    effects = traced.effects
+    assert effects is not None
+    costs = [{cost.name: cost for cost in profile.nodes} for profile in profiles]
+    by_place = [[of[node.name] for node in effects.nodes] for of in costs]
+    place = {node.name: p for node, p in effects.place.items()}
+    profiled = [place[cost.name] for cost in profiles[0].nodes]  # place in the profile -> place here
+
+    def held_at(number: int) -> int:
+        return -1 if number < 0 else profiled[number]
+
+    return Chain(
+        forward=tuple(tuple(cost.forward.at(samples) for cost in row) for row in by_place),
+        backward=tuple(tuple(cost.backward.at(samples) for cost in row) for row in by_place),
+        flows=tuple(_flows(traced, effects, samples, frozenset(copied))),
+        held=tuple(
+            HeldStorage(
+                bytes_at(saved.bytes, traced.batch, samples),
+                held_at(saved.maker),
+                tuple(sorted(map(held_at, saved.savers))),
+            )
+            for saved in profiles[0].saved
+        ),
+        weights=tuple(_parameter_weights(traced, effects)),
+        working=tuple(bytes_at(cost.working_bytes, traced.batch, samples) for cost in by_place[0]),
+        forbidden_cuts=forbidden,
+    )
+
+
+def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.Node]) -> Iterable[Flow]:
+    outputs = {
+        o for o in (*traced.handed_out, *effects.written_inputs, *traced.left.values()) if isinstance(o, fx.Node)
+    }
+    with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    for node, place in effects.place.items():
+        maker, returns = place, effects.requires_grad.get(node, False)
+        users = sorted(effects.place[user] for user in node.users if user in effects.place)
+        if node in outputs:
+            users.append(len(effects.nodes))
+        if maker < 0 and (writer := _first_writer(effects, node)) is not None:
+            # An input that forward writes to is a value of the stage that does so, which writes to a clone.
+            maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
+        if users and node not in copied:
+            size = bytes_at(bytes_formula(node.meta.get("shapes", ())), traced.batch, samples)
+            yield Flow(size, maker, tuple(users), returns)
+
+
+def _first_writer(effects: Effects, node: fx.Node) -> int | None:
+    """The place of the first node that changes a value."""
+    alias = effects.alias[node]
+    return next((place for place, classes in enumerate(effects.written_classes) if alias in classes), None)
+
+
+def _parameter_weights(traced: Traced, effects: Effects) -> Iterable[ParameterUse]:
+    for node in traced.graph.nodes:
+        users = sorted(effects.place[user] for user in node.users if user in effects.place)
+        if node.op == "get_attr" and users:
+            tensor = attribute_tensor(traced, node)
+            yield ParameterUse(tensor_bytes(tensor), tuple(users), tensor.requires_grad)
+
+
+# Where stages run, in plain numbers: what a device does in a second, what it holds, and how far it is to the next.
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedWorker:
+    """A device of the pipe, as planning sees it."""
+
+    kind: int  # devices of one kind take the same time for the same work
+    memory: float | None  # bytes that stages on it may take; None: not limited
+
+
+def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
+    """One device of each kind among these, in order of appearance: what has to be profiled."""
+    found: dict[str, torch.device] = {}
+    for device in devices:
+        found.setdefault(device_kind(device), device)
+    return list(found.values())
+
+
+def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:
+    """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
+    if before.hardware is not None:
+        return (0,)
+    names = [device_kind(device) for device in device_kinds(before.workers)]
+    return tuple(names.index(device_kind(device)) for device in device_kinds(now.workers))
+
+
+def planned_workers(settings: Settings) -> tuple[PlannedWorker, ...]:
+    """The settings' workers."""
+    names = [device_kind(device) for device in device_kinds(settings.workers)]
+    limits = settings.memory_limits
+    if limits is None:
+        limits = tuple(_worker_memory(settings, device) for device in settings.workers)
+    return tuple(
+        PlannedWorker(0 if settings.hardware else names.index(device_kind(device)), limit)
+        for device, limit in zip(settings.workers, limits, strict=True)
+    )
+
+
+def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
+    """A site for each stage, for mini-batches of so many samples; stages on one worker share its memory alike."""
+    workers, placement = planned_workers(settings), settings.placement
+    modes = (settings.checkpoint,) * len(placement) if isinstance(settings.checkpoint, str) else settings.checkpoint
+    again = [mode if mode == "except_last" else "always" for mode in modes]  # where a stage recomputes
+    schedule = make_schedule(settings.schedule, len(placement), settings.micro_batches(batch), again, placement)
+    flights, recomputed = micro_batches_in_flight(schedule), activations_in_flight(schedule)
+    sites = []
+    for j, k in enumerate(placement):
+        memory = workers[k].memory
+        sites.append(
+            StageSite(
+                kind=workers[k].kind,
+                memory=None if memory is None else memory / placement.count(k),
+                link=worker_link(settings, placement[j - 1], k) if j else None,
+                in_flight=flights[j],
+                may_recompute=modes[j] == "auto" and memory is not None,
+                must_recompute=modes[j] in ("always", "except_last"),
+                recomputed=recomputed[j],
+                state=1.0 + settings.optimizer_state,
+            )
+        )
+    return tuple(sites)
+
+
+def memory_pools(settings: Settings) -> tuple[int, ...]:
+    """For each stage the number of the memory that is its: its worker's, or its device's where no limit was given."""
+    workers = settings.workers
+    if settings.memory_limits is not None or settings.hardware is not None:
+        return settings.placement
+    return tuple(workers.index(workers[k]) for k in settings.placement)
+
+
+def device_kind(device: torch.device) -> str:
+    """Its name. Two GPUs of one make are of one kind."""
+    if device.type != "cuda":
+        return device.type
+    import torch
+
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else str(device)
+
+
+def _worker_memory(settings: Settings, device: torch.device) -> int | None:
+    """What a worker may take of a device, which several may share."""
+    if settings.hardware is not None:
+        return settings.hardware.usable_memory
+    memory = local_memory(device)
+    return None if memory is None else int(memory * (1 - MEMORY_MARGIN)) // settings.workers.count(device)
+
+
+def worker_link(settings: Settings, one: int, other: int) -> Link | None:
+    """The way between two workers; None where a value is handed over."""
+    if one == other:
+        return None
+    if settings.hardware is not None:
+        return link_between(settings.hardware, one, other)
+    return local_link(settings.workers[one], settings.workers[other])

@@ -1,0 +1,190 @@
+"""What is asked of a cut, as conditions: places where one must stand, stages that may have a node, stages on devices.
+
+What the user says by hand becomes such conditions: names and numbers in `balance_section`, `fxpipe.cut()` in forward,
+pins. Pins may be satisfied by several ways of placing stages; each is a case of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.partitioning.chain import Chain, StageSite
+from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
+from fxpipe.partitioning.pins import PinnedPlacement, placements_for_pins
+from fxpipe.planning.cost_model import chain_of, remaining_kinds, stage_devices_of
+from fxpipe.profiling import Profile
+from fxpipe.rewriting import forbidden_cuts
+from fxpipe.scheduling import make_schedule
+from fxpipe.tracing import Traced
+from fxpipe.utils.units import count_text
+
+
+@dataclass(frozen=True, slots=True)
+class CutProblem:
+    """One graph with all conditions, and stages on their devices."""
+
+    traced: Traced
+    chain: Chain
+    nodes: NodeSequence
+    settings: Settings
+    profiles: tuple[Profile, ...]
+    batch: int  # samples of the mini-batch
+
+    @property
+    def sites(self) -> tuple[StageSite, ...]:
+        return stage_devices_of(self.settings, self.batch)
+
+
+def cut_problems(
+    traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
+) -> Iterator[Callable[[], CutProblem]]:
+    """For each way of placing stages what makes its case; it raises `PartitionError` where there is none."""
+    chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
+    nodes = _partition_nodes(traced, chain)
+    for way in _fitting_checkpoint(_pinned_placements(settings, nodes), settings):
+        yield partial(_cut_problem, way, traced, chain, nodes, settings, profiles, batch)
+
+
+def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
+    """Does the user say where to cut? Then nodes stay in the order in which forward runs them."""
+    return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
+
+
+def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
+    modules = tuple(node.meta["module"] for node in traced.nodes)
+    busy = {path[:end] for path in {*modules} for end in _prefix_ends(path)}
+    paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
+    inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}
+    ends = traced.ends
+    return NodeSequence(
+        node_costs_of(chain),
+        tuple(node.name for node in traced.nodes),
+        modules,
+        chain.forbidden_cuts,
+        {path: ends.get(path) for path in paths if path not in inside},
+        inside,
+    )
+
+
+def _prefix_ends(path: str) -> Iterator[int]:
+    """Where the paths of a module and of those around it end."""
+    yield len(path)
+    yield from (end for end, letter in enumerate(path) if letter == ".")
+
+
+def node_costs_of(chain: Chain) -> tuple[float, ...]:
+    return tuple(map(sum, zip(chain.forward[0], chain.backward[0], strict=True)))
+
+
+def _pinned_placements(settings: Settings, nodes: NodeSequence) -> tuple[PinnedPlacement, ...]:
+    if not settings.pins:
+        return (PinnedPlacement(settings.placement, (), ()),)
+    return _fitting_schedule(placements_for_pins(settings.pins, settings.placement, nodes), settings)
+
+
+def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tuple[PinnedPlacement, ...]:
+    """Those ways of pins in which stages are where the schedule can have them."""
+    found, failures = list[PinnedPlacement](), list[ArgumentError]()
+    for way in ways:
+        placement = _with_placement(settings, way.placement).placement
+        try:
+            make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
+            found.append(way)
+        except ArgumentError as error:
+            failures.append(error)
+    if not found:
+        raise ArgumentError(f"with these pins {failures[0]}") from None
+    return tuple(found)
+
+
+def _fitting_checkpoint(ways: Sequence[PinnedPlacement], settings: Settings) -> Sequence[PinnedPlacement]:
+    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    if isinstance(settings.checkpoint, str):
+        return ways
+    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not found:
+        counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
+        raise ArgumentError(
+            f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
+            "for each, or one for all"
+        )
+    return found
+
+
+def _cut_problem(
+    way: PinnedPlacement,
+    traced: Traced,
+    chain: Chain,
+    nodes: NodeSequence,
+    settings: Settings,
+    profiles: Sequence[Profile],
+    batch: int,
+) -> CutProblem:
+    required = _required_starts(traced, nodes, settings, len(way.placement))
+    placed = _with_placement(settings, way.placement)
+    kinds = remaining_kinds(settings, placed)
+    bounded = replace(
+        chain,
+        forward=tuple(chain.forward[kind] for kind in kinds),
+        backward=tuple(chain.backward[kind] for kind in kinds),
+        first_stages=way.first_stages,
+        last_stages=way.last_stages,
+        required_cuts=required,
+    )
+    return CutProblem(traced, bounded, nodes, placed, tuple(profiles[kind] for kind in kinds), batch)
+
+
+def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:
+    """The places at which the user wants a stage to begin."""
+    if stages > len(nodes.items()):
+        raise PartitionError(
+            nodes.too_many_stages_message(
+                stages, _fewer_stages_advice(stages, len(settings.workers), len(nodes.items()))
+            )
+        )
+    found = set[int]()
+    if not isinstance(settings.balance, str):
+        by_names = is_by_names(settings.balance, stages)
+        found.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
+    found.update(traced.cut_mark_places)
+    return tuple(sorted(_check_required(found - {0, len(nodes.costs)}, traced, stages, nodes)))
+
+
+def _fewer_stages_advice(stages: int, devices: int, most: int) -> str:
+    """What to use where devices have several stages, which are more than `most` together; else nothing."""
+    each = stages // devices
+    if each == 1:
+        return ""
+    less = [f"stages_per_device={most // devices}"] if devices <= most else []
+    less += [count_text(most // each, "device")] if each <= most else []
+    return f"{' or '.join(less) or 'less of both'}, not {devices} devices with {each} stages each"
+
+
+def _check_required(places: set[int], traced: Traced, stages: int, nodes: NodeSequence) -> set[int]:
+    for mark, place in zip(traced.marks, traced.cut_mark_places, strict=True):
+        if place in nodes.forbidden_cuts:
+            raise PartitionError(f"fxpipe.cut() at {mark}: {nodes.forbidden_cut_message(place)}")
+    if len(places) > stages - 1:
+        marks = f" ({len(traced.marks)} by fxpipe.cut())" if traced.marks else ""
+        raise PartitionError(
+            f"{len(places)} cuts are asked for{marks}, but {stages} stages have {stages - 1} between them; use more "
+            "devices, stages_per_device, or fewer cuts"
+        )
+    return places
+
+
+def _with_placement(settings: Settings, placement: Sequence[int]) -> Settings:
+    """With these stages, and no worker that has none."""
+    used = sorted(set(placement))
+    workers = tuple(settings.workers[k] for k in used)
+    limits = settings.memory_limits
+    return replace(
+        settings,
+        workers=workers,
+        placement=tuple(map(used.index, placement)),
+        memory_limits=None if limits is None else tuple(limits[k] for k in used),
+    )

@@ -1,0 +1,355 @@
+"""The plan of a cut: the figures of its stages, and what goes between them, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import sympy
+from torch import fx
+
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.errors import ArgumentError
+from fxpipe.hardware import NodeWork, Operation, shared_adapters
+from fxpipe.partitioning import stage_loads
+from fxpipe.partitioning.chain import Link, received_bytes
+from fxpipe.planning.choose import Cut
+from fxpipe.planning.cost_model import chain_of, worker_link
+from fxpipe.plans import (
+    HeaviestNode,
+    OpaqueNode,
+    Plan,
+    PlannedTransfer,
+    Portal,
+    StageBytes,
+    StagePlan,
+    StageSeconds,
+    StageWork,
+    TiedParameter,
+)
+from fxpipe.plans.retarget import action_seconds, transfer_over_link
+from fxpipe.profiling import NodeCost
+from fxpipe.profiling.coefficients import coefficients_of
+from fxpipe.profiling.formulas import fit_counts
+from fxpipe.rewriting import Program
+from fxpipe.rewriting.program import PIPE_INPUT
+from fxpipe.rewriting.rematerialize import choose_rematerialization
+from fxpipe.scheduling import schedule_text
+from fxpipe.simulation import transfers_of
+from fxpipe.tracing import Traced
+from fxpipe.tracing.cache_key import evaluating_modules
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
+from fxpipe.tracing.source_lines import UNKNOWN_LINE
+from fxpipe.tracing.tensors import tensor_bytes
+from fxpipe.tracing.traced import attribute_tensor, opaque_name
+from fxpipe.utils.polynomial import Polynomial, polynomial_of, polynomial_sum
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxpipe.partitioning.chain import Chain
+    from fxpipe.planning.choose import Cut
+    from fxpipe.profiling import Profile
+    from fxpipe.rewriting import Program
+    from fxpipe.tracing import Traced
+
+
+# -- What stages hold and compute, as polynomials in the micro-batch size: one plan answers for every `b` ------------
+
+FITTED_SIZES = (1, 2, 3, 4)  # at which the stages are looked at, beside that of the plan
+
+
+def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
+    """For each stage; `samples` are those of the planned micro-batch, for which the figures are exact."""
+    sizes = sorted({*FITTED_SIZES, samples})
+    counted = {size: _stage_bytes_at(cut, chain_of(cut.traced, profiles, size, {})) for size in sizes}
+    batch = cut.traced.batch
+
+    def through(stage: int, figure: int) -> Polynomial:
+        points = tuple((size, counted[size][stage][figure]) for size in sizes)
+        return polynomial_of(coefficients_of(fit_counts(points, samples, batch), batch))
+
+    return [
+        StageBytes(*(through(j, figure) for figure in range(len(fields(StageBytes))))) for j in range(len(cut.starts))
+    ]
+
+
+def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
+    """For each stage the numbers of a `StageBytes`, at one size."""
+    loads = stage_loads(chain, cut.sites, cut.starts, cut.recompute)
+    return [
+        (
+            int(came.kept),
+            int(load.held_bytes),
+            int(load.working_bytes),
+            int(came.plain_portals),
+            int(came.given - came.kept),
+            int(came.recomputing_portals - came.plain_portals),
+        )
+        for load, came in zip(loads, received_bytes(chain, cut.starts), strict=True)
+    ]
+
+
+def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
+    """Of what a node returns. `samples` are those of the planned micro-batch, for which it is right in any case.
+
+    A size that hangs on values (nonzero) counts as 0.
+    """
+    formula = bytes_formula(node.meta.get("shapes", ()))
+    return _value_bytes(formula.subs(dict.fromkeys(formula.free_symbols - {batch}, 0)), batch, samples)
+
+
+@functools.lru_cache(maxsize=4096)
+def _value_bytes(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> Polynomial:
+    here = bytes_at(formula, batch, samples)
+    with contextlib.suppress(ArgumentError):
+        found = polynomial_of(coefficients_of(formula, batch))
+        if found(samples) == here:
+            return found
+    return polynomial_of(coefficients_of(fit_counts(((samples, here),), samples, batch), batch))
+
+
+def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
+    """Of these nodes, forward and backward."""
+    total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
+    return polynomial_of(coefficients_of(total, profile.batch))
+
+
+# -- What is worth knowing about a cut beside its figures: tied parameters, modules kept whole, the heaviest node ----
+
+
+def user_line_of(node: fx.Node) -> str:
+    """The user's line that made the node; empty where it is not known."""
+    line = str(node.meta.get("source", ""))
+    return "" if line == UNKNOWN_LINE else line
+
+
+def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ...]:
+    """Parameters that have several names, or that several stages use."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in traced.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    nodes = {str(node.target): node for node in traced.graph.nodes if node.op == "get_attr"}
+    users: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for j, stage in enumerate(program.stages):
+        for name in stage.attributes:
+            tensor = attribute_tensor(traced, nodes[name])
+            users.setdefault(id(tensor), []).append(j)
+            sizes[id(tensor)] = tensor_bytes(tensor)
+    return tuple(
+        TiedParameter(tuple(found), tuple(dict.fromkeys(users[key])), sizes[key])
+        for key, found in names.items()
+        if key in users and (len(found) > 1 or len({*users[key]}) > 1)
+    )
+
+
+def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
+    """Modules that are one node of the graph; of one that is called several times, the first call."""
+    found: dict[str, OpaqueNode] = {}
+    for node in traced.nodes:
+        if "whole" in node.meta:
+            name = opaque_name(node) if "continued" in node.meta else node.meta["whole"]
+            found.setdefault(name, OpaqueNode(name, node.meta["why"], user_line_of(node)))
+    return tuple(found.values())
+
+
+def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
+    """The node that takes the longest where it runs, of several the first."""
+    by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
+    found = []
+    for place, node in enumerate(cut.traced.nodes):
+        stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
+        cost = by_kind[cut.sites[stage].kind][node.name]
+        seconds = cost.forward + cost.backward
+        found.append(HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.fixed))
+    return max(found, key=lambda node: node.seconds)
+
+
+# -- How the time of a stage is shared out among its nodes -----------------------------------------------------------
+
+_SHARE_DIGITS = 5  # a share is looked at, not computed with; a plan has one for each of thousands of nodes
+
+
+def time_shares(costs: Sequence[NodeCost], samples: int) -> tuple[float, ...]:
+    """For each node the part of the seconds of all of them, forward and backward; none where nothing takes time."""
+    seconds = [(cost.forward + cost.backward).at(samples) for cost in costs]
+    total = math.fsum(seconds)
+    return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()
+
+
+def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...], ...]:
+    """For each stage the nodes that it had better compute for itself than receive; none where nothing is sent."""
+    if all(site.link is None for site in cut.sites):
+        return ((),) * len(cut.sites)
+    receive = [None if site.link is None else _receive_seconds(site.link) for site in cut.sites]
+    sizes = value_sizes(cut.traced, samples)
+
+    def if_all_were(kind: int) -> tuple[tuple[str, ...], ...]:
+        seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
+        return choose_rematerialization(cut.traced, program, seconds, sizes, receive)
+
+    found = {kind: if_all_were(kind) for kind in {site.kind for site in cut.sites}}
+    return tuple(found[site.kind][j] for j, site in enumerate(cut.sites))
+
+
+def _receive_seconds(link: Link) -> Callable[[float], float]:
+    return lambda size: link.latency + size / link.bytes_per_second
+
+
+def plan_of_cut(
+    cut: Cut,
+    program: Program,
+    copies: Sequence[Collection[str]],
+    batch: int,
+    settings: Settings,
+) -> Plan:
+    """The plan.
+
+    Args:
+        program: of the cut, with `copies`: the nodes that each stage computes for itself.
+        batch: samples of the mini-batch; figures are given for its largest micro-batch.
+        settings: with all that was left to planning.
+    """
+    traced, samples = cut.traced, settings.largest_micro_batch(batch)
+    formulas = _sent_formulas(traced, program, samples)
+    by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
+    names = [node.name for node in traced.nodes]
+    bytes_of_stages = stage_bytes(cut, cut.profiles, samples)
+    ends = [*cut.starts[1:], len(names)]
+    hardware, operations = settings.hardware, dict[Operation, int]()
+    knows_work = all(cost.work is not None for profile in cut.profiles for cost in profile.nodes)
+    stages = []
+    for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
+        load, memory, costs = cut.loads[j], cut.sites[j].memory, by_kind[cut.sites[j].kind]
+        own = [costs[name] for name in names[start:end]]
+        sent = _sent_bytes(program, j, formulas)
+        copied = [costs[name] for name in copies[j]]
+        gradients = int(load.state_bytes / cut.sites[j].state)
+        update = 0.0 if hardware is None else hardware.update_seconds(gradients, load.state_bytes - gradients)
+        stages.append(
+            StagePlan(
+                index=j,
+                device=str(settings.devices[j]),
+                nodes=tuple(names[start:end]),
+                code=program.stages[j].code,
+                forward_seconds=load.forward_seconds + sum(cost.forward.at(samples) for cost in copied),
+                backward_seconds=load.backward_seconds,
+                parameter_bytes=int(load.parameter_bytes),
+                activation_bytes=int(load.received_bytes + load.held_bytes),
+                sent_bytes=sent(samples),
+                # Both are sums, rounded.
+                weight_seconds=min(load.backward_seconds, math.fsum(cost.weight.at(samples) for cost in own)),
+                action_seconds=action_seconds(str(settings.devices[j])),
+                copies=tuple(copies[j]),
+                state_bytes=int(load.state_bytes),
+                gradient_bytes=gradients,
+                memory_limit=None if memory is None else int(memory),
+                bytes=bytes_of_stages[j],
+                flops=stage_flops(cut.profiles[0], {*names[start:end]}),
+                fixed=StageSeconds(
+                    math.fsum(cost.forward.fixed for cost in (*own, *copied)),
+                    math.fsum(cost.backward.fixed for cost in own),
+                    math.fsum(cost.weight.fixed for cost in own),
+                ),
+                sent=sent,
+                work=_stage_work(own, copied, operations) if knows_work else StageWork(),
+                update_seconds=update,
+                modules=tuple(node.meta["module"] for node in traced.nodes[start:end]),
+                shares=time_shares(own, samples),
+            )
+        )
+    lines = {node.name: user_line_of(node) for node in traced.graph.nodes}
+    return Plan(
+        stages=tuple(stages),
+        portals=tuple(
+            Portal(s.name, s.source, s.target, formulas[s.name](samples), formulas[s.name], lines[s.name])
+            for s in program.skips
+        ),
+        devices=tuple(map(str, settings.devices)),
+        schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
+        chunks=settings.chunks,
+        micro_batch=samples,
+        checkpoint=settings.checkpoint,
+        balance=cut.balance,
+        tracer=traced.tracer,
+        fingerprint=traced.fingerprint(),
+        why=traced.why,
+        guards=tuple(map(str, traced.guards.guards)) if traced.guards else (),
+        estimated_for=cut.profiles[0].estimated_for,
+        placement=settings.placement,
+        bottlenecks=cut.bottlenecks,
+        sendings=_planned_transfers(traced, program, formulas, settings, samples),
+        batch=batch,
+        evaluating=evaluating_modules(traced.model),
+        tied=tied_parameters(traced, program),
+        whole=opaque_nodes(traced),
+        heaviest=heaviest_node(cut, samples),
+        operations=tuple(operations) if knows_work else (),
+    )
+
+
+def value_sizes(traced: Traced, samples: int) -> dict[str, int]:
+    """By name of a node: bytes of its value."""
+    nodes: Sequence[fx.Node] = list(traced.graph.nodes)
+    return {n.name: bytes_at(bytes_formula(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
+
+
+def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
+    """What goes to the next stage; portals not counted."""
+    following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
+    return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
+
+
+def _sent_formulas(traced: Traced, program: Program, samples: int) -> dict[str, Polynomial]:
+    """By name: bytes of all values that are sent."""
+    names = {value.name for stage in program.stages for value in stage.receives}
+    return {n.name: value_bytes(n, traced.batch, samples) for n in traced.graph.nodes if n.name in names}
+
+
+def _planned_transfers(
+    traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, samples: int
+) -> tuple[PlannedTransfer, ...]:
+    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it."""
+    effects = traced.effects
+    assert effects is not None
+    returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    users: dict[tuple[int, str], list[int]] = {}
+    for j, stage in enumerate(program.stages):
+        for value in stage.receives:
+            if value.source != PIPE_INPUT:
+                users.setdefault((value.source, value.name), []).append(j)
+    found: dict[tuple[int, int], list[Polynomial]] = {}
+    for (source, name), stages in users.items():
+        for way in transfers_of(source, stages, 0, returns=name in returns):
+            found.setdefault((way.source, way.target), []).append(formulas[name])
+    hardware, placement = settings.hardware, settings.placement
+    sendings = []
+    for (source, target), sizes in sorted(found.items()):
+        one, other = placement[source], placement[target]
+        over = () if hardware is None else shared_adapters(hardware, one, other)
+        sent = PlannedTransfer(
+            source, target, sum(size(samples) for size in sizes), 0.0, 0.0, polynomial_sum(sizes), len(sizes), over
+        )
+        sendings.append(transfer_over_link(sent, worker_link(settings, one, other)))
+    return tuple(sendings)
+
+
+def _stage_work(costs: Sequence[NodeCost], copied: Sequence[NodeCost], places: dict[Operation, int]) -> StageWork:
+    """Of a stage, with `places` of operations that grow as needed."""
+
+    def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
+        return tuple(Counter(places.setdefault(one, len(places)) for one in operations).items())
+
+    works = [cost.work or NodeWork() for cost in costs]
+    return StageWork(
+        counted(one for work in (*works, *(cost.work or NodeWork() for cost in copied)) for one in work.forward),
+        counted(one for work in works for one in work.backward),
+        counted(one for work in works for one in work.to_inputs),
+    )

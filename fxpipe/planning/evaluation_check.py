@@ -1,0 +1,97 @@
+"""Will a pipe that trains be refused when it is evaluated? Asked when it is planned.
+
+Evaluation is another graph (no dropout, other branches, no gradients), which is made at the first call of it: after an
+epoch, usually. So while the first plan is made the model is recorded in evaluation as well, on two samples, as training
+was recorded and without comparing anything, which takes a small part of what planning does. That goes well for nearly
+all models. Only where it does not, the graph is made as the first evaluation will make it, on all samples, with all
+other ways and checks: what is refused there is what will be refused, and for that reason. The graph is thrown away.
+
+What the recording does not show is not foreseen: other inputs, a graph that is not equal to its model, a model that
+only torch.export can trace.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import FxpipeError
+from fxpipe.planning.passes import prepare_additional_graph
+from fxpipe.utils.locks import planning_block
+
+if TYPE_CHECKING:
+    from fxpipe.planning.passes import PreparedGraph
+    from fxpipe.utils.output_combination import UndeterminedOutput
+
+EVALUATION_SAMPLES = 2  # samples
+
+
+@planning_block()
+def refusal_of_evaluation(
+    first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
+) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
+    """What `model.eval()` under `no_grad` will be refused for: the error, and why its outputs cannot be put together.
+
+    Neither for a model that does not train, or that was not recorded, and for what the model itself raises, which it
+    raises without a pipe too. The model is left as it is.
+    """
+    import torch
+
+    from fxpipe.tracing.cache_key import in_mode
+    from fxpipe.tracing.model_state import preserve_state
+    from fxpipe.tracing.print_calls import mute_repeated_prints
+    from fxpipe.utils.progress import show_progress
+
+    model, settings = first.traced.model, first.settings
+    if not model.training or first.traced.recording_options is None:
+        return None, ()
+    everything = [name for name, _ in model.named_modules()]
+    with (
+        warnings.catch_warnings(),
+        mute_repeated_prints(is_first_run=False),
+        show_progress(False),
+        in_mode(model, everything),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")  # evaluation itself will give them
+        if _can_be_recorded(first, args, kwargs):
+            return None, ()
+        with preserve_state(model):  # what a first evaluation makes is left to it
+            try:
+                evaluated = prepare_additional_graph(first, args, kwargs, settings, seed)
+            except FxpipeError as error:
+                return error, ()
+            except Exception:
+                return None, ()
+    if settings.micro_batches(_batch_of(first, args, kwargs)) == 1:
+        return None, ()
+    known = {one.place for one in first.traced.untold}  # the first step of training says so
+    return None, tuple(one for one in evaluated.traced.untold if one.place not in known)
+
+
+def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a recording on few samples shows nothing for which evaluation would be refused."""
+    from torch.utils import _pytree as pytree
+
+    from fxpipe.tracing import trace_unverified
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.verify.equivalence import slice_samples
+    from fxpipe.utils.pytree import flatten
+
+    traced, settings = first.traced, first.settings
+    with on_one_device(traced.model) as device:
+        args, kwargs = move_inputs((args, kwargs), device)
+        leaves, spec = flatten((args, kwargs))
+        few = slice_samples(leaves, traced.in_dims, 0, min(EVALUATION_SAMPLES, traced.batch_of(leaves)))
+        args, kwargs = pytree.tree_unflatten(few, spec)
+        try:
+            found = trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
+        except Exception:
+            return False
+    return not found.untold
+
+
+def _batch_of(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    from fxpipe.utils.pytree import flatten
+
+    return first.traced.batch_of(flatten((args, kwargs))[0])

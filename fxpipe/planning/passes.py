@@ -1,0 +1,345 @@
+"""The passes that look at a model and take seconds: trace and profile. One study serves many plans.
+
+studied = study(model, args, kwargs, settings)
+for chunks in (2, 4, 8):
+    print(planned(studied, replace(settings, chunks=chunks)).plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from fxpipe.errors import ArgumentError
+from fxpipe.plans import Plan
+from fxpipe.utils.locks import planning_block
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fxpipe.config.pipeline_options import Settings
+    from fxpipe.hardware import Hardware
+    from fxpipe.planning.choose import Cut
+    from fxpipe.profiling import Profile
+    from fxpipe.rewriting import Program
+    from fxpipe.tracing import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledModel:
+    """A model that was looked at: its graph, and what the nodes cost, for any number of samples."""
+
+    traced: Traced
+    orders: tuple[Traced, ...]  # the graph as traced and, where there is one, in an order that sends less
+    profiles: tuple[Profile, ...]  # one for each kind of device
+    kinds: tuple[str, ...]  # of devices that were measured
+    threads: int | None  # of torch while a CPU was measured, a worker's share of the cores; None: none was
+    hardware: Hardware | None  # that the profiles were estimated for
+    batch: int  # samples of the mini-batch
+    fingerprint: str  # of the graph
+
+    def holds_for(self, settings: Settings) -> bool:
+        """Are the seconds those of the workers that the settings ask for? See `profile_again`."""
+        from fxpipe.planning.cost_model import device_kind
+
+        if settings.hardware != self.hardware:
+            return False
+        if self.hardware is not None:
+            return True
+        names = {device_kind(device) for device in settings.workers}
+        threads = self.threads if "cpu" in names else None
+        return names <= {*self.kinds} and threads in (None, _worker_threads(settings.workers))
+
+    def profiles_for(self, settings: Settings) -> list[Profile]:
+        """One for each kind among the settings' workers, in order."""
+        from fxpipe.planning.cost_model import device_kind, device_kinds
+
+        if self.hardware is not None:
+            return [self.profiles[0]]
+        return [self.profiles[self.kinds.index(device_kind(device))] for device in device_kinds(settings.workers)]
+
+
+def trace_and_profile(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
+) -> ProfiledModel:
+    """Traces and profiles, as training will run the model.
+
+    Of the settings it heeds what they say of tracing, profiling and devices, and `chunks`: graph and model are compared
+    for micro-batches of that size, and there nodes are measured. The line through what was measured there and at
+    another size says what others take.
+    """
+    from fxpipe.rewriting.reorder import reorder_nodes
+    from fxpipe.tracing.cache_key import in_mode
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.print_calls import mute_repeated_prints
+
+    with mute_repeated_prints(), on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = move_inputs((args, kwargs), device)
+        traced, batch = trace_batch(model, args, kwargs, settings, seed)
+        kinds, threads, profiles = _profile_kinds(traced, args, kwargs, batch, settings)
+    in_order = reorder_nodes(traced)
+    orders = (traced,) if in_order is traced else (traced, in_order)
+    return ProfiledModel(traced, orders, profiles, kinds, threads, settings.hardware, batch, traced.fingerprint())
+
+
+def profile_again(
+    studied: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+) -> ProfiledModel:
+    """The study for the settings' workers: the same graph, profiled again where the seconds are not theirs.
+
+    They are not on another kind of device, nor on a CPU for another number of workers, who have other shares of its
+    cores. Costs that were given, in `settings.profile`, are taken as they are for any.
+    """
+    from fxpipe.tracing.cache_key import in_mode
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+
+    if studied.holds_for(settings):
+        return studied
+    model = studied.traced.model
+    with on_one_device(model) as device, in_mode(model, None):
+        args, kwargs = move_inputs((args, kwargs), device)
+        kinds, threads, profiles = _profile_kinds(studied.traced, args, kwargs, studied.batch, settings)
+    return replace(studied, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
+
+
+def holds_for_chunks(
+    traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
+) -> bool:
+    """Whether the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
+    from fxpipe.tracing.cache_key import in_mode
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.verify.micro_batch_sizes import agrees_with_model
+
+    parts = min(chunks, batch)
+    sizes = {batch // parts, -(-batch // parts)}
+    with on_one_device(traced.model) as device, in_mode(traced.model, None):
+        args, kwargs = move_inputs((args, kwargs), device)
+        return not settings.check or agrees_with_model(traced, args, kwargs, sorted(sizes))
+
+
+def holds_for_sizes(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
+) -> bool:
+    """Whether the graph is that of these inputs in micro-batches of these sizes, in the mode that the model is in."""
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.verify.micro_batch_sizes import recheck_micro_batches
+
+    with on_one_device(traced.model) as device:
+        args, kwargs = move_inputs((args, kwargs), device)
+        return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
+
+
+def trace_batch(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
+) -> tuple[Traced, int]:
+    """The graph, and the number of samples. Where `chunks` is left to planning, the usual number need not do."""
+    from fxpipe.tracing import trace
+    from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError
+    from fxpipe.utils.pytree import flatten
+
+    def traced_for(chunks: int) -> Traced:
+        return trace(
+            model,
+            args,
+            kwargs,
+            in_dims=settings.in_dims,
+            out_dims=settings.out_dims,
+            chunks=chunks,
+            tracer=settings.tracer,
+            leaf_modules=settings.leaf_modules,
+            check=settings.check,
+            seed=seed,
+        )
+
+    try:
+        traced = traced_for(settings.chunks)
+    except OtherMicroBatchesError:
+        if "chunks" not in settings.left:
+            raise
+        traced = traced_for(1)
+    return traced, traced.batch_of(flatten((args, kwargs))[0])
+
+
+def _worker_threads(workers: Sequence[torch.device]) -> int:
+    """A worker's share of the cores: what is measured must be what will run."""
+    import torch
+
+    return max(1, torch.get_num_threads() // len(workers))
+
+
+def _profile_kinds(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, settings: Settings
+) -> tuple[tuple[str, ...], int | None, tuple[Profile, ...]]:
+    """The kinds of devices, the threads that a CPU was measured with, and a profile for each kind."""
+    from fxpipe.planning.cost_model import device_kind, device_kinds
+    from fxpipe.profiling import profile
+    from fxpipe.profiling.profile_data import profile_for
+    from fxpipe.tracing.model_state import preserve_state
+
+    kinds = device_kinds(settings.workers) if settings.hardware is None else list(settings.workers[:1])
+    names = tuple(map(device_kind, kinds))
+    if settings.profile is not None:
+        return names, None, (profile_for(traced, settings.profile),) * len(kinds)
+    threads = _worker_threads(settings.workers)
+    with preserve_state(traced.model):  # hooks, and modules kept whole, run as they are
+        profiles = tuple(
+            profile(
+                traced,
+                args,
+                kwargs,
+                micro_batch=_samples_to_measure(traced, batch, settings),
+                second=1 if settings.largest_micro_batch(batch) == 1 else None,  # what will run, where two are measured
+                budget=settings.profile_budget / len(kinds),
+                threads=threads,
+                hardware=settings.hardware,
+                device=device if settings.hardware is None else None,
+                operations=settings.operations,
+            )
+            for device in kinds
+        )
+    is_measured = settings.hardware is None and not profiles[0].estimated_for
+    return names, threads if is_measured and "cpu" in names else None, profiles
+
+
+def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
+    """Those of a micro-batch. Where these are to be chosen yet not a single one, which not every model takes."""
+    from fxpipe.tracing.verify.equivalence import holds_at_size
+
+    samples = settings.largest_micro_batch(batch)
+    if "chunks" not in settings.left or (samples > 1 and holds_at_size(traced, samples)):
+        return samples
+    others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and holds_at_size(traced, size))
+    return next(others, samples)
+
+
+# -- The passes that look at what was found, and take little: decide and rewrite. What comes of them can run ---------
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """A graph that is ready to run, and the plan that it follows."""
+
+    plan: Plan
+    traced: Traced
+    program: Program
+    settings: Settings  # with all that was left to planning
+    is_reordered: bool
+
+
+def prepare_profiled(studied: ProfiledModel, settings: Settings) -> PreparedGraph:
+    """Decides and rewrites: a plan of what was studied, for workers of which the study holds."""
+    from fxpipe.planning.choose import choose_cut
+    from fxpipe.planning.cut_problem import is_cut_by_hand
+
+    orders = studied.orders[:1] if is_cut_by_hand(studied.traced, settings) else studied.orders
+    cut = choose_cut(orders, studied.profiles_for(settings), studied.batch, settings)
+    return prepare_cut(cut, studied.fingerprint, studied.batch, settings)
+
+
+def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:
+    """The stages of a cut, and the plan that describes them."""
+    from fxpipe.planning.describe_cut import plan_of_cut, rematerialized_nodes
+    from fxpipe.rewriting import split_into_stages
+
+    traced = cut.traced
+    settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
+    deferred = settings.deferred_batch_norm
+    program = split_into_stages(traced, cut.starts, settings.devices, deferred_batch_norm=deferred)
+    copies = rematerialized_nodes(cut, program, settings.largest_micro_batch(batch))
+    if any(copies):
+        program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred)
+    plan = plan_of_cut(cut, program, copies, batch, settings)
+    plan = replace(plan, fingerprint=fingerprint)
+    return PreparedGraph(plan, traced, program, settings, traced.fingerprint() != fingerprint)
+
+
+def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
+    """What was left to planning, decided."""
+    if asked != "auto":
+        return asked
+    if len({*recompute}) == 1:
+        return "always" if recompute[0] else "never"
+    return tuple("always" if again else "never" for again in recompute)
+
+
+def prepare_given_plan(traced: Traced, given: Plan, batch: int, settings: Settings) -> PreparedGraph:
+    """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
+    from fxpipe.plans.retarget import resize_plan
+    from fxpipe.rewriting import split_into_stages
+    from fxpipe.rewriting.reorder import with_node_order
+    from fxpipe.scheduling import schedule_text
+
+    by_name = {node.name: node for node in traced.nodes}
+    names = [name for stage in given.stages for name in stage.nodes]
+    if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in given.stages):
+        raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
+    reordered = with_node_order(traced, [by_name[name] for name in names])
+    starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
+    program = split_into_stages(
+        reordered, starts, settings.devices, [stage.copies for stage in given.stages], settings.deferred_batch_norm
+    )
+    stages = tuple(
+        replace(stage, device=str(device), code=made.code)
+        for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
+    )
+    plan = replace(
+        resize_plan(replace(given, stages=stages), settings.largest_micro_batch(batch), settings.checkpoint),
+        devices=tuple(map(str, settings.devices)),
+        schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
+        chunks=settings.chunks,
+        placement=settings.placement,
+        batch=batch,
+    )
+    return PreparedGraph(plan, reordered, program, settings, names != [node.name for node in traced.nodes])
+
+
+# -- Another graph of a planned model, for evaluation say, cut so that nodes stay with their parameters --------------
+
+
+@planning_block()
+def prepare_additional_graph(
+    first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
+) -> PreparedGraph:
+    """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
+    from fxpipe.partitioning import cut_least_misplaced
+    from fxpipe.rewriting import forbidden_cuts, split_into_stages
+    from fxpipe.rewriting.reorder import reorder_nodes
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+
+    model = first.traced.model
+    with on_one_device(model) as device:
+        args, kwargs = move_inputs((args, kwargs), device)
+        traced, _ = trace_batch(model, args, kwargs, settings, seed)
+    if first.is_reordered:
+        traced = reorder_nodes(traced)
+    starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
+    program = split_into_stages(traced, starts, settings.devices, deferred_batch_norm=settings.deferred_batch_norm)
+    return replace(first, traced=traced, program=program)
+
+
+def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
+    """For each node and stage: bytes of parameters that would be elsewhere; least of all, a node with a known name."""
+    from fxpipe.tracing.tensors import tensor_bytes
+    from fxpipe.tracing.traced import attribute_tensor
+
+    homes: dict[str, int] = {}
+    for j, stage in enumerate(first.program.stages):
+        for name in stage.attributes:
+            homes.setdefault(name, j)
+    known = {name: stage.index for stage in first.plan.stages for name in stage.nodes}
+    stages = range(len(first.plan.stages))
+    table = []
+    for node in traced.nodes:
+        row = [0.0] * len(stages)
+        for source in node.all_input_nodes:
+            home = homes.get(str(source.target)) if source.op == "get_attr" else None
+            if home is not None:
+                size = 1.0 + tensor_bytes(attribute_tensor(traced, source))
+                row = [cost + (size if j != home else 0.0) for j, cost in enumerate(row)]
+        if node.name in known:
+            row = [cost + (0.5 * abs(j - known[node.name])) for j, cost in enumerate(row)]
+        table.append(row)
+    return table

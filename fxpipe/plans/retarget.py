@@ -1,0 +1,164 @@
+"""A plan on other hardware than it was made for: the same stages, with the seconds, links and memory they have there.
+
+The plan knows the operations of its stages as formulas, so that what was measured on one machine is reckoned for
+another as `fxpipe.plan(..., hardware=...)` does it. The cut stays: on other hardware another one may be better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from fxpipe.errors import ArgumentError
+from fxpipe.hardware import Hardware, link_between, shared_adapters
+from fxpipe.partitioning.chain import Link
+from fxpipe.plans import HeaviestNode, Plan, PlannedTransfer, StagePlan, StageSeconds
+from fxpipe.utils.polynomial import Polynomial
+
+# The figures of a plan for micro-batches of another size than it was made for: a plan knows them all by itself.
+#
+# Bytes follow exactly, by the plan's formulas. Seconds follow by what the plan knows of them, a part that is the same
+# for every size and a part that grows with it. Which cuts were compared is forgotten, for it was for the other size.
+
+
+def resize_plan(plan: Plan, samples: int, checkpoint: str | tuple[str, ...] | None = None) -> Plan:
+    """The plan with the figures of micro-batches of so many samples at most, and with these checkpoint modes."""
+    if samples == plan.micro_batch and checkpoint in (None, plan.checkpoint):
+        return plan
+    plan = plan if checkpoint is None else replace(plan, checkpoint=checkpoint)
+    times = samples / plan.micro_batch
+    return replace(
+        plan,
+        stages=tuple(_resize_stage(stage, samples, times, plan.recomputes(stage.index)) for stage in plan.stages),
+        portals=tuple(replace(p, bytes=_resize_bytes(p.size, p.bytes, samples, times)) for p in plan.portals),
+        micro_batch=samples,
+        bottlenecks=(),
+        sendings=tuple(_resize_transfer(way, samples, times) for way in plan.sendings),
+        heaviest=None if plan.heaviest is None else _resize_node(plan.heaviest, times),
+    )
+
+
+def _resize_stage(stage: StagePlan, samples: int, times: float, recomputes: bool) -> StagePlan:
+    backward = _scale_seconds(stage.backward_seconds, stage.fixed.backward, times)
+    return replace(
+        stage,
+        forward_seconds=_scale_seconds(stage.forward_seconds, stage.fixed.forward, times),
+        backward_seconds=backward,
+        weight_seconds=min(
+            backward, _scale_seconds(stage.weight_seconds, stage.fixed.weight, times)
+        ),  # rounded, a part still
+        activation_bytes=stage.bytes.kept(recomputes)(samples) + stage.bytes.held(samples),
+        sent_bytes=_resize_bytes(stage.sent, stage.sent_bytes, samples, times),
+    )
+
+
+def _resize_bytes(formula: Polynomial, known: int, samples: int, times: float) -> int:
+    """By the formula; in proportion where a plan (an older file, one made by hand) has none."""
+    return formula(samples) if formula.coefficients else math.ceil(known * times)
+
+
+def _resize_transfer(way: PlannedTransfer, samples: int, growth: float) -> PlannedTransfer:
+    """With the seconds that so many bytes take on the way that the plan knew."""
+    size = _resize_bytes(way.size, way.bytes, samples, growth)
+    times = size / way.bytes if way.bytes else 1.0
+    return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
+
+
+def _resize_node(node: HeaviestNode, times: float) -> HeaviestNode:
+    return replace(node, seconds=_scale_seconds(node.seconds, node.fixed_seconds, times))
+
+
+def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
+    return fixed + (seconds - fixed) * times
+
+
+# -- What an action costs beside the operations of its stage ---------------------------------------------------------
+#
+# Before F, R, B or W can compute, its worker waits at a fence, takes what was sent, and calls the stage's code or
+# autograd; after it, what was made is handed on and noted. That is Python on the host, as long for a small micro-batch
+# as for a large one: so it is what many small micro-batches cost, and what two stages cost that could be one.
+#
+# On a GPU it costs nothing as long as the host is ahead of the device, and what is slower to launch than to run was
+# measured or reckoned as long as it takes to launch. So it counts on the CPU only.
+
+# Seconds of one action of a stage of one small operation, beyond that operation: `make bench`, tools/bench/overhead.py.
+CPU_ACTION_SECONDS = 1e-4
+
+
+def action_seconds(device: str) -> float:
+    """Seconds that an action takes on a device beside the operations of its stage.
+
+    >>> action_seconds("cuda:0")
+    0.0
+    """
+    return CPU_ACTION_SECONDS if device.partition(":")[0] == "cpu" else 0.0
+
+
+def retarget_plan(plan: Plan, hardware: Hardware) -> Plan:
+    """The plan with the figures of this hardware. Which node is the heaviest there is not known.
+
+    Raises:
+        ArgumentError: the plan does not know its operations.
+    """
+    if not plan.operations:
+        raise ArgumentError(
+            f"hardware={hardware.name!r}: the plan does not know which operations its stages run, for the model was "
+            "profiled on values only (or the plan was made by hand); give hardware to fxpipe.plan"
+        )
+    workers = [f"cuda:{k}" if hardware.within is not None else "cpu" for k in range(max(plan.placement) + 1)]
+    devices = tuple(workers[k] for k in plan.placement)
+    return replace(
+        plan,
+        stages=tuple(_retarget_stage(plan, stage, devices[stage.index], hardware) for stage in plan.stages),
+        devices=devices,
+        sendings=tuple(_retarget_transfer(plan, way, hardware) for way in plan.sendings),
+        estimated_for=hardware.name,
+        bottlenecks=(),
+        heaviest=None,
+    )
+
+
+def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransfer:
+    """With the seconds that it takes over this link; None: it is handed over."""
+    if link is None:
+        return replace(way, seconds=0.0, fixed_seconds=0.0)
+    fixed = way.values * link.latency
+    return replace(way, seconds=fixed + way.bytes / link.bytes_per_second, fixed_seconds=fixed)
+
+
+def _retarget_stage(plan: Plan, stage: StagePlan, device: str, hardware: Hardware) -> StagePlan:
+    b, worker = plan.micro_batch, plan.placement[stage.index]
+    here, twice = (_stage_seconds(plan, stage, hardware, size) for size in (b, 2 * b))
+    return replace(
+        stage,
+        device=device,
+        forward_seconds=here.forward,
+        backward_seconds=here.backward,
+        weight_seconds=here.weight,
+        memory_limit=hardware.usable_memory // plan.placement.count(worker),
+        fixed=StageSeconds(
+            *(
+                max(0.0, 2 * getattr(here, kind) - getattr(twice, kind))  # the line through both
+                for kind in ("forward", "backward", "weight")
+            )
+        ),
+        action_seconds=action_seconds(device),
+        update_seconds=hardware.update_seconds(stage.gradient_bytes, stage.state_bytes - stage.gradient_bytes),
+    )
+
+
+def _stage_seconds(plan: Plan, stage: StagePlan, hardware: Hardware, b: int) -> StageSeconds:
+    def total(counted: Iterable[tuple[int, int]]) -> float:
+        return math.fsum(times * plan.operations[k].seconds(hardware, b) for k, times in counted)
+
+    work = stage.work
+    backward = total(work.backward)
+    weight = max(0.0, backward - total(work.to_inputs))
+    return StageSeconds(total(work.forward), backward, weight)
+
+
+def _retarget_transfer(plan: Plan, way: PlannedTransfer, hardware: Hardware) -> PlannedTransfer:
+    one, other = plan.placement[way.source], plan.placement[way.target]
+    link = link_between(hardware, one, other)
+    return transfer_over_link(replace(way, over=shared_adapters(hardware, one, other)), link)

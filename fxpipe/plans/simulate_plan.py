@@ -1,0 +1,155 @@
+"""`fxpipe.simulate`: a plan, as it is or otherwise: with another schedule, more micro-batches, on other hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.plans import Plan
+from fxpipe.plans.retarget import resize_plan
+from fxpipe.scheduling import SCHEDULES, Schedule, as_schedule_like, make_schedule, schedule_text
+from fxpipe.simulation import simulate_schedule
+from fxpipe.simulation.simulation_result import Simulation
+from fxpipe.utils.units import whole_number
+
+if TYPE_CHECKING:
+    from fxpipe.hardware import Hardware
+    from fxpipe.scheduling import ScheduleLike
+
+
+def simulate(
+    plan: Plan,
+    *,
+    schedule: ScheduleLike | None = None,
+    chunks: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    batch: int | None = None,
+    hardware: str | Hardware | None = None,
+    overlaps: bool = False,
+) -> Simulation:
+    """How long a step of a plan takes, how much the devices idle, what they hold: nothing is run, and no model needed.
+
+        print(fxpipe.simulate(plan))                        # a timeline, bubbles and memory of each device
+        fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds
+        fxpipe.simulate(plan, hardware="h100").fits         # does it fit into their memory, device by device
+
+    The stages are the plan's in any case, and so are the devices that have them. Other micro-batches, checkpoint modes
+    or hardware than the plan was made for might be served better by other cuts: `fxpipe.plan` finds those.
+
+    Args:
+        plan: made for a model, or read from a file. What is not given below is as the plan has it.
+        schedule: a name or one of your own (see `fxpipe.scheduling`); "inference" too.
+        chunks: micro-batches of a step. There are no more than samples.
+        checkpoint: "never", "always" or "except_last", or one of these for each stage.
+        batch: samples of the mini-batch.
+        hardware: seconds, links and memory are those of this hardware, as for `fxpipe.plan`.
+        overlaps: transfers run beside computation. If not, the device that receives copies before it computes, as it is
+            when a pipe runs.
+
+    Returns:
+        The simulation. `step_seconds` is the time of forward and backward of the mini-batch with all that is sent;
+        the optimizer's update comes after it, and takes `update_seconds` where the hardware is known. All micro-batches
+        take as long as the largest one.
+
+    Raises:
+        ArgumentError: an argument cannot be used, or the schedule needs stages on other devices than the plan has them.
+        ArgumentTypeError: an argument is of another type.
+        ScheduleError: a schedule of your own would not run.
+    """
+    found = vary_plan(plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware)
+    stages, transfers = found.costs()
+    limits = [
+        [s.memory_limit for s in found.stages if found.placement[s.index] == k] for k in range(len(found.workers))
+    ]
+    return replace(
+        simulate_schedule(found.as_schedule(), stages, transfers, overlaps=overlaps),
+        devices=found.workers,
+        samples=found.batch,
+        limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
+    )
+
+
+def vary_plan(
+    plan: Plan,
+    *,
+    schedule: ScheduleLike | None = None,
+    chunks: int | None = None,
+    checkpoint: str | Sequence[str] | None = None,
+    batch: int | None = None,
+    hardware: str | Hardware | None = None,
+) -> Plan:
+    """The plan with what is given, and all figures as they are then; arguments as for `simulate`."""
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as fxpipe.plan(...), pipe.plan and "
+            "fxpipe.Plan.load(path) give it"
+        )
+    order = as_schedule_like(plan.schedule if schedule is None else schedule)
+    count = _chunks(plan, order, schedule is not None, chunks)
+    modes = plan.checkpoint if checkpoint is None else _modes(checkpoint)
+    samples = _batch(plan, batch, resizes=count != plan.chunks)
+    m = count if samples is None else min(count, samples)
+    _check_schedule(plan, order, m, modes)
+    found = resize_plan(plan, plan.micro_batch if samples is None else -(-samples // m), modes)
+    found = replace(
+        found, schedule=schedule_text(order, m, plan.placement), chunks=count, batch=samples if samples else plan.batch
+    )
+    if hardware is None:
+        return found
+    from fxpipe.hardware import parse_hardware
+    from fxpipe.plans.retarget import retarget_plan
+
+    return retarget_plan(found, parse_hardware(hardware))
+
+
+def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, given: int | None) -> int:
+    """A table of one's own says how many micro-batches there are, unless it is said."""
+    if given is None:
+        return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
+    return _parse_whole_number("chunks", given, "micro-batches")
+
+
+def _batch(plan: Plan, given: int | None, resizes: bool) -> int | None:
+    """Samples of the mini-batch; None where they are not known, nor needed."""
+    if given is not None:
+        return _parse_whole_number("batch", given, "samples")
+    if plan.batch is None and resizes:
+        return plan.micro_batch * plan.chunks
+    return plan.batch
+
+
+def _parse_whole_number(name: str, given: int, what: str) -> int:
+    count = whole_number(given)
+    if count is None:
+        raise ArgumentTypeError(f"{name}={given!r}: expected a whole number of {what}, at least 1")
+    if count < 1:
+        raise ArgumentError(f"{name}={given!r}: expected at least 1")
+    return count
+
+
+def _modes(given: str | Sequence[str]) -> str | tuple[str, ...]:
+    return given if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
+
+
+def _check_schedule(plan: Plan, order: ScheduleLike, m: int, modes: str | tuple[str, ...]) -> None:
+    """Raises, with the remedy, where the schedule cannot have the plan's stages on the plan's devices."""
+    try:
+        make_schedule(order, len(plan.stages), m, modes, plan.placement)
+    except ArgumentError as error:
+        if isinstance(order, str) and SCHEDULES[order].has_fixed_placement and not _fits_placement(order, plan):
+            raise ArgumentError(
+                f"schedule={order!r} cannot run over this plan, whose {len(plan.stages)} stages are on devices "
+                f"{plan.placement}: it needs other stages on other devices; plan for it: "
+                f"fxpipe.plan(model, ..., schedule={order!r})"
+            ) from error
+        raise
+
+
+def _fits_placement(name: str, plan: Plan) -> bool:
+    try:
+        make_schedule(name, len(plan.stages), 1, placement=plan.placement)
+    except ArgumentError:
+        return False
+    return True

@@ -1,0 +1,198 @@
+"""Takes samples of how long nodes take to go back, many nodes in a row, as in a real backward.
+
+What is measured must be as warm, and lie in memory in the same way, as what runs. So nodes wait until those that have
+gone forward have made `WINDOW_BYTES` bytes; then all go back, the last first. (Samples that each went forward and back
+at once were up to twice as long as in a real step for small nodes, whose code was cold each time, and too short for
+large ones, whose values were still warm.)
+
+Some nodes go back twice: to all that wants a gradient, and to their inputs alone. The second way waits until all have
+gone the first, which it would leave warm weights behind for. Two sorts of nodes need no other forward, and their second
+way follows at once, over the same graph:
+
+- A product shares nothing between the gradients of its parameters and those of its inputs. So it goes to the ones and
+  then to the others, as it does when it goes to both, but is timed apart. The sum is what it takes to go to both.
+- Beside a node that takes long it is little that something is warm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
+from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.traced import CALL_OPS, Traced
+
+WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
+_NOTE_PREFIX = "fxpipe: while measuring "
+_SUM_SAMPLES = 5  # samples of how long it takes to add gradients of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class PendingBackward:
+    """A node that has gone forward and has still to go back."""
+
+    node: fx.Node
+    ends: list[torch.Tensor]  # from which its backward starts
+    starts: list[torch.Tensor]  # and to which it goes
+    totals: list[torch.Tensor | None]  # of gradients of parameters
+    found: list[float]  # where its seconds go
+    then: PendingBackward | None = None  # another way back over the same graph, at once
+    includes_second_pass: bool = False  # the way `then` goes is a part of this one, which leaves it out
+
+
+@dataclass(slots=True)
+class BackwardQueue:
+    """The nodes that wait to go back."""
+
+    clock: Clock
+    first: list[PendingBackward] = field(default_factory=list)
+    again: list[tuple[PendingBackward, list[torch.Tensor]]] = field(
+        default_factory=list
+    )  # with the ends of the first way
+    _bytes: int = 0
+    _strides: dict[Hashable, tuple[int, ...]] = field(default_factory=dict)  # of gradients, by the tensor
+
+    def __bool__(self) -> bool:
+        return bool(self.first)
+
+    def wait(self, waiting: PendingBackward) -> None:
+        self.first.append(waiting)
+        self._count(waiting)
+
+    def add_second_pass(self, waiting: PendingBackward, ends: list[torch.Tensor]) -> None:
+        """Waits to go back another way than from `ends`, from equal tensors."""
+        self.again.append((waiting, ends))
+        self._count(waiting)
+
+    def _count(self, waiting: PendingBackward) -> None:
+        self._bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
+
+    @property
+    def is_full(self) -> bool:
+        return self._bytes > WINDOW_BYTES
+
+    def go(self) -> None:
+        """Times the backward of all nodes that wait for it.
+
+        Each starts from ones, since gradients that go back through many nodes may become so small that arithmetic with
+        them is slow; but from ones that lie in memory as the gradient does that its users give it.
+        """
+        while self.first:
+            waiting = self.first.pop()
+            self._one(waiting, waiting.ends)
+            if waiting.then is not None:
+                self._one(waiting.then, waiting.ends)
+                if waiting.includes_second_pass:
+                    waiting.found[-1] += waiting.then.found[-1]
+        while self.again:
+            self._one(*self.again.pop())
+        self.clear()
+
+    def clear(self) -> None:
+        self.first.clear()
+        self.again.clear()
+        self._strides.clear()
+        self._bytes = 0
+
+    def _one(self, waiting: PendingBackward, like: list[torch.Tensor]) -> None:
+        ones = [_ones_with_stride(t, self._strides.get(_memory_location(t))) for t in like]
+        with naming_node(waiting.node):
+            seconds, gradients = self.clock.backward_seconds(
+                waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
+            )
+        waiting.found.append(seconds)
+        for start, gradient in zip(waiting.starts, gradients, strict=False):
+            if gradient is not None and gradient.layout == torch.strided:
+                self._strides.setdefault(_memory_location(start), gradient.stride())
+
+
+@dataclass(slots=True)
+class GradientSumTimes:
+    """How long it takes to add a gradient to another."""
+
+    clock: Clock
+    _found: dict[TensorSignature, float] = field(default_factory=dict)  # seconds
+
+    def seconds(self, value: torch.Tensor) -> float:
+        """For two gradients of `value`."""
+        if value.layout != torch.strided:
+            return 0.0
+        like = TensorSignature.of(value)
+        if like not in self._found:
+            with torch.no_grad():
+                total, gradient = torch.zeros_like(value), torch.zeros_like(value)
+                found = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
+            self._found[like] = median(found[1:])  # the first is not warm
+        return self._found[like]
+
+
+def _memory_location(tensor: torch.Tensor) -> Hashable:
+    """Where it lies in memory: the same for a value and for what it was detached from."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    if stride is None:
+        return torch.ones_like(like)
+    size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
+    return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
+
+
+@contextlib.contextmanager
+def naming_node(node: fx.Node) -> Iterator[None]:
+    """What is raised in this block says which node it was."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
+            error.add_note(f"{_NOTE_PREFIX}{node.name} ({node.meta['source']})")
+        raise
+
+
+# -- What a node calls, ready to be timed: nothing but the function itself runs between two looks at the clock -------
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCall:
+    """What a working node calls, and the nodes and constants that it is given."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    is_method: bool
+
+    def bound(self, values: Mapping[fx.Node, NodeValue]) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+        """The function and its arguments, ready to be called."""
+        args, kwargs = fx.map_arg((self.args, self.kwargs), values.__getitem__)
+        if self.is_method:
+            return getattr(args[0], self.target), args[1:], kwargs
+        return self.target, args, kwargs
+
+
+def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeCall]:
+    """The calls of all working nodes, with the devices among their arguments as in a stage on `device`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    found = {}
+    for node in traced.graph.nodes:
+        if node.op == "output":
+            continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op in CALL_OPS:
+            if device is not None:
+                set_node_device(copy, device)
+            originals = {copies[n]: n for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((copy.args, copy.kwargs), originals.__getitem__)
+            found[node] = NodeCall(copy.target, args, kwargs, copy.op == "call_method")
+    return found

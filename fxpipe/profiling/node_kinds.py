@@ -1,0 +1,256 @@
+"""Kinds of nodes, and their samples: nodes of one kind take the same time, so they share what is measured.
+
+Noise must not decide where a model of equal blocks is cut. Of one kind are nodes with the same function, constants and
+thread state, whose inputs agree in shape, stride, dtype, device and requires_grad: what a module of the same class with
+the same sizes does. A module kept whole is a function of its own, so there class and settings stand for the function.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.functions import PLAIN_TYPES
+from fxpipe.tracing.model_state import MODULE_DICT_KEYS
+from fxpipe.tracing.shapes.node_cache import function_key
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import Effects
+
+NodeValue = Any  # of a node: a tensor, a number, or a nest of them
+
+# What the median of a kind's samples may be wrong by: one of these.
+MEDIAN_TOLERANCE = 0.02  # of it
+NEGLIGIBLE_SHARE = 0.002  # of the seconds of the whole graph, for all nodes of the kind together
+UNIMPORTANT_SECONDS = 5e-6  # seconds
+MAX_SAMPLES = 25  # samples of one kind
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSignature:
+    """What of a tensor decides how long a node works on it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int | str, ...]  # or the layout of a sparse one
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSignature:
+        stride = tensor.stride() if tensor.layout == torch.strided else (str(tensor.layout),)
+        return cls(tensor.dtype, tuple(tensor.shape), stride, tensor.device, tensor.requires_grad)
+
+
+@dataclass(slots=True)
+class TimingSamples:
+    """Seconds of one kind of node. What disturbs a sample only makes it longer, so the median of them counts.
+
+    Backward goes to all tensors that want a gradient, and once more only to those that are no parameters.
+    """
+
+    is_warm: bool  # is the next one kept
+    needs_one: bool  # is one enough
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    to_inputs: list[float] = field(default_factory=list)  # where backward goes to both, inputs and parameters
+    has_inputs: bool = False  # does backward go to any
+    has_parameters: bool = False
+    gives_grad: tuple[bool, ...] = ()  # by tensor of its value: does it require grad
+    leaves_grad: tuple[bool, ...] = ()  # by tensor that it writes to: does it require grad afterwards
+
+    @property
+    def has_both(self) -> bool:
+        return self.has_inputs and self.has_parameters
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds if self.forward else 0.0
+
+    @property
+    def forward_seconds(self) -> float:
+        return median(self.forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return max(0.0, median(self.backward))
+
+    @property
+    def weight_seconds(self) -> float:
+        """The part of backward that goes to parameters."""
+        if not self.has_both:
+            return self.backward_seconds if self.has_parameters else 0.0
+        if not self.to_inputs:  # nobody asked
+            return 0.0
+        return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
+
+    def are_precise(self, negligible: float) -> bool:
+        """Are the medians known well enough, or to `negligible` seconds?
+
+        The median of n samples lies about their interquartile range over the root of n from where it will settle.
+        """
+        for found in (self.forward, self.backward, self.to_inputs):
+            if len(found) > 1:
+                lower, middle, upper = quantiles(found, n=4, method="inclusive")
+                if (upper - lower) / len(found) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
+                    return False
+        return True
+
+
+def timing_kind(
+    traced: Traced,
+    node: fx.Node,
+    arguments: Any,
+    values: Mapping[fx.Node, NodeValue],
+    written: Collection[fx.Node] = (),
+) -> Hashable:
+    """The same for nodes that take the same time; `arguments` are those that it is called with.
+
+    `written`: those of its inputs whose memory it changes, which may be more than one where they share it.
+    """
+    args = fx.map_arg(arguments, lambda n: map_tensors_in(TensorSignature.of, values[n]))
+    function = _module_kind(traced, node) if "whole" in node.meta else function_key(node.target)
+    changed = tuple(place for place, n in enumerate(node.all_input_nodes) if n in written)
+    return node.op, function, repr(args), node.meta["state"], changed
+
+
+def _module_kind(traced: Traced, node: fx.Node) -> Hashable:
+    """Classes and settings of a module that is kept whole and of all in it, and the constants that it is given."""
+    fixed, spec = node.meta["constants"]
+    constants = tuple((place, _frozen(value)) for place, value in fixed.items())
+    modules = traced.model.get_submodule(node.meta["whole"]).named_modules()
+    return repr(spec), constants, tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
+
+
+def _settings(module: nn.Module) -> Hashable:
+    own = module.__dict__.items()
+    settings = [(k, _frozen(v)) for k, v in own if k not in MODULE_DICT_KEYS and not isinstance(v, torch.Tensor)]
+    hooks = [(k, tuple(map(id, v.values()))) for k, v in own if k.endswith("_hooks") and isinstance(v, dict)]
+    return tuple(settings), tuple(hooks)
+
+
+def _frozen(value: Any) -> Hashable:
+    """Numbers and texts by what they are; anything else is itself alone."""
+    if type(value) in (*PLAIN_TYPES, type(None)):
+        return type(value), repr(value)
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_frozen, value))
+    return id(value)
+
+
+def map_tensors_in(function: Callable[[torch.Tensor], Any], value: NodeValue) -> NodeValue:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def distinct_tensors(tensors: Iterator[torch.Tensor] | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+# Nodes of one kind: one function, on arguments of which the same can be told but for values. They cost the same.
+
+ValueId = tuple[str, int]  # stands for a value: equal for all of which the same can be told
+
+
+class NodeKinds:
+    """The kinds of the nodes of one run."""
+
+    def __init__(self, effects: Effects):
+        self._effects = effects
+        self._written = set().union(*effects.written_classes)
+        self._numbers: dict[str, ValueId] = {}
+        self._likes: dict[fx.Node, ValueId] = {}
+
+    def of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
+        """The kind of a node that is about to run."""
+        args = fx.map_arg((node.args, node.kwargs), lambda n: self.like(n, values))
+        return node.op, function_key(node.target), repr(args), node.meta["state"]
+
+    def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
+        """What can be told of a value; in memory that is written to it may change (`unsqueeze_`, a gradient)."""
+        if node not in self._likes or self._effects.alias[node] in self._written:
+            described = repr(pytree.tree_map_only(torch.Tensor, _describe_tensor, values[node]))
+            self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))
+        return self._likes[node]
+
+
+def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
+    sizes = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+    return tensor.dtype, tuple(tensor.shape), sizes, tensor.device, tensor.requires_grad
+
+
+# -- Values that stand for others: where only the time of nodes counts, those of one kind need not all run -----------
+#
+# A node whose samples are taken would run for its value alone, for nodes behind it. If another node of its kind has run
+# in the same round, its value will do: it has the same shapes, strides and dtypes. Not so values that
+#
+# - are written to, or share memory with what is;
+# - are no floating point numbers: an index out of one table may lie beyond another;
+# - have a size that hangs on values: it may be another one;
+# - a hook sees.
+#
+# A value is kept as long as a node is still to come that may be of its kind.
+
+
+class ValueReuse:
+    """The values of one round."""
+
+    def __init__(self, traced: Traced, effects: Effects):
+        self.has_reused = False
+        self._rough: dict[fx.Node, Hashable] = {}  # of nodes whose value may be another's: equal for those of one kind
+        self._last: dict[Hashable, fx.Node] = {}
+        self._kept: dict[Hashable, dict[Hashable, Any]] = defaultdict(dict)  # rough kind -> kind -> value
+        written = set().union(*effects.written_classes)
+        for node, changed in zip(effects.nodes, effects.written_classes, strict=True):
+            if not changed and effects.alias[node] not in written and _is_plain(traced, node):
+                self._rough[node] = rough = (node.op, function_key(node.target), node.meta["shapes"])
+                self._last[rough] = node
+
+    def keep(self, node: fx.Node, kind: Hashable, value: Any) -> None:
+        """To be called when a node has run."""
+        if node not in self._rough:
+            return
+        rough = self._rough[node]
+        if self._last[rough] is node:
+            self._kept.pop(rough, None)
+        elif all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+            self._kept[rough].setdefault(kind, value)
+
+    def take(self, node: fx.Node, kind: Hashable) -> Any:
+        """A value of this kind; None where there is none."""
+        if node not in self._rough:
+            return None
+        rough = self._rough[node]
+        value = self._kept[rough].get(kind)
+        if self._last[rough] is node:
+            self._kept.pop(rough, None)
+        self.has_reused |= value is not None
+        return value
+
+    def forbid(self) -> None:
+        """No value stands for another from now on."""
+        self._rough.clear()
+        self.has_reused = False
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def _is_plain(traced: Traced, node: fx.Node) -> bool:
+    shapes = node.meta.get("shapes", ())
+    return (
+        bool(shapes)
+        and "hook" not in node.meta
+        and all(
+            (shape.dtype.is_floating_point or shape.dtype.is_complex)
+            and all(size.free_symbols <= {traced.batch} for size in shape.shape)
+            for shape in shapes
+        )
+    )

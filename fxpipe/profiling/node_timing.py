@@ -1,0 +1,475 @@
+"""Runs a graph node by node, and takes samples of how long each node takes, forward and backward apart.
+
+The graph is run in rounds. In each round every value is made as in the real run but cut off from what made it, so that
+the autograd graph of a node is its own and can go back alone.
+
+        values, detached ──▶ node ──▶ its value ──▶ detached ──▶ next node
+              ▲                           │
+              └── autograd.grad (ones) ◀──┘
+
+What is measured must be what runs: nodes go forward in a row, and then back in a row, as `going_back` says.
+
+A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
+leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
+device can be measured on one. Nothing is timed but the nodes.
+
+The first sample of a kind of nodes warms up and is dropped. A kind has enough when its samples agree, or once the
+budget is spent and it has one; its nodes then only make their values, or take that of another node of their kind
+(`alike`). So twelve equal blocks are measured in little more than one round, in which few of them run, and the samples
+of a node without equals lie apart in time: a short disturbance misses most. Of a node that takes long fewer samples are
+enough, and the first counts.
+
+What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
+themselves. The model is only read.
+
+What no node does by itself counts for the node that makes it happen:
+
+- Where a value has several users, backward sums what comes back from them: each user adds, but the last, from which the
+  first gradient comes.
+- The gradient of a parameter is added to those of the micro-batches before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import time
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.profiling.backward_timing import (
+    BackwardQueue,
+    GradientSumTimes,
+    NodeCall,
+    PendingBackward,
+    calls_on,
+    naming_node,
+)
+from fxpipe.profiling.clock import Clock
+from fxpipe.profiling.flops import NodeOperations
+from fxpipe.profiling.node_kinds import (
+    MAX_SAMPLES,
+    NEGLIGIBLE_SHARE,
+    UNIMPORTANT_SECONDS,
+    NodeValue,
+    TensorSignature,
+    TimingSamples,
+    ValueReuse,
+    distinct_tensors,
+    map_tensors_in,
+    timing_kind,
+)
+from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.tensors import storage_of, tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.effects import Effects
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.progress import ProgressStep, progress
+
+LONG_SECONDS = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
+SAMPLES_OF_LONG = 2  # samples of such a node
+LONG_PRODUCT_SECONDS = 1e-3  # seconds from which on a call of autograd more is small beside a product
+VERY_LONG_SECONDS = (
+    0.2  # seconds from which on one is enough: there is another size, and a plan wants no more than percents
+)
+
+# Of their gradients each is a product of its own.
+_PRODUCT_FUNCTIONS = frozenset(
+    (
+        *(F.linear, torch.mm, torch.addmm, torch.bmm, torch.baddbmm, torch.matmul, operator.matmul),
+        *(F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTiming:
+    """What was seen of one node."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_seconds: float  # the part of backward that makes gradients of parameters
+    bytes: int  # of all tensors that it returned
+    ran: NodeOperations | None = None  # its operations, where it was estimated
+
+
+@dataclass(slots=True)
+class TimingRounds:
+    """The runs over the graph, and what they found."""
+
+    traced: Traced
+    effects: Effects
+    leaves: Sequence[Any]
+    clock: Clock
+    repeats: int
+    deadline: float
+    step: Callable[[], object]  # called after each node
+    drops_first: bool = True  # is the first sample of a kind unlike the others
+    device: torch.device | None = None  # to run on; None: where model and inputs are
+    times_input_gradient: bool = True  # also, where there are gradients of parameters, without them
+    samples: dict[Hashable, TimingSamples] = field(default_factory=dict)
+    kind: dict[fx.Node, Hashable] = field(default_factory=dict)  # the key of its samples
+    bytes: dict[fx.Node, int] = field(default_factory=dict)
+    values: dict[fx.Node, NodeValue] = field(
+        default_factory=dict
+    )  # alive in this round: tensors are leaves of autograd
+    _calls: dict[fx.Node, NodeCall] = field(init=False)
+    _written: set[int | None] = field(init=False)  # alias classes
+    _of_inputs: set[fx.Node] = field(init=False)  # what is not the same for all micro-batches, as parameters are
+    _number: Counter[Hashable] = field(default_factory=Counter)  # nodes of a kind
+    _sums: GradientSumTimes = field(init=False)
+    _sums_of: dict[fx.Node, float] = field(default_factory=dict)
+    _back: BackwardQueue = field(init=False)
+    _chosen: set[fx.Node] = field(default_factory=set)  # of which to take a sample in this round
+    _taken: Counter[fx.Node] = field(default_factory=Counter)  # samples
+    _alike: ValueReuse = field(init=False)
+    _negligible: float = 0.0  # seconds, for all nodes of a kind
+
+    def __post_init__(self) -> None:
+        self._calls = calls_on(self.traced, self.device)
+        self._back, self._sums = BackwardQueue(self.clock), GradientSumTimes(self.clock)
+        self._written = set().union(*self.effects.written_classes)
+        self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
+        self._alike = ValueReuse(self.traced, self.effects)
+
+    def run(self) -> None:
+        while self.round():
+            pass
+
+    def round(self) -> bool:
+        """One more round, if any node needs another sample; was there one?"""
+        try:
+            return self._round()
+        except Exception:
+            if not self._alike.has_reused:
+                raise
+            self._alike.forbid()  # values that stand for others may be the reason
+            for samples in self.samples.values():
+                del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
+            return self._round()
+
+    def _round(self) -> bool:
+        nodes = self.effects.nodes
+        self._choose()
+        stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or n in self._chosen), default=0)
+        try:
+            for place, node in enumerate(nodes[:stop]):
+                with naming_node(node):
+                    self._visit(node, place)
+                for used in (*node.all_input_nodes, node):
+                    if self.effects.last[used] <= place:
+                        self.values.pop(used, None)
+                self.step()
+            self._back.go()
+        finally:
+            self.values.clear()
+            self._back.clear()
+            self._alike.clear()
+        if stop:
+            self._negligible = NEGLIGIBLE_SHARE * sum(self.samples[self.kind[n]].seconds for n in nodes)
+        return stop > 0
+
+    def measured(self, node: fx.Node) -> NodeTiming:
+        samples = self.samples[self.kind[node]]
+        backward = samples.backward_seconds + self._sums_of[node]
+        return NodeTiming(samples.forward_seconds, backward, samples.weight_seconds, self.bytes[node])
+
+    def _choose(self) -> None:
+        """Nodes of which to take a sample in the next round: of each kind those that have had the fewest."""
+        of_kind: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        for node, kind in self.kind.items():
+            of_kind[kind].append(node)
+        self._chosen = set()
+        for kind, nodes in of_kind.items():
+            self._chosen.update(sorted(nodes, key=self._taken.__getitem__)[: self._missing(kind)])
+
+    def _wants(self, node: fx.Node) -> bool:
+        is_over = bool(self.samples[self.kind[node]].forward) and time.perf_counter() >= self.deadline
+        return node in self._chosen and not is_over
+
+    def _missing(self, kind: Hashable) -> int:
+        """How many samples of a kind to take in the next round."""
+        samples = self.samples[kind]
+        found = len(samples.forward)
+        if not found:
+            return 1
+        if found >= MAX_SAMPLES or samples.needs_one or time.perf_counter() >= self.deadline:
+            return 0
+        repeats = min(self.repeats, _samples_for(max(samples.forward_seconds, samples.backward_seconds)))
+        if found < repeats:
+            return repeats - found
+        return (
+            0 if samples.are_precise(max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)) else self.repeats
+        )
+
+    # -- one round -----------------------------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node, place: int) -> None:
+        """Makes the value of a node, and takes a sample where one is wanted."""
+        if node in self.kind and not self._wants(node) and self._has_taken_alike(node):
+            return
+        for source in node.all_input_nodes:
+            if source.op in ("placeholder", "get_attr") and source not in self.values:
+                self.values[source] = self._held(source)
+        written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.written_classes[place]]
+        if written and self._back:
+            self._keep_waiting(written)
+        if node not in self.kind:
+            self._meet(node, written)
+        samples, made = self.samples[self.kind[node]], None
+        if self._wants(node):
+            self._taken[node] += 1
+            made = self._sample(node, written, samples)
+        if node not in self._sums_of:
+            self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
+        if made is None and not node.users and not written and node in self.bytes:
+            return
+        if made is None and self._has_taken_alike(node):
+            return
+        if made is None or written:
+            function, args, kwargs = self._calls[node].bound(self.values)
+            with set_thread_state(node.meta["state"]), torch.no_grad():
+                made = (function(*args, **kwargs),)
+        (value,) = made
+        self._note(node, value)
+        self._alike.keep(node, self.kind[node], self.values[node])
+        self._spread_grad(written, samples.leaves_grad)
+
+    def _note(self, node: fx.Node, value: NodeValue) -> None:
+        self.bytes.setdefault(node, sum(t.numel() * t.element_size() for t in tensors_in(value)))
+        grads = iter(self.samples[self.kind[node]].gives_grad)
+        self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
+
+    def _has_taken_alike(self, node: fx.Node) -> bool:
+        """Is there a value of its kind in this round, which stands for the node's own?"""
+        value = self._alike.take(node, self.kind[node])
+        if value is None:
+            return False
+        self._note(node, value)
+        return True
+
+    def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
+        """What waits to go back keeps what it has seen: the node will write to a copy, or else the others go first."""
+        classes = {self.effects.alias[n] for n in written}
+        alive = [n for n in self.values if self.effects.alias[n] in classes]
+        if len(alive) == len(classes):  # it has no views
+            copies = {n: map_tensors_in(_leaf_copy, self.values[n]) for n in alive}
+            if all(map(_have_equal_signatures, copies.values(), (self.values[n] for n in alive))):
+                self.values.update(copies)
+                return
+        self._back.go()
+
+    def _meet(self, node: fx.Node, written: Sequence[fx.Node]) -> None:
+        """Finds out of which kind a node is."""
+        call = self._calls[node]
+        kind = self.kind[node] = timing_kind(self.traced, node, (call.args, call.kwargs), self.values, written)
+        self._number[kind] += 1
+        if kind not in self.samples:
+            # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
+            is_seldom = "hook" in node.meta
+            self.samples[kind] = TimingSamples(is_seldom or not self.drops_first, is_seldom)
+            self._chosen.add(node)
+
+    def _held(self, node: fx.Node) -> torch.Tensor:
+        """An input or a tensor of the model, on the device: a copy of what a node will write to."""
+        is_input = node.op == "placeholder"
+        tensor = (
+            self.leaves[self.traced.place_of(node)] if is_input else fake_if_active(attribute_tensor(self.traced, node))
+        )
+        needs_grad = tensor.requires_grad and (is_input or isinstance(tensor, torch.nn.Parameter))
+        held = tensor.detach()
+        if self.device is not None and tensor.device != self.device:
+            held = held.to(self.device)
+        # An inference tensor cannot be saved for backward; its copy can.
+        elif self.effects.alias[node] in self._written or tensor.is_inference():
+            held = held.clone()
+        return held.requires_grad_(needs_grad)
+
+    def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
+        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        tensors = [t for n in written for t in tensors_in(self.values[n])]
+        storages = {storage_of(t) for t, grad in zip(tensors, leaves_grad, strict=True) if grad and not t.requires_grad}
+        if not storages:
+            return
+        for tensor in tensors_in(list(self.values.values())):
+            if storage_of(tensor) in storages and (tensor.is_floating_point() or tensor.is_complex()):
+                tensor.requires_grad_()
+
+    # -- one sample ----------------------------------------------------------------------------------------------------
+
+    def _sample(self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples) -> tuple[NodeValue]:
+        """Times a node. It goes back later. Returns its value, in a tuple since None is one too."""
+        starts = {id(t): (n, t) for n in node.all_input_nodes for t in tensors_in(self.values[n]) if t.requires_grad}
+        every, inputs = [t for _, t in starts.values()], [t for n, t in starts.values() if n in self._of_inputs]
+        seconds, value, ends = self._forward(node, written, samples)
+        samples.has_inputs, samples.has_parameters = bool(ends and inputs), bool(ends) and len(inputs) < len(every)
+        is_kept, samples.is_warm = samples.is_warm or seconds > LONG_SECONDS, True
+        if is_kept:
+            samples.forward.append(seconds)
+        totals = [t.detach().clone() if n.op == "get_attr" else None for n, t in starts.values()]
+        waiting = PendingBackward(node, ends, every, totals, samples.backward if is_kept else [])
+        if not (samples.has_both and is_kept and self.times_input_gradient):
+            self._back.wait(waiting)
+        elif node.target in _PRODUCT_FUNCTIONS and seconds > LONG_PRODUCT_SECONDS:
+            then = PendingBackward(node, ends, inputs, [], samples.to_inputs)
+            parameters = [n not in self._of_inputs for n, _ in starts.values()]
+            weights, sums = [*compress(every, parameters)], [*compress(totals, parameters)]
+            self._back.wait(
+                PendingBackward(node, ends, weights, sums, samples.backward, then, includes_second_pass=True)
+            )
+        elif seconds > LONG_SECONDS:
+            self._back.wait(replace(waiting, then=PendingBackward(node, ends, inputs, [], samples.to_inputs)))
+        else:
+            self._back.wait(waiting)
+            again = self._forward(node, written, samples)[2]
+            self._back.add_second_pass(PendingBackward(node, again, inputs, [], samples.to_inputs), ends)
+        if self._back.is_full:
+            self._back.go()
+        return (value,)
+
+    def _forward(
+        self, node: fx.Node, written: Sequence[fx.Node], samples: TimingSamples
+    ) -> tuple[float, NodeValue, list[torch.Tensor]]:
+        """Seconds of a node, its value, and the tensors from which its backward starts."""
+        values = self.values
+        if written:
+            with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+                values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
+        function, args, kwargs = self._calls[node].bound(values)
+        state = node.meta["state"]
+        if any(autocast.enabled for autocast in state.autocast):
+            torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
+        with set_thread_state(state):
+            seconds, value = self.clock.seconds(function, *args, **kwargs)
+        changed = [t for n in written for t in tensors_in(values[n])]
+        samples.gives_grad = tuple(t.requires_grad for t in tensors_in(value))
+        samples.leaves_grad = tuple(t.requires_grad for t in changed)
+        return seconds, value, distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+
+    def _time_sums(self, node: fx.Node, place: int, written: Sequence[fx.Node]) -> float:
+        """Seconds in which the gradients that come back from a node are added to those of users after it."""
+        seconds = 0.0
+        for source in node.all_input_nodes:
+            value = self.values[source]
+            is_summed = source.op != "get_attr" and source not in written and self._goes_back_later(source, place)
+            if is_summed and isinstance(value, torch.Tensor) and value.requires_grad:
+                seconds += self._sums.seconds(value)
+        return seconds
+
+    def _goes_back_later(self, source: fx.Node, place: int) -> bool:
+        """Does a gradient come back to a value from after this place?"""
+        users = (u for u in source.users if self.effects.place.get(u, -1) > place)
+        return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
+
+
+def _samples_for(seconds: float) -> int:
+    """How many samples of a node that takes so long forward or back."""
+    return 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
+
+
+def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
+    """`sources`, and all nodes whose values hang on them."""
+    found = {*sources}
+    for node in traced.graph.nodes:
+        if any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
+    return list(map(TensorSignature.of, tensors_in(left))) == list(map(TensorSignature.of, tensors_in(right)))
+
+
+# -- Seconds of every node of a graph, forward and backward apart, measured node by node on real values --------------
+#
+# Rounds over the graph at several micro-batch sizes take turns, so that a machine which slows down does so for all of
+# them. How one round goes, `rounds` says; when there are enough, `kinds`.
+
+
+def measure(
+    traced: Traced,
+    effects: Effects,
+    leaves: Sequence[Any],
+    device: torch.device,
+    micro_batch: int,
+    others: Iterable[int] = (),
+    *,
+    repeats: int = 5,
+    budget: float = 10.0,
+) -> dict[int, dict[fx.Node, NodeTiming]]:
+    """Measures every working node on the first samples of flattened inputs. The model stays as it is.
+
+    Args:
+        device: where to run; parameters and inputs that are elsewhere come there one by one.
+        micro_batch: how many samples to run.
+        others: further sizes, the best first. The first at which the graph runs is measured as well.
+        repeats: samples for each kind of node, besides the one that warms up; more where they disagree.
+        budget: seconds after which one sample for each kind is enough.
+
+    Returns:
+        What was found, by size.
+    """
+    on_gpu = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with torch.inference_mode(False), on_gpu, progress("profiling", budget, "s") as spend, warnings.catch_warnings():
+        # Tensors come to a GPU one by one, so the weights of an RNN do not lie side by side there.
+        warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+        clock, step = Clock.on(device), _budget_step(budget, spend)
+
+        deadline = time.perf_counter() + budget
+
+        def rounds_of(size: int) -> TimingRounds:
+            sample, to_inputs = take_samples(traced, leaves, 0, size), size == micro_batch
+            return TimingRounds(traced, effects, sample, clock, repeats, deadline, step, True, device, to_inputs)
+
+        rounds = {micro_batch: rounds_of(micro_batch)}
+        rounds[micro_batch].round()
+        for size in others:
+            other = rounds_of(size)
+            try:
+                other.round()
+            except Exception:  # too few samples for batch norm, too many for the device
+                continue
+            rounds[size] = other
+            break
+        # A list: all take their turn in each round.
+        while any([r.round() for r in rounds.values()]):
+            pass
+    here = {node: rounds[micro_batch].measured(node) for node in effects.nodes}
+    found = {micro_batch: here}
+    for size, other in rounds.items():
+        if size != micro_batch:
+            found[size] = {node: _with_weight_share(other.measured(node), here[node]) for node in effects.nodes}
+    return found
+
+
+def _with_weight_share(found: NodeTiming, like: NodeTiming) -> NodeTiming:
+    """With the share of gradients of parameters in backward that was seen in a micro-batch."""
+    share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
+    return replace(found, weight_seconds=share * found.backward_seconds)
+
+
+def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:
+    """What to call after each node: tells how much of the budget has gone. What is due in any case may take more."""
+    start, spent, nodes = time.perf_counter(), 0.0, 0
+
+    def step() -> None:
+        nonlocal spent, nodes
+        nodes += 1
+        now = min(time.perf_counter() - start, budget)
+        spend(now - spent, f"{nodes} nodes run")
+        spent = now
+
+    return step

@@ -1,0 +1,156 @@
+"""What one node does by itself: arithmetic, and memory for a moment, forward and backward.
+
+A node runs once, and back, on detached values. Everything below autograd passes a dispatch mode, which counts the
+arithmetic of each operation, and what is allocated and freed by weak references to storages. On CUDA the allocator's
+own numbers are taken, which also know what kernels need inside (workspaces).
+
+    forward  ──▶  temporary: most bytes at one time, less those that are still there at the end (outputs, saved ones)
+    backward ──▶  temporary: the same, less the gradients of its inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe._torch.autograd import has_no_way_back
+from fxpipe._torch.storages import StorageNumbers, storages_of
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.profiling.flops import operation_flops
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import call_node
+
+CUDA_BLOCK_BYTES = 512  # bytes; torch's allocator on CUDA gives no part of one
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was counted of one node."""
+
+    flops: int = 0
+    backward_flops: int = 0
+    temporary_bytes: int = 0  # bytes
+    backward_temporary_bytes: int = 0
+
+
+def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Node, Any]) -> Probe:
+    """Runs a node forward and back on copies of what it writes to, and on the other values themselves."""
+    inputs = _detached_inputs({n: values[n] for n in node.all_input_nodes})
+    with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+        changed = {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in written}
+    starts = [t for value in inputs.values() for t in tensors_in(value) if t.requires_grad]
+    given = inputs | changed
+    found = next((t.device for t in tensors_in(list(given.values())) if t.device.type == "cuda"), None)
+    if found is not None and not _is_fake(given):
+        _probe_once(
+            node, given, changed, starts, _CountingMode()
+        )  # libraries take their workspaces at their first call
+        given |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
+        return _probe_once(node, given, {n: given[n] for n in changed}, starts, _CudaCountingMode(found))
+    return _probe_once(node, given, changed, starts, _CountingMode())
+
+
+def _is_fake(values: Any) -> bool:
+    return any(isinstance(t, FakeTensor) for t in tensors_in(list(values.values())))
+
+
+def _probe_once(
+    node: fx.Node,
+    given: Mapping[fx.Node, Any],
+    changed: Mapping[fx.Node, Any],
+    starts: list[torch.Tensor],
+    counter: _CountingMode,
+) -> Probe:
+    with set_thread_state(node.meta["state"]), counter:
+        counter.begin(t for value in given.values() for t in tensors_in(value))
+        value = call_node(node, given.__getitem__)
+        forward = counter.end()
+    ends = {id(t): t for t in tensors_in([value, list(changed.values())]) if t.grad_fn is not None}.values()
+    if not ends or not starts:
+        return Probe(forward[0], 0, forward[1], 0)
+    ones = [torch.ones_like(t) for t in ends]
+    try:
+        with counter, torch.autograd.set_multithreading_enabled(False):
+            counter.begin((*tensors_in([value, ones, starts]),))
+            gradients = torch.autograd.grad(list(ends), starts, ones, allow_unused=True)
+            back = counter.end()
+        del gradients  # until here: what is there at the end is no temporary
+    except RuntimeError as error:
+        if not has_no_way_back(error):
+            raise
+        back = 0, 0
+    return Probe(forward[0], back[0], forward[1], back[1])
+
+
+def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Tensors of their own on the same storages; one for each."""
+    own: dict[int, torch.Tensor] = {}
+
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in own:
+            own[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return own[id(tensor)]
+
+    return {n: pytree.tree_map_only(torch.Tensor, detach, value) for n, value in values.items()}
+
+
+class _CountingMode(TorchDispatchMode):
+    """Counts arithmetic, and bytes of new storages, between `begin` and `end`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin(())
+
+    def begin(self, known: Iterable[torch.Tensor]) -> None:
+        self.arithmetic, self.most = 0, 0
+        self.storages = StorageNumbers()
+        self.known = {number for tensor in known for number in self.storages.numbers(tensor)}
+        self.alive: dict[int, int] = {}  # number of a storage -> its bytes
+
+    def end(self) -> tuple[int, int]:
+        """Arithmetic, and most bytes at one time beyond those that are alive now."""
+        self._forget_gone()
+        return self.arithmetic, self.most - sum(self.alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._forget_gone()
+        result = func(*args, **kwargs)
+        self.arithmetic += operation_flops(func, args, kwargs, result)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                for storage in storages_of(tensor):
+                    number = self.storages.number(storage)
+                    if number not in self.known:
+                        self.alive[number] = storage.nbytes()
+        self.most = max(self.most, sum(self.alive.values()))
+        return result
+
+    def _forget_gone(self) -> None:
+        for number in [n for n in self.alive if self.storages.is_gone(n)]:
+            del self.alive[number]
+
+
+class _CudaCountingMode(_CountingMode):
+    """Most bytes as the allocator of a GPU counts them."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        super().__init__()
+
+    def begin(self, known: Iterable[torch.Tensor]) -> None:
+        super().begin(known)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.start = torch.cuda.memory_allocated(self.device)
+
+    def end(self) -> tuple[int, int]:
+        most = torch.cuda.max_memory_allocated(self.device) - self.start
+        arithmetic, _ = super().end()
+        return arithmetic, max(0, most - sum(-(-n // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES for n in self.alive.values()))

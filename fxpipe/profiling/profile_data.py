@@ -1,0 +1,420 @@
+"""What the nodes of a graph cost, as plain frozen data: bytes and FLOPs as formulas in the batch size `b`.
+
+All of it is of one micro-batch with `b` samples; nothing here depends on where the graph will be cut. What does is said
+by places (indexes of nodes in order of running): a storage that several nodes keep for backward counts once in a stage
+that holds them both, and twice in two.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from tabulate import tabulate
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.hardware import NodeWork, Operation
+from fxpipe.profiling.coefficients import coefficients_from_json, coefficients_of, coefficients_to_json, formula_of
+from fxpipe.utils.files import dataclass_from_json, write_atomically
+
+if TYPE_CHECKING:
+    from fxpipe.tracing.traced import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Time over the micro-batch size: a fixed cost, and a cost per sample. Neither is negative."""
+
+    fixed: float = 0.0
+    per_sample: float = 0.0
+
+    def at(self, samples: int) -> float:
+        return self.fixed + self.per_sample * samples
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(self.fixed + other.fixed, self.per_sample + other.per_sample)
+
+
+NO_TIME = Seconds()
+ZERO_FORMULA = sympy.Integer(0)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCost:
+    """One working node."""
+
+    name: str
+    forward: Seconds
+    backward: Seconds  # all of it; zero where no gradient goes through
+    parameter_bytes: sympy.Expr  # parameters and buffers that no node before it uses: sums count each of them once
+    output_bytes: sympy.Expr  # new memory for what it returns; 0 for views, and for a node that writes in place
+    weight: Seconds = NO_TIME  # the part of backward that makes gradients of parameters
+    flops: sympy.Expr = ZERO_FORMULA  # forward
+    backward_flops: sympy.Expr = ZERO_FORMULA
+    saved_bytes: sympy.Expr = (
+        ZERO_FORMULA  # storages kept for backward that no node before it keeps; see `SavedStorage`
+    )
+    temporary_bytes: sympy.Expr = (
+        ZERO_FORMULA  # held for a moment while it runs, beside what it reads, returns and saves
+    )
+    working_bytes: sympy.Expr = (
+        ZERO_FORMULA  # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
+    )
+    work: NodeWork | None = None  # its operations; None: not known
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """One storage that autograd keeps from forward to backward. The model's own tensors are not among them."""
+
+    bytes: sympy.Expr
+    maker: int  # place of the node that made it, or wrote to it last before it was saved; -1: an input of the model
+    savers: tuple[int, ...]  # places of the nodes whose backward needs it, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The costs of all nodes. Made by `fxpipe.profile`; `print` shows a table."""
+
+    nodes: tuple[NodeCost, ...]  # in the order of the graph
+    micro_batch: int  # samples for which `seconds_cell` holds
+    batch: sympy.Symbol  # the `b` of the formulas
+    device: str
+    estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured
+    saved: tuple[SavedStorage, ...] = ()
+    fingerprint: str = ""  # of the graph (`Traced.fingerprint`); empty where it is not known
+
+    def save(self, path: str | Path) -> None:
+        """Writes the profile as JSON; see `fxpipe.profiling.profile_data`.
+
+        Raises:
+            ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
+            FileError: the file cannot be written.
+        """
+        pass
+
+        save_profile(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Reads what `save_profile` wrote.
+
+        Raises:
+            ArgumentError: the file is no profile.
+            OSError: it cannot be read.
+        """
+        pass
+
+        return load_profile(path)
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Forward and backward of each node: what partitioning balances."""
+        return tuple((n.forward + n.backward).at(self.micro_batch) for n in self.nodes)
+
+    @property
+    def forward_seconds(self) -> float:
+        return sum(n.forward.at(self.micro_batch) for n in self.nodes)
+
+    @property
+    def backward_seconds(self) -> float:
+        return sum(n.backward.at(self.micro_batch) for n in self.nodes)
+
+    @property
+    def parameter_bytes(self) -> sympy.Expr:
+        return _formula_sum(n.parameter_bytes for n in self.nodes)
+
+    @property
+    def output_bytes(self) -> sympy.Expr:
+        return _formula_sum(n.output_bytes for n in self.nodes)
+
+    @property
+    def saved_bytes(self) -> sympy.Expr:
+        """What autograd keeps of one micro-batch."""
+        return _formula_sum(n.saved_bytes for n in self.nodes)
+
+    @property
+    def flops(self) -> sympy.Expr:
+        """Forward and backward."""
+        return _formula_sum(n.flops + n.backward_flops for n in self.nodes)
+
+    def __str__(self) -> str:
+        rows = [_cost_row(cost, self.micro_batch) for cost in self.nodes]
+        table = tabulate(
+            [*rows, self._total()],
+            headers=PROFILE_HEADERS,
+            colalign=("left", *["right"] * (len(PROFILE_HEADERS) - 1)),
+            disable_numparse=True,
+        )
+        how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
+        return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
+
+    def _total(self) -> tuple[str, ...]:
+        return (
+            "total",
+            f"{self.forward_seconds * 1e3:.3f}",
+            f"{self.backward_seconds * 1e3:.3f}",
+            str(self.flops),
+            str(self.parameter_bytes),
+            str(self.output_bytes),
+            str(self.saved_bytes),
+        )
+
+
+PROFILE_HEADERS = ("node", "forward ms", "backward ms", "FLOPs", "parameter bytes", "output bytes", "saved bytes")
+
+
+def _cost_row(cost: NodeCost, samples: int) -> tuple[str, ...]:
+    return (
+        cost.name,
+        f"{cost.forward.at(samples) * 1e3:.3f}",
+        f"{cost.backward.at(samples) * 1e3:.3f}",
+        str(cost.flops + cost.backward_flops),
+        str(cost.parameter_bytes),
+        str(cost.output_bytes),
+        str(cost.saved_bytes),
+    )
+
+
+def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
+    return sympy.Add(*expressions)
+
+
+# -- A profile as a file: JSON with numbers and nothing that is run or parsed as a formula ---------------------------
+#
+#     profile.save("profile.json")
+#     fxpipe.Profile.load("profile.json")
+#
+#     {"format": "fxpipe profile", "version": 1, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+#      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
+#      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
+#                 "work": [[0], [1, 2], [1]]}, ...],
+#      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
+#
+# Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
+# size (`profiling.coefficients`, which also says what becomes of other formulas). The work of a node is said by places
+# among the operations: of its forward, of its backward, and of its backward to its inputs only. What is read is checked
+# piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another
+# graph.
+
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 2
+
+_SECONDS = ("forward", "backward", "weight")
+_FORMULAS = (
+    "parameter_bytes",
+    "output_bytes",
+    "flops",
+    "backward_flops",
+    "saved_bytes",
+    "temporary_bytes",
+    "working_bytes",
+)
+_FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "operations", "nodes", "saved")
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Writes a profile.
+
+    Raises:
+        ArgumentError: one of its formulas is no polynomial in the batch size, nor bounded by one.
+        FileError: the file cannot be written.
+    """
+
+    def numbers(expression: sympy.Expr) -> list[int | str]:
+        return coefficients_to_json(coefficients_of(expression, profile.batch))
+
+    operations: dict[Operation, int] = {}
+
+    def places(work: NodeWork | None) -> list[list[int]] | None:
+        if work is None:
+            return None
+        rows = (work.forward, work.backward, work.to_inputs)
+        return [[operations.setdefault(one, len(operations)) for one in row] for row in rows]
+
+    nodes: list[dict[str, Any]] = [
+        {"name": node.name}
+        | {key: [getattr(node, key).fixed, getattr(node, key).per_sample] for key in _SECONDS}
+        | {key: numbers(getattr(node, key)) for key in _FORMULAS}
+        | {"work": places(node.work)}
+        for node in profile.nodes
+    ]
+    document = {
+        "format": PROFILE_FORMAT,
+        "version": PROFILE_VERSION,
+        "fingerprint": profile.fingerprint,
+        "micro_batch": profile.micro_batch,
+        "device": profile.device,
+        "estimated_for": profile.estimated_for,
+        "operations": list(map(asdict, operations)),
+        "nodes": nodes,
+        "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
+    }
+    write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode(), "a profile")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        ArgumentError: the file is none, or is damaged: it says where.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+        return _parse_profile(json.loads(text, parse_constant=_refuse_constant))
+    except (ArgumentError, ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise ArgumentError(
+            f"{path} is no profile of fxpipe, or is damaged: {why}; write one with fxpipe.profile(...).save(path)"
+        ) from None
+
+
+def profile_for(traced: Traced, given: Profile | str | Path) -> Profile:
+    """A profile of this very graph: the one given, or the one in the file of this name.
+
+    Raises:
+        ArgumentError: it is no profile, or one of another graph.
+        OSError: the file cannot be read.
+    """
+    if not isinstance(given, (Profile, str, Path)):
+        raise ArgumentTypeError(f"profile is a {type(given).__name__}; expected a Profile or the path of a saved one")
+    profile = given if isinstance(given, Profile) else load_profile(given)
+    what = "the profile" if isinstance(given, Profile) else f"the profile {str(given)!r}"
+    if profile.fingerprint != traced.fingerprint():
+        raise ArgumentError(
+            f"{what} was made for another graph (fingerprint {profile.fingerprint or 'not known'}, here "
+            f"{traced.fingerprint()}): the model, its mode or its inputs have changed. Make a new one: "
+            "fxpipe.profile(traced, args).save(path), or leave profile out"
+        )
+    if [cost.name for cost in profile.nodes] != [node.name for node in traced.nodes]:
+        raise ArgumentError(f"{what} does not have the nodes of the graph that its fingerprint names: it is damaged")
+    return profile
+
+
+# -- reading, piece by piece -------------------------------------------------------------------------------------------
+
+
+def _parse_profile(document: Any) -> Profile:
+    if not isinstance(document, dict) or document.get("format") != PROFILE_FORMAT:
+        raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
+    version = document.get("version")
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads version {PROFILE_VERSION}")
+    fields = _parse_fields(document, _FIELDS, "the profile")
+    batch = sympy.Symbol("b", integer=True, positive=True)
+    micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
+    operations = [
+        _parse_operation(one, f"operations[{place}]")
+        for place, one in enumerate(_parse_list(fields["operations"], "operations"))
+    ]
+    nodes = tuple(
+        _parse_node_cost(node, batch, micro_batch, operations, f"nodes[{place}]")
+        for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
+    )
+    saved = tuple(
+        _parse_saved_storage(one, batch, micro_batch, len(nodes), f"saved[{number}]")
+        for number, one in enumerate(_parse_list(fields["saved"], "saved"))
+    )
+    device, hardware, fingerprint = (
+        _parse_text(fields[key], key) for key in ("device", "estimated_for", "fingerprint")
+    )
+    return Profile(nodes, micro_batch, batch, device, hardware, saved, fingerprint)
+
+
+def _parse_operation(value: Any, where: str) -> Operation:
+    found = dataclass_from_json(Operation, value, where)
+    if any(c < 0 for formula in (found.flops, found.moved) for c in formula.coefficients):
+        raise ArgumentError(f"{where}: a coefficient is less than 0")
+    return found
+
+
+def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> NodeWork | None:
+    if value is None:
+        return None
+    rows = _parse_list(value, where)
+    if len(rows) != 3:
+        raise ArgumentError(f"{where}: expected three lists, got {len(rows)}")
+    most = len(operations) - 1
+    return NodeWork(
+        *(tuple(operations[_parse_count(k, where, 0, most)] for k in _parse_list(row, where)) for row in rows)
+    )
+
+
+def _parse_node_cost(
+    value: Any, batch: sympy.Symbol, samples: int, operations: Sequence[Operation], where: str
+) -> NodeCost:
+    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work"), where)
+    seconds = {key: _parse_seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
+    formulas = {key: _parse_formula(fields[key], batch, samples, f"{where}.{key}") for key in _FORMULAS}
+    work = _parse_work(fields["work"], operations, f"{where}.work")
+    return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
+
+
+def _parse_saved_storage(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str) -> SavedStorage:
+    fields = _parse_fields(value, ("bytes", "maker", "savers"), where)
+    savers = _parse_list(fields["savers"], f"{where}.savers")
+    places = tuple(_parse_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
+    if not places or any(a >= b for a, b in pairwise(places)):
+        raise ArgumentError(f"{where}.savers: expected ascending places")
+    maker = _parse_count(fields["maker"], f"{where}.maker", -1, nodes - 1)
+    return SavedStorage(_parse_formula(fields["bytes"], batch, samples, f"{where}.bytes"), maker, places)
+
+
+def _parse_seconds(value: Any, where: str) -> Seconds:
+    numbers = _parse_list(value, where)
+    for number in numbers:
+        if type(number) not in (int, float) or not 0 <= number <= sys.float_info.max:
+            raise ArgumentError(f"{where}: expected finite seconds, 0 or more, got {_short(number)}")
+    if len(numbers) != 2:
+        raise ArgumentError(f"{where}: expected two numbers, got {len(numbers)}")
+    return Seconds(*map(float, numbers))
+
+
+def _parse_formula(value: Any, batch: sympy.Symbol, samples: int, where: str) -> sympy.Expr:
+    try:
+        found = coefficients_from_json(value)
+    except ArgumentError as error:
+        raise ArgumentError(f"{where}: {error}") from None
+    if found and (found[-1] < 0 or sum(c * samples**power for power, c in enumerate(found)) < 0):
+        raise ArgumentError(f"{where}: {value} is less than 0")
+    return formula_of(found, batch)
+
+
+def _parse_fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{where}: expected an object, got {_short(value)}")
+    if value.keys() != {*names}:
+        raise ArgumentError(f"{where}: expected the fields {', '.join(names)}, got {', '.join(value)[:200] or 'none'}")
+    return value
+
+
+def _parse_list(value: Any, where: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise ArgumentError(f"{where}: expected a list, got {_short(value)}")
+    return value
+
+
+def _parse_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ArgumentError(f"{where}: expected text, got {_short(value)}")
+    return value
+
+
+def _parse_count(value: Any, where: str, least: int, most: int = 2**63) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ArgumentError(f"{where}: expected a whole number from {least} to {most}, got {_short(value)}")
+    return value
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ArgumentError(f"{text} is no number")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"

@@ -1,0 +1,331 @@
+"""Seconds that cannot be measured, estimated: what each node would take on some hardware.
+
+An operation takes as long as its arithmetic, its memory traffic or its launch does, whichever is longest (Williams,
+Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009; the launch is a third roof).
+Arithmetic is that of the formulas of `torch.utils.flop_counter`, at the rate of the type that is really multiplied,
+autocast and TF32 heeded; the traffic is each tensor that is read or written, once. What hardware reaches of its peaks
+is `fxpipe.hardware`'s to say. Nothing is said of caches, nor of kernels that other devices would choose: operations are
+those that torch runs on the device that the model is on.
+
+The graph is walked once for a batch size, and every value made as a tensor without values
+(`tracing_section.recording.fake`). Each *kind* of node runs once more under a clock that goes on by what operations
+would take, forward and backward on tensors of its own. Kinds are calls that are alike (`tracing_section.sizing.alike`)
+and have the same gradients: eighty equal layers take little longer than one.
+
+A function that asks for values has no fake result. If the model has values, it is then walked on them, node by node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe._torch.autograd import has_no_way_back
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.hardware import Hardware
+from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
+from fxpipe.profiling.node_timing import NodeTiming
+from fxpipe.tracing.fake_tensors import fake_if_active, in_fake_mode, is_faked, with_fake_tensors
+from fxpipe.tracing.model_state import preserve_rng
+from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache
+from fxpipe.tracing.tensors import storage_of, tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify.effects import Effects
+from fxpipe.utils.progress import ProgressStep, progress
+
+_Value = Any  # of a node: a tensor, a number, or a nest of them
+
+# These read no more of their first argument than they return.
+_GATHERS = frozenset("embedding gather index index_select take".split())
+_ALLOCATIONS = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
+
+
+def estimate(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int, hardware: Hardware
+) -> dict[fx.Node, NodeTiming]:
+    """Estimates every working node for so many samples, on inputs like the flattened ones. The model stays as it is."""
+    if not is_faked():
+        with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
+            return _estimate_nodes(traced, effects, _resize_inputs(traced, fakes, samples), hardware)
+    return _estimate_nodes(traced, effects, _resize_inputs(traced, leaves, samples), hardware)
+
+
+def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
+    """So many samples: those of the inputs, again and again."""
+    found = []
+    with torch.no_grad():
+        for leaf, dim in zip(leaves, traced.in_dims, strict=True):
+            if dim is None or not isinstance(leaf, torch.Tensor) or leaf.shape[dim] == size:
+                found.append(leaf)
+                continue
+            times = -(-size // leaf.shape[dim])
+            found.append(torch.cat([leaf] * times, dim).narrow(dim, 0, size).requires_grad_(leaf.requires_grad))
+    return found
+
+
+# -- a walk over the graph ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _KindEstimate:
+    """One kind of node, and what gradients come of it."""
+
+    estimate: NodeTiming
+    gives_grad: tuple[bool, ...]  # by tensor of its value: does it require grad
+    leaves_grad: bool  # do tensors that it writes to require grad afterwards
+
+
+def _estimate_nodes(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], hardware: Hardware
+) -> dict[fx.Node, NodeTiming]:
+    with (
+        preserve_rng(),
+        in_fake_mode(),
+        torch.inference_mode(False),
+        progress("estimating", len(effects.nodes)) as step,
+    ):
+        if is_faked():
+            with contextlib.suppress(ChangedInPlaceError):
+                return _EstimateRun(traced, effects, leaves, hardware, step, NodeCache()).run()
+        return _EstimateRun(traced, effects, leaves, hardware, step, None).run()
+
+
+@dataclass(slots=True)
+class _EstimateRun:
+    traced: Traced
+    effects: Effects
+    leaves: Sequence[Any]
+    hardware: Hardware
+    step: ProgressStep
+    alike: NodeCache | None  # None: each node is a kind of its own
+    values: dict[fx.Node, _Value] = field(default_factory=dict)  # without gradients
+    grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
+    fixed: set[fx.Node] = field(default_factory=set)  # hang on no input: their gradients are those of parameters
+    known: dict[Hashable, _KindEstimate] = field(default_factory=dict)
+    classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
+
+    def run(self) -> dict[fx.Node, NodeTiming]:
+        self._hold()
+        found = {}
+        for place, node in enumerate(self.effects.nodes):
+            try:
+                found[node] = self._visit(node, place)
+            except ChangedInPlaceError:
+                raise
+            except Exception as error:
+                error.add_note(f"fxpipe: while estimating {node.name} ({node.meta['source']})")
+                raise
+            if self.alike is None:  # else values are few, and their ids are their names
+                for used in (*node.all_input_nodes, node):
+                    if self.effects.last[used] <= place:
+                        self.values.pop(used, None)
+            self.step()
+        return found
+
+    def _hold(self) -> None:
+        """Inputs and the model's tensors: copies of what a node will write to."""
+        written = set().union(*self.effects.written_classes)
+        places = {node: place for place, node in self.traced.placeholders.items()}
+        for node in self.traced.graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                continue
+            tensor = (
+                self.leaves[places[node]] if node in places else fake_if_active(attribute_tensor(self.traced, node))
+            )
+            self.grads[node] = (tensor.requires_grad and (node in places or isinstance(tensor, torch.nn.Parameter)),)
+            if node not in places:
+                self.fixed.add(node)
+            is_copied = self.effects.alias[node] in written or tensor.is_inference()
+            self.values[node] = tensor.detach().clone() if is_copied else tensor
+            self.classes[self.effects.alias[node]].append(node)
+
+    def _visit(self, node: fx.Node, place: int) -> NodeTiming:
+        inputs = node.all_input_nodes
+        written = [self.effects.alias[n] in self.effects.written_classes[place] for n in inputs]
+        roles = [(self.grads[n], n in self.fixed, is_written) for n, is_written in zip(inputs, written, strict=True)]
+        key = self.alike.key(node, self.values) if self.alike is not None else None
+        kind = node if key is None else (key, tuple(roles))
+        before = None if kind in self.known else self._own(node)
+        value = self._value(node, key)
+        if before is not None:
+            changed = [n for n, is_written in zip(inputs, written, strict=True) if is_written]
+            self.known[kind] = self._cost(node, before, changed)
+        cost = self.known[kind]
+        self.values[node], self.grads[node] = value, cost.gives_grad
+        self.classes[self.effects.alias[node]].append(node)
+        if all(n in self.fixed for n in inputs):
+            self.fixed.add(node)
+        if cost.leaves_grad:
+            self._spread_grad(self.effects.written_classes[place])
+        return cost.estimate
+
+    def _value(self, node: fx.Node, key: Hashable | None) -> _Value:
+        value = self.alike.known(key) if self.alike is not None else None
+        if value is None:
+            with set_thread_state(node.meta["state"]), torch.no_grad():
+                value = call_node(node, self.values.__getitem__)
+            value = _map_tensors(torch.Tensor.detach, value)
+            if self.alike is not None:
+                self.alike.keep(node, key, value, self.values)
+        return value
+
+    def _spread_grad(self, classes: set[int]) -> None:
+        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        for node in (n for alias in classes for n in self.classes[alias] if n in self.values):
+            self.grads[node] = tuple(t.is_floating_point() or t.is_complex() for t in _tensors_of(self.values[node]))
+
+    # -- one kind ------------------------------------------------------------------------------------------------------
+
+    def _own(self, node: fx.Node) -> dict[fx.Node, _Value]:
+        """The inputs of a node as leaves of autograd, of its own."""
+        return {n: _detached_like(self.values[n], self.grads[n]) for n in node.all_input_nodes}
+
+    def _cost(self, node: fx.Node, own: dict[fx.Node, _Value], written: Sequence[fx.Node]) -> _KindEstimate:
+        given = dict(own)
+        with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
+            given.update((n, _map_tensors(torch.clone, own[n])) for n in written)
+        with Roofline(self.hardware) as clock:
+            with set_thread_state(node.meta["state"]):
+                value = call_node(node, given.__getitem__)
+            forward = clock.take()
+            changed = [t for n in written for t in _tensors_of(given[n])]
+            ends = _distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
+            starts = {n: [t for t in _tensors_of(v) if t.requires_grad] for n, v in own.items()}
+            backward = clock.back(ends, _distinct_tensors(t for ts in starts.values() for t in ts))
+            others = _distinct_tensors(t for n, ts in starts.items() if n not in self.fixed for t in ts)
+            to_inputs: tuple[OperationCounts, ...] = ()
+            if len(others) == sum(map(len, starts.values())):
+                to_inputs = backward
+            elif others:
+                to_inputs = clock.back(ends, others)
+        size = sum(t.numel() * t.element_size() for t in tensors_in(value))
+        gives_grad = tuple(t.requires_grad for t in _tensors_of(value))
+        ran = NodeOperations(forward, backward, to_inputs)
+        return _KindEstimate(self._measured(ran, size), gives_grad, any(t.requires_grad for t in changed))
+
+    def _measured(self, ran: NodeOperations, size: int) -> NodeTiming:
+        forward, backward, to_inputs = map(self._seconds, (ran.forward, ran.backward, ran.to_inputs))
+        return NodeTiming(forward, backward, max(0.0, backward - to_inputs), size, ran)
+
+    def _seconds(self, operations: Sequence[OperationCounts]) -> float:
+        return math.fsum(self.hardware.seconds(flops, dtype, moved) for dtype, flops, moved in operations)
+
+
+def _detached_like(value: _Value, grads: Sequence[bool]) -> _Value:
+    """The like of a value, with fake tensors in memory of their own, since one may stand for several."""
+    needs_grad = iter(grads)
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is FakeTensor and tensor.layout == torch.strided and tensor.constant is None:
+            tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        return tensor.detach().requires_grad_(next(needs_grad, False))
+
+    return _map_tensors(alone, value)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], value: _Value) -> _Value:
+    return pytree.tree_map_only(torch.Tensor, function, value)
+
+
+def _distinct_tensors(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+# -- one operation -----------------------------------------------------------------------------------------------------
+
+
+class Roofline(TorchDispatchMode):
+    """While it is active, it takes a note of each operation; `seconds_cell` is what those so far would have taken."""
+
+    def __init__(self, hardware: Hardware):
+        super().__init__()
+        self.hardware = hardware
+        self.seconds = 0.0
+        self._noted: list[OperationCounts] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:  # a question, which fake tensors are often asked
+            return result
+        moved = bytes_moved(func, args, kwargs, result)
+        if moved:  # else it is a view, for which nothing is launched
+            arithmetic = operation_flops(func, args, kwargs, result)
+            dtype = _compute_dtype(func, args) if arithmetic else ""
+            self.seconds += self.hardware.seconds(arithmetic, dtype, moved)
+            self._noted.append((dtype, arithmetic, moved))
+        return result
+
+    def take(self) -> tuple[OperationCounts, ...]:
+        """The operations since the last time."""
+        noted, self._noted = self._noted, []
+        return tuple(noted)
+
+    def back(self, ends: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]) -> tuple[OperationCounts, ...]:
+        """Goes back from `ends` to `starts`."""
+        if not ends or not starts:
+            return ()
+        ones = [torch.ones_like(t) for t in ends]
+        self.take()
+        try:
+            torch.autograd.grad(ends, starts, ones, allow_unused=True, retain_graph=True)
+        except RuntimeError as error:
+            if not has_no_way_back(error):
+                raise
+            self.take()
+        return self.take()
+
+
+def _compute_dtype(func: Any, args: tuple[Any, ...]) -> str:
+    """The type in which an operation computes, by its name; TF32 where torch would have a GPU take it for float32."""
+    dtype = next((t.dtype for t in _tensors_of(args) if t.is_floating_point() or t.is_complex()), torch.float32)
+    if dtype is torch.float32:
+        is_convolution = "conv" in func.overloadpacket.__name__
+        backends: Any = torch.backends
+        setting = backends.cudnn.conv if is_convolution else backends.cuda.matmul
+        return "tfloat32" if setting.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Bytes that an operation reads and writes; 0 for views."""
+    name = func.overloadpacket.__name__
+    if name in _ALLOCATIONS:
+        return 0
+    read = {storage_of(t): t for t in _tensors_of((args, kwargs))}
+    made = [t for t in _tensors_of(result) if storage_of(t) not in read]
+    written = list(_written_arguments(func, args, kwargs))
+    if not made and not written:
+        return 0  # a view
+    sizes = {storage: _tensor_bytes(t) for storage, t in read.items()}
+    if name in _GATHERS:
+        sizes[storage_of(args[0])] = sum(map(_tensor_bytes, made))
+    return sum(sizes.values()) + sum(map(_tensor_bytes, (*made, *written)))
+
+
+def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The arguments that an operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
+            yield from _tensors_of(value)
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    """What is there to be read: an expanded tensor has but one copy of its values."""
+    number = tensor.numel() * tensor.element_size()
+    return min(number, tensor.untyped_storage().nbytes()) if tensor.layout == torch.strided else number

@@ -1,0 +1,319 @@
+"""What autograd saves, storage by storage, seen in a run of the graph.
+
+Each storage is followed through one forward of the graph, which runs as the model does: with autograd, node after node.
+`torch.autograd.graph.saved_tensors_hooks` show what is saved. Of a saved tensor it is its storage that stays, all of
+it, and once, whatever number of tensors and views of it are saved:
+
+    h = x @ w                  h: made here
+    a, g = h.chunk(2, -1)      two views: no storage of their own
+    y = a * g.sigmoid()        saves a, g.sigmoid() and, for sigmoid, its result again: two storages, h and the sigmoid
+
+A storage belongs to the node whose value it is; what no value shows (statistics of a norm, the mask of a dropout, casts
+under autocast) belongs to the node that saves it. The model's own tensors stay in memory anyway and do not count.
+
+The hooks keep nothing, so the run takes the memory of a forward without gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.storages import StorageNumbers, storages_of
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.profiling.node_kinds import NodeKinds
+from fxpipe.profiling.probe import Probe, probe_node
+from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.forward_rng import DrawStream
+from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
+from fxpipe.tracing.skip_matmul import SkipMatmul
+from fxpipe.tracing.tensors import hidden_tensors, tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify.effects import Effects
+
+INPUT_PLACE = -1  # the maker of an input
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLabel:
+    """The label of a storage in the value of a node, or in an input."""
+
+    node: fx.Node
+    tensor: int  # which of the tensors in it
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLabel:
+    """The label of a storage that a node saves and no value shows."""
+
+    node: fx.Node
+    saved: int  # how many the node has saved before it
+
+
+@dataclass(slots=True)
+class ObservedStorage:
+    """One storage in one run. `label` names it in all runs: how it came to be."""
+
+    label: ValueLabel | SavedLabel
+    bytes: int
+    maker: int  # place of the node that made it
+    writers: list[int] = field(default_factory=list)  # places, ascending
+    savers: list[int] = field(default_factory=list)
+    users: set[int] = field(default_factory=set)  # that read it; the number of nodes stands for the model's output
+    returns: bool = False  # does a gradient come back to it
+
+
+class _SavedToken:
+    """What stands for a saved tensor; the tensor itself is there as long as its node runs."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+
+
+@dataclass(slots=True)
+class StorageObservations:
+    """What one run has shown."""
+
+    seen: dict[
+        Hashable, ObservedStorage
+    ]  # by label: every storage but those of the model's own tensors, in order of appearance
+    probes: dict[fx.Node, Probe]
+    same: dict[fx.Node, fx.Node]  # nodes that were not run, and the one of their kind that was
+
+    def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
+        """Of a storage; None where there is none such."""
+        found = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
+        return None if found is None else found.bytes
+
+
+def observe_storages(
+    traced: Traced, effects: Effects, leaves: Sequence[Any], products: SkipMatmul, once: bool = False
+) -> StorageObservations:
+    """Runs the graph, and of each kind of node one by itself, forward and back (`probe_node`).
+
+    Args:
+        leaves: flattened inputs.
+        products: says at which nodes they are left out.
+        once: run of each kind just one node, and take its value for that of the others. For where nobody reads values,
+            and it does not matter which of them share memory.
+
+    To be used in a block of `tracing_section.fake.running`; the model and random states change as in any forward.
+
+    Raises:
+        ValuesNeededError: not without products, or not with `once`, since values decide what is to be counted.
+        ChangedInPlaceError: not with `once`, since a node changes more of its arguments than their values.
+    """
+    return _StorageObserver(traced, effects, products, once).run(leaves)
+
+
+class _StorageObserver:
+    """One run: values live until their last user has run."""
+
+    def __init__(self, traced: Traced, effects: Effects, products: SkipMatmul, once: bool):
+        self.traced, self.effects = traced, effects
+        self.kinds = NodeKinds(effects)
+        self.first: dict[Hashable, tuple[fx.Node, Any]] = {}  # by kind: the first node, and, with `once`, its value
+        self.products, self.once = products, once
+        self.storages = StorageNumbers()
+        self.own: set[int] = set()  # numbers of the storages of the model's tensors
+        self.seen: dict[int, ObservedStorage] = {}  # by number: all others
+        self.values: dict[fx.Node, Any] = {}
+        self.saved: list[_SavedToken] = []  # by the node that runs
+        self.probes: dict[fx.Node, Probe] = {}
+        self.same: dict[fx.Node, fx.Node] = {}
+        self.draws = DrawStream(traced.seed)
+
+    def run(self, leaves: Sequence[Any]) -> StorageObservations:
+        try:
+            return self._run(leaves)
+        finally:
+            # Values know their history, which knows the hooks, and so this run: a cycle that nobody else would find.
+            self.values.clear()
+            self.first.clear()
+
+    def _run(self, leaves: Sequence[Any]) -> StorageObservations:
+        self._begin(leaves)
+        place = self.effects.place
+        last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
+        for at, node in enumerate(self.effects.nodes):
+            try:
+                with self.products.at(node):
+                    self._visit(node, at)
+            except Exception as error:
+                error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
+                raise
+            for used in (*node.all_input_nodes, node):
+                if last[used] <= at:
+                    self._release(used)
+        return StorageObservations({s.label: s for s in self.seen.values()}, self.probes, self.same)
+
+    def _visit(self, node: fx.Node, place: int) -> None:
+        kind = self.kinds.of(node, self.values)
+        if kind in self.first:
+            first, value = self.first[kind]
+            self.probes[node] = self.probes[first]
+            if self.once:
+                self.values[node], self.same[node] = pytree.tree_map_only(torch.Tensor, _alias_of, value), first
+                return
+        else:
+            written = [n for n in node.all_input_nodes if self.effects.alias[n] in self.effects.written_classes[place]]
+            self.probes[node] = probe_node(node, written, self.values)
+        before = [self.kinds.like(n, self.values) for n in node.all_input_nodes] if self.once else []
+        self.values[node] = self._step(node, place)
+        if self.once and before != [self.kinds.like(n, self.values) for n in node.all_input_nodes]:
+            raise ChangedInPlaceError
+        self.first.setdefault(kind, (node, self.values[node] if self.once else None))
+
+    def _release(self, node: fx.Node) -> None:
+        """A value that goes has its last user, or the model's end, behind it."""
+        value = self.values.pop(node, None)
+        if node in self._outputs:
+            for seen in self._all(tensors_in(value)):
+                seen.users.add(len(self.effects.nodes))
+
+    # -- the model's tensors and inputs --------------------------------------------------------------------------------
+
+    def _begin(self, leaves: Sequence[Any]) -> None:
+        traced, effects = self.traced, self.effects
+        ends = (*traced.handed_out, *traced.assigned.values(), *effects.written_inputs)
+        self._outputs = {o for o in ends if isinstance(o, fx.Node)}
+        written = set().union(*effects.written_classes)
+        for tensor in (*slots_of(traced.model).values(), *container_tensors(traced.model).values()):
+            self._own(tensor)
+        places = {node: place for place, node in traced.placeholders.items()}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                leaf = leaves[places[node]]
+                value = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+                if leaf.requires_grad and effects.alias[node] in written:
+                    value = value.clone()  # nobody may write to a leaf
+                self._note_value(node, INPUT_PLACE, value)
+                self.values[node] = value
+            elif node.op == "get_attr":
+                tensor = fake_if_active(attribute_tensor(traced, node))
+                needs_grad = tensor.requires_grad
+                # An inference tensor cannot be saved for backward; its copy can.
+                is_copied = (effects.alias[node] in written and not needs_grad) or tensor.is_inference()
+                held = tensor.detach().clone() if is_copied else tensor.detach()
+                self.values[node] = held.requires_grad_(needs_grad)
+                self._own(held)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        for number in self.storages.numbers(tensor):
+            self.own.add(number)
+
+    # -- one node ------------------------------------------------------------------------------------------------------
+
+    def _step(self, node: fx.Node, place: int) -> Any:
+        read = list({id(t): t for n in node.all_input_nodes for t in tensors_in(self.values[n])}.values())
+        for seen in self._all(read):
+            seen.users.add(place)
+        versions = [_version_of(t) for t in read]
+        self.saved = []
+        with set_thread_state(node.meta["state"]):
+            try:
+                with saved_tensors_hooks(self._pack, _unpack):
+                    value = self._call(node)
+            except RuntimeError as error:
+                if "saved tensor hooks" not in str(error):
+                    raise
+                value = self._call(node)  # `torch.func.grad` allows no hooks
+                self.saved = [_SavedToken(tensor) for tensor in tensors_saved_between(value, read)]
+        for tensor, version in zip(read, versions, strict=True):
+            if _version_of(tensor) != version:
+                for seen in self._all([tensor]):
+                    seen.writers.append(place)
+        self._note_value(node, place, value)
+        self._note_saved(node, place, value)
+        self._note_gradients([value, read])
+        return value
+
+    def _call(self, node: fx.Node) -> Any:
+        if node.meta.get("draw"):
+            return self.draws.take(lambda: call_node(node, self.values.__getitem__))
+        return call_node(node, self.values.__getitem__)
+
+    def _pack(self, tensor: torch.Tensor) -> _SavedToken:
+        self.saved.append(_SavedToken(tensor))
+        return self.saved[-1]
+
+    def _note_value(self, node: fx.Node, place: int, value: Any) -> None:
+        for index, tensor in enumerate(tensors_in(value)):
+            for part, storage in enumerate(storages_of(tensor)):
+                number = self.storages.number(storage)
+                if number not in self.seen and number not in self.own:
+                    self.seen[number] = ObservedStorage(ValueLabel(node, index, part), storage.nbytes(), place)
+
+    def _note_saved(self, node: fx.Node, place: int, value: Any) -> None:
+        packed = [token.tensor for token in self.saved if token.tensor is not None]
+        for index, tensor in enumerate((*packed, *self._in_contexts(value))):
+            for storage in storages_of(tensor):
+                number = self.storages.number(storage)
+                if number in self.own:
+                    continue
+                if number not in self.seen:
+                    self.seen[number] = ObservedStorage(SavedLabel(node, index), storage.nbytes(), place)
+                if place not in self.seen[number].savers[-1:]:
+                    self.seen[number].savers.append(place)
+        for token in self.saved:
+            token.tensor = None
+
+    def _in_contexts(self, value: Any) -> Iterator[torch.Tensor]:
+        """Tensors that an `autograd.Function` keeps as plain attributes of its context, which hooks do not see."""
+        for context in {id(t.grad_fn): t.grad_fn for t in tensors_in(value)}.values():
+            if isinstance(context, torch.autograd.function.BackwardCFunction):
+                yield from hidden_tensors(vars(context))
+                vars(context).clear()
+
+    def _note_gradients(self, values: Any) -> None:
+        for tensor in tensors_in(values):
+            if tensor.requires_grad:
+                for seen in self._all([tensor]):
+                    seen.returns = True
+
+    def _all(self, tensors: Any) -> Iterator[ObservedStorage]:
+        for tensor in tensors:
+            for number in self.storages.numbers(tensor):
+                if number in self.seen:
+                    yield self.seen[number]
+
+
+def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own on the same memory: a node that is given both is given two."""
+    if tensor.layout != torch.strided:
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+
+
+def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """What the functions of autograd between `inputs` and `value` say that they keep."""
+    seen = {t.grad_fn for t in inputs} | {None}
+    waiting = [t.grad_fn for t in tensors_in(value)]
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        waiting += [following for following, _ in function.next_functions]
+        for name in dir(function):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                yield from tensors_in(getattr(function, name))
+
+
+def _unpack(token: _SavedToken) -> torch.Tensor:
+    assert token.tensor is not None, "a backward where none was expected"
+    return token.tensor
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

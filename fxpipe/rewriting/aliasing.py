@@ -1,0 +1,85 @@
+"""Aliases across a cut: which tensors share storage, and how a stage makes them again from one of them.
+
+    x = conv(h)         x ◀── v ◀── w     `w` is a view of `v`, which is a view of `x`; `y` *is* `x`, changed in place.
+    v = x[:, :3]        ▲
+    w = v.t()           └──── y           Behind a cut where `w` and `y` are alive, a stage that will write to them
+    y = x.add_(1)                         needs a clone of `x` alone: `v`, `w` and `y` it makes again. Where only `w`
+                                          is alive, a clone of `w` does.
+
+The clone is of the *nearest* node from which all can be made. So less is sent, and it is at hand in the stage that has
+written last: what that one had to make again lies on the way from the nodes that are alive to their nearest one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpipe._torch.functions import opname
+from fxpipe.tracing.verify.effects import Effects
+
+# What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
+# copy has the value of then, not that of now.
+VIEW_FUNCTIONS = frozenset(
+    "__getitem__ adjoint chunk detach diagonal dsplit expand expand_as getattr getitem hsplit imag movedim moveaxis "
+    "narrow permute real select split split_with_sizes squeeze swapaxes swapdims t tensor_split transpose unbind "
+    "unflatten unfold unsqueeze view view_as view_as_complex view_as_real vsplit".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Aliases:
+    """What a graph's placeholders and working nodes share."""
+
+    members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
+    source: dict[fx.Node, fx.Node]  # node -> the one that it is, or is a view of
+    place: dict[fx.Node, int]
+
+    @classmethod
+    def of(cls, effects: Effects) -> Aliases:
+        members: dict[int, list[fx.Node]] = defaultdict(list)
+        source = {}
+        for node in effects.place:
+            alias = effects.alias[node]
+            if alias is not None:
+                members[alias].append(node)
+                found = _base_of(effects, node)
+                if found is not None:
+                    source[node] = found
+        return cls(dict(members), source, effects.place)
+
+    def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
+        """The nearest node from which views make all of `nodes`, and what to make from it, in order; or None."""
+        found, again = set(nodes), []
+        while len(found) > 1 or any(map(_is_container, found)):
+            last = max(found, key=self.place.__getitem__)
+            if last not in self.source:
+                return None
+            found.remove(last)
+            found.add(self.source[last])
+            again.append(last)
+        return found.pop(), again[::-1]
+
+
+def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The node that this one is, or is a view of, at any size."""
+    name = opname(node.target)
+    if node in effects.same:
+        return effects.same[node] if name != "contiguous" else None
+    if name not in VIEW_FUNCTIONS:
+        return None
+    return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
+
+
+def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int]:
+    """Alias classes that the nodes at `places` change."""
+    return set().union(*(effects.written_classes[p] for p in places))
+
+
+def _is_container(node: fx.Node) -> bool:
+    """A tuple, list or dict of tensors: it cannot be cloned, only its parts can."""
+    return any(user.target is operator.getitem for user in node.users)

@@ -1,0 +1,376 @@
+"""Cuts a traced graph into stages: pure functions, and a table of who sends what to whom.
+
+For each stage, in this order:
+
+1. Which earlier values do its nodes need? Each is received from the stage that made it or, where a stage in between has
+   changed it in place, from the last one that did. Those in `copies` it computes itself, from what these need.
+2. A stage that will write to memory it received clones it at entry, and makes again from the clone every alias that
+   it, or a later stage, still uses. So no stage writes to what another one holds.
+3. Its own nodes are copied, with the state of the thread set where it changes, random nodes seeded and devices
+   replaced.
+4. What later stages need goes out; a value that skips a stage is marked by `stash` here and `pop` there.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.saved_tensor_hooks import with_saved_tensors
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import InternalError
+from fxpipe.rewriting.aliasing import Aliases, alias_classes_written_at
+from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
+from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Skip, SourceLocation, Stage
+from fxpipe.rewriting.rematerialize import rematerializable_nodes
+from fxpipe.rewriting.reorder import random_ordinals
+from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
+from fxpipe.rewriting.stage_functions import clone, pop, set_autocast, set_grad, stash, with_write_check
+from fxpipe.tracing.graph_text import node_expression, short_source_line
+from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.effects import Effects, running_statistics
+
+# -- The code of a stage for people: the model's own words, with modules and source lines at the side ----------------
+
+_COLUMN = 88
+
+
+def format_stage_code(graph: fx.Graph, index: int) -> str:
+    """A stage as the function it is. Parameters and buffers appear under their names in the model."""
+    received = [n.name for n in graph.nodes if n.op == "placeholder" and "text" not in n.meta]
+    lines = [f"def stage{index}({', '.join(received)}):"]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        has_value = node.target not in (set_grad, set_autocast, operator.setitem)
+        text = f"    {node.name} = {node_expression(node)}" if has_value else f"    {node_expression(node)}"
+        where = " ".join(part for part in (node.meta.get("module", ""), short_source_line(node)) if part)
+        lines.append(f"{text:<{_COLUMN}}  # {where}" if where else text)
+    output = graph.output_node().args[0]
+    names = [n.name for n in output if isinstance(n, fx.Node)]  # type: ignore[union-attr]
+    return "\n".join([*lines, f"    return {', '.join(names)}"])
+
+
+def split_into_stages(
+    traced: Traced,
+    starts: Sequence[int],
+    devices: Sequence[torch.device],
+    copies: Sequence[Collection[str]] = (),
+    deferred_batch_norm: bool = False,
+) -> Program:
+    """Stages that begin at the places `starts` (the first is 0), for one device each.
+
+    Args:
+        copies: for each stage the names of earlier nodes that it computes itself where it needs them, instead of
+            receiving their values (`fxpipe.rewriting.rematerialize`); none: no stage does.
+        deferred_batch_norm: stages hand out what batch norm would track (`fxpipe.rewriting.deferred_batch_norm`).
+    """
+    cut = _StageCut.of(traced, starts, copies)
+    drafts = [_draft_stage(cut, stage) for stage in range(cut.count)]
+    written = cut.effects.written_inputs
+    left = traced.left
+    handed_out = (o for o in traced.handed_out if isinstance(o, fx.Node))
+    outputs = dict.fromkeys([*handed_out, *written, *left.values()])
+    # By receiver, the end of the pipe last: what it gets, and from which stage.
+    table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
+    table.append({node: cut.owner(node, cut.count) for node in outputs})
+    skips = [
+        Skip(node.name, source, stage)
+        for stage, row in enumerate(table[:-1])
+        for node, source in row.items()
+        if PIPE_INPUT < source < stage - 1
+    ]
+    ordinals = random_ordinals(cut.effects.nodes)
+    deferring = DeferredBatchNorm.of(traced) if deferred_batch_norm else DeferredBatchNorm()
+    stages = []
+    for stage, draft in enumerate(drafts):
+        sends = list(dict.fromkeys(n for row in table for n, source in row.items() if source == stage))
+        builder = _StageBuilder(cut, devices[stage], ordinals, deferring)
+        attributes = cut.attributes_of(draft, sends)
+        builder.receive(attributes, draft, {skip.name for skip in skips if skip.target == stage})
+        builder.copy(draft.nodes)
+        builder.send(sends, draft.assigns, {skip.name for skip in skips if skip.source == stage})
+        builder.graph.lint()
+        stages.append(
+            Stage(
+                fx.GraphModule({}, builder.graph, class_name=f"Stage{stage}"),
+                tuple(str(n.target) for n in attributes),
+                tuple(ReceivedValue(n.name, source) for n, source in table[stage].items()),
+                tuple(n.name for n in sends),
+                tuple(draft.assigns),
+                tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
+                tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
+                tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
+                {n.name: SourceLocation(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
+                format_stage_code(builder.graph, stage),
+            )
+        )
+    names = {place: node.name for place, node in traced.placeholders.items()}
+    return Program(
+        tuple(stages),
+        tuple(names.get(place) for place in range(len(traced.leaves))),
+        tuple(
+            ReceivedValue(o.name, table[-1][o])
+            if isinstance(o, fx.Node)
+            else ConstantOutput(devices[-1] if isinstance(o, torch.device) else o)  # where the outputs are
+            for o in traced.handed_out
+        ),
+        tuple(skips),
+        bool(ordinals),
+        {traced.place_of(node): ReceivedValue(node.name, table[-1][node]) for node in written},
+        {name: ReceivedValue(node.name, table[-1][node]) for name, node in left.items()},
+    )
+
+
+@dataclass(slots=True)
+class _StageDraft:
+    """What a stage is made of."""
+
+    nodes: list[fx.Node]
+    needs: list[fx.Node]  # received
+    clones: list[fx.Node]  # received, to be cloned at entry
+    again: list[fx.Node]  # made again here: views, from the clones; and copies
+    assigns: dict[str, fx.Node]  # buffers that get a new value here
+
+
+@dataclass(frozen=True, slots=True)
+class _StageCut:
+    """A graph with stage numbers."""
+
+    traced: Traced
+    effects: Effects
+    aliases: Aliases
+    starts: Sequence[int]
+    attributes: list[fx.Node]
+    states: set[int | None]  # alias classes of parameters and buffers
+    written_classes: list[set[int]]  # by stage: the alias classes it changes
+    copies: list[frozenset[str]]  # by stage: earlier nodes that it computes itself
+
+    @classmethod
+    def of(cls, traced: Traced, starts: Sequence[int], copies: Sequence[Collection[str]]) -> _StageCut:
+        effects = traced.effects
+        assert effects is not None
+        attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+        ends = [*starts[1:], len(effects.nodes)]
+        writes = [alias_classes_written_at(effects, range(start, end)) for start, end in zip(starts, ends, strict=True)]
+        states = {effects.alias[n] for n in attributes}
+        copied = [frozenset(names) for names in copies] or [frozenset[str]()] * len(starts)
+        if any(copied) and (strange := frozenset().union(*copied) - rematerializable_nodes(traced).keys()):
+            raise InternalError(f"{sorted(strange)} cannot be computed in more than one stage")
+        return cls(traced, effects, Aliases.of(effects), starts, attributes, states, writes, copied)
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def _stage_at(self, place: int) -> int:
+        """The stage of a place; INPUT before the first node, `count` for the end of the graph."""
+        return self.count if place == len(self.effects.nodes) else bisect_right(self.starts, place) - 1
+
+    def is_received(self, node: fx.Node, stage: int) -> bool:
+        """Was it made before this stage?"""
+        return node in self.effects.place and self._stage_at(self.effects.place[node]) < stage
+
+    def is_alive(self, node: fx.Node, stage: int) -> bool:
+        """Was it made before this stage, and is it used there or later?"""
+        return self.is_received(node, stage) and stage <= self._stage_at(self.effects.last[node])
+
+    def nodes_of(self, stage: int) -> list[fx.Node]:
+        end = self.starts[stage + 1] if stage + 1 < self.count else None
+        return self.effects.nodes[self.starts[stage] : end]
+
+    def owner(self, node: fx.Node, user: int) -> int:
+        """The stage from which `user` gets a value: the last one before it that changed it, or its maker."""
+        if node.op == "get_attr":
+            return self._keeper(node)
+        maker = self._stage_at(self.effects.place[node])
+        changed = (t for t in range(user - 1, maker, -1) if self.effects.alias[node] in self.written_classes[t])
+        return next(changed, maker)
+
+    def _keeper(self, attribute: fx.Node) -> int:
+        """The stage that hands on a parameter or a buffer: the one that changes it, else the last."""
+        changed = (t for t in range(self.count) if self.effects.alias[attribute] in self.written_classes[t])
+        assigned = (t for t in range(self.count) if str(attribute.target) in self.assigns_of(t))
+        return next(changed, next(assigned, self.count - 1))
+
+    def assigns_of(self, stage: int) -> dict[str, fx.Node]:
+        """Buffers that this stage sets, and their new values."""
+        return {name: value for name, value in self.traced.carried_state.items() if self._setter(name, value) == stage}
+
+    def may_change(self, attribute: fx.Node, stage: int) -> bool:
+        """Was the stage seen to write to this parameter or buffer, or may modules kept whole do so in another step?"""
+        if self.effects.alias[attribute] in self.written_classes[stage]:
+            return True
+        here = set(self.nodes_of(stage))
+        if not all("whole" in user.meta and user in here for user in attribute.users):
+            return False
+        tensor = attribute_tensor(self.traced, attribute)
+        is_writable = not isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+        return is_writable and tensor.layout == torch.strided and 0 not in tensor.stride()
+
+    def _setter(self, name: str, value: fx.Node) -> int:
+        """Where the new value of a buffer has come to be. Another attribute: where this one, or that one, is read."""
+        if value.op != "get_attr":
+            return max(self.owner(value, self.count), 0)
+        both = [value, *(n for n in self.attributes if n.target == name)]
+        return min(
+            (self._stage_at(self.effects.place[u]) for n in both for u in n.users if u in self.effects.place), default=0
+        )
+
+    def attributes_of(self, draft: _StageDraft, sends: Collection[fx.Node]) -> list[fx.Node]:
+        """The parameters and buffers that a stage reads or hands on."""
+        users = {*draft.nodes, *draft.again}
+        handed_on = {*sends, *draft.assigns.values()}
+        return [n for n in self.attributes if n in handed_on or any(u in users for u in n.users)]
+
+
+def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
+    nodes, assigns = cut.nodes_of(stage), cut.assigns_of(stage)
+    read = [*(n for node in nodes for n in node.all_input_nodes), *assigns.values()]
+    needs = dict.fromkeys(n for n in read if cut.is_received(n, stage))
+    clones: list[fx.Node] = []
+    again: list[fx.Node] = []
+    for alias in sorted(cut.written_classes[stage] - cut.states):
+        members = [n for n in cut.aliases.members[alias] if cut.is_alive(n, stage)]
+        roots, views = _clone_roots(cut, stage, members)
+        for member in members:
+            needs.pop(member, None)
+        # A view may take its size from elsewhere (`view_as`).
+        others = [n for view in views for n in view.all_input_nodes if cut.effects.alias[n] != alias]
+        needs |= dict.fromkeys([*roots, *(n for n in others if cut.is_received(n, stage))])
+        clones += roots
+        again += views
+    copied = _take_rematerialized(cut, stage, needs)
+    return _StageDraft(
+        nodes, list(needs), clones, sorted([*again, *copied], key=cut.effects.place.__getitem__), assigns
+    )
+
+
+def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None]) -> list[fx.Node]:
+    """Takes out of `needs` what the stage computes itself, and puts in what it needs for that."""
+    found: list[fx.Node] = []
+    waiting = [n for n in needs if n.name in cut.copies[stage]]
+    while waiting:
+        node = waiting.pop()
+        if node not in needs:
+            continue
+        del needs[node]
+        found.append(node)
+        new = [n for n in node.all_input_nodes if cut.is_received(n, stage) and n not in needs and n not in found]
+        needs |= dict.fromkeys(new)
+        waiting += [n for n in new if n.name in cut.copies[stage]]
+    return found
+
+
+def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What to clone at the entry of a stage, and what to make again from it, so that all of `members` are there."""
+    if stage == 0 or not members:
+        return list(members), []  # each input is a tensor of its own
+    found = cut.aliases.nearest_root(members)
+    assert found is not None, "a cut that `forbidden_cuts` forbids"
+    return [found[0]], found[1]
+
+
+class _StageBuilder:
+    """Writes the graph of one stage."""
+
+    def __init__(
+        self, cut: _StageCut, device: torch.device, ordinals: dict[fx.Node, int], deferring: DeferredBatchNorm
+    ):
+        self.cut, self.device, self.ordinals, self.deferring = cut, device, ordinals, deferring
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.statistics: list[Any] = []  # what batch norm finds and does not track: an output for each node
+        self._state = cut.traced.state
+
+    def receive(self, attributes: Iterable[fx.Node], draft: _StageDraft, popped: Collection[str]) -> None:
+        for node in attributes:
+            self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
+        for node in draft.needs:
+            self.made[node] = self.graph.placeholder(node.name)
+            self.made[node].meta.update(shapes=node.meta.get("shapes"))
+        for node in draft.needs:
+            if node.name in popped:
+                self.made[node] = self._call(pop, (self.made[node], node.name), f"{node.name}_popped")
+        for node in draft.clones:
+            self.made[node] = self._call(clone, (self.made[node],), f"{node.name}_copy")
+        for node in draft.again:
+            same = self.cut.effects.same.get(node)
+            self.made[node] = self.made[same] if same is not None else self._copied(node)
+
+    def copy(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self.made[node] = self._copied(node)
+            ordinal, copy = self.ordinals.get(node), self.made[node]
+            self._defer(node, copy)
+            if node.meta.get("opaque") and node.target is not operator.getitem:
+                copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
+                copy.target = with_saved_tensors(copy.target)
+            if ordinal is None and node.meta.get("opaque"):
+                copy.target = forbid_random_numbers(copy.target)  # type: ignore[arg-type]
+            if ordinal is not None:
+                copy.op, copy.target = (
+                    "call_function",
+                    seeded_function(ordinal, copy.target, self.device, bool(node.meta.get("dice"))),
+                )
+
+    def _only_read(self, node: fx.Node) -> list[int]:
+        """Places of the arguments of an opaque call to which it was not seen to write."""
+        effects, values = self.cut.effects, node.args[1]
+        may_change = effects.written_classes[effects.place[node]] | self.cut.states
+        assert isinstance(values, (tuple, list))
+        return [k for k, n in enumerate(values) if isinstance(n, fx.Node) and effects.alias[n] not in may_change]
+
+    def send(self, sends: Iterable[fx.Node], assigns: dict[str, fx.Node], stashed: Collection[str]) -> None:
+        self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient
+        values = []
+        for node in sends:
+            value = self.made[node]
+            if self.cut.effects.alias[node] in self.cut.states:
+                # Memory of a parameter or a buffer, which will be written to while others still read this value.
+                value = self._call(clone, (value,), f"{node.name}_copy")
+            if node.name in stashed:
+                value = self._call(stash, (value, node.name), f"{node.name}_stashed")
+            values.append(value)
+        self.graph.output((*values, *(self.made[node] for node in assigns.values()), *self.statistics))
+        effects = self.cut.effects
+        last: dict[int | None, int] = {
+            alias: place for place, aliases in enumerate(effects.written_classes) for alias in aliases
+        }
+        for node, made in self.made.items():
+            made.meta.update(place=effects.place.get(node, -1), last_write=last.get(effects.alias[node], -1))
+
+    def _defer(self, node: fx.Node, copy: fx.Node) -> None:
+        if node.name in self.deferring.norms:
+            mean, var = (str(n.target) for n in running_statistics(node))
+            self.statistics.append(defer_batch_norm(copy, (mean, var)))
+        elif node.name in self.deferring.whole:
+            copy.target = defer_in_opaque_call(node.target, node)  # type: ignore[arg-type]
+            self.statistics.append(self._call(operator.getitem, (copy, -1), f"{node.name}_statistics"))
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], name: str) -> fx.Node:
+        return self.graph.create_node("call_function", function, args, name=name)
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        self._set_state(node.meta["state"])
+        copy = self.graph.node_copy(node, self.made.__getitem__)
+        set_node_device(copy, self.device)
+        return copy
+
+    def _set_state(self, new: ThreadState) -> None:
+        old, self._state = self._state, new
+        if new.grad != old.grad:
+            self.graph.call_function(set_grad, (new.grad,))
+        for before, after in zip(old.autocast, new.autocast, strict=True):
+            if after != before:
+                # The cache of casts belongs to the process: another worker would clear it in the middle.
+                cache = after.cache and new == self.cut.traced.state
+                self.graph.call_function(set_autocast, (after.device, after.enabled, after.dtype, cache))

@@ -1,0 +1,334 @@
+"""Deferred batch norm: running statistics of the mini-batch, where the model sees micro-batches.
+
+Batch norm normalises each micro-batch by its own statistics. What it tracks for evaluation shall be the statistics of
+the whole mini-batch, once for each, as without a pipeline: one micro-batch after the other would move the running mean
+m times by a part, and a variance within micro-batches is too small. So in a stage
+
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+
+becomes, with the same bits of `y`,
+
+    mean, var = zeros_like(running_mean), zeros_like(running_var)
+    y = F.batch_norm(x, mean, var, weight, bias, True, 1.0, eps)
+
+With a momentum of 1 the kernel leaves in `mean` and `var` the statistics it has computed anyway. Together with the
+number of values they were taken from they are outputs of the stage; the runtime puts those of all micro-batches
+together when the step ends well (`fxpipe.rewriting.deferred_batch_norm`). What is recomputed is not counted again,
+since only F's outputs are.
+
+`num_batches_tracked` counts mini-batches: every F finds it as the step found it, and leaves the same.
+
+Batch norm in a module kept whole, or in another function that runs as it is, cannot be rewritten; there the call is
+caught when it runs.
+
+C. Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models", arXiv 2004.09910, 2020, defers
+so by a module of its own in the place of each `nn.BatchNorm`, which takes sums and sums of squares in a second pass
+over the input. Here modules stay what they are, and there is no second pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from fxpipe.errors import ArgumentError, StateError
+from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.effects import Effects, running_statistics
+
+BATCH_COUNTER = "num_batches_tracked"
+
+_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+    torch.batch_norm: (
+        "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled",
+    ),
+}  # fmt: skip
+_NORM_DEFAULTS = {"training": False, "momentum": 0.1}  # of F.batch_norm
+
+# (name of the running mean, name of the running variance, number of values of a channel, their mean, their unbiased
+# variance, momentum) of one call
+BatchStatistics = tuple[str, str, int, torch.Tensor, torch.Tensor, float]
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredBatchNorm:
+    """What of a graph waits for the end of the mini-batch. By the names of nodes and of the model's tensors."""
+
+    norms: frozenset[str] = frozenset()  # nodes: batch norm that tracks
+    whole: frozenset[str] = frozenset()  # nodes: Python that may have some inside
+    statistics: frozenset[str] = frozenset()  # buffers: those that `norms` track
+    counters: frozenset[str] = frozenset()  # buffers that count mini-batches
+
+    @classmethod
+    def of(cls, traced: Traced) -> DeferredBatchNorm:
+        """Finds batch norm that tracks running statistics.
+
+        Raises:
+            ArgumentError: running statistics that cannot be deferred.
+        """
+        effects = traced.effects
+        assert effects is not None
+        norms = {
+            n: running_statistics(n) for n in effects.nodes if n.target in _NORM_ARGUMENTS and running_statistics(n)
+        }
+        for node, statistics in norms.items():
+            if problem := _undeferrable_reason(node, statistics, norms, traced, effects):
+                raise ArgumentError(
+                    f"deferred_batch_norm=True, but batch norm {node.name} (module {node.meta['module']!r}, "
+                    f"{node.meta['source']}) {problem}; change that, or give deferred_batch_norm=False"
+                )
+        as_it_is = [n for n in effects.nodes if n.meta.get("opaque") and n.target is not operator.getitem]
+        whole = {n for n in as_it_is if any(_is_buffer(traced, a) for a in _opaque_call_arguments(n))}
+        tracked = {str(s.target) for statistics in norms.values() for s in statistics}
+        tracking = {name.rpartition(".")[0] for name in tracked}
+        counters = {
+            str(n.target)
+            for n in traced.graph.nodes
+            if n.op == "get_attr" and _is_counter(n, tracking, whole, traced, effects)
+        }
+        names = [frozenset(n.name for n in found) for found in (norms, whole)]
+        return cls(names[0], names[1], frozenset(tracked), frozenset(counters))
+
+
+def _undeferrable_reason(
+    norm: fx.Node,
+    statistics: Sequence[fx.Node],
+    norms: Mapping[fx.Node, Sequence[fx.Node]],
+    traced: Traced,
+    effects: Effects,
+) -> str | None:
+    """Why the statistics of a batch norm cannot wait for the end of the step."""
+    if len(statistics) < 2 or any(s.op != "get_attr" for s in statistics):
+        return "tracks its running statistics in a part of a buffer, or in a value that forward has made"
+    if any(str(s.target) in traced.assigned for s in statistics):
+        return "tracks running statistics that forward also sets"
+    if isinstance(_bound_norm_arguments(norm)["momentum"], fx.Node):
+        return "has a momentum that hangs on the size of the batch"
+    classes = {effects.alias[s] for s in statistics}
+    for node, written in zip(effects.nodes, effects.written_classes, strict=True):
+        if node not in norms and classes & written:
+            return f"tracks running statistics that {node.name} ({node.meta['source']}) also changes"
+        reads = any(effects.alias.get(s) in classes for s in node.all_input_nodes)
+        if node not in norms and reads and effects.place[node] > effects.place[norm]:
+            return f"tracks running statistics that {node.name} ({node.meta['source']}) then reads"
+    if any(isinstance(o, fx.Node) and effects.alias.get(o) in classes for o in traced.handed_out):
+        return "tracks running statistics that forward returns"
+    return None
+
+
+def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
+    """The arguments of a batch norm by name."""
+    return _NORM_DEFAULTS | dict(zip(_NORM_ARGUMENTS[norm.target], norm.args, strict=False)) | dict(norm.kwargs)
+
+
+def _opaque_call_arguments(node: fx.Node) -> list[Any]:
+    """What Python that runs as it is is given: the tensors of its module, then its arguments."""
+    return [argument for group in node.args for argument in group]  # type: ignore[union-attr]
+
+
+def _is_buffer(traced: Traced, value: Any) -> bool:
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return False
+    tensor = attribute_tensor(traced, value)
+    return tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter)
+
+
+def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], traced: Traced, effects: Effects) -> bool:
+    """Does a buffer, beside running statistics, change by numbers alone, whatever the inputs?"""
+    name, users = str(attribute.target), list(attribute.users)
+    path, _, key = name.rpartition(".")
+    if attribute_tensor(traced, attribute).is_floating_point():
+        return False
+    if any(user in whole for user in users):
+        return key == BATCH_COUNTER
+    new = traced.assigned.get(name)
+    writers = [
+        n for n in users if n in effects.place and effects.alias[attribute] in effects.written_classes[effects.place[n]]
+    ]
+    writers += [new] if isinstance(new, fx.Node) else []
+    return path in tracking and bool(writers) and all(set(n.all_input_nodes) <= {attribute} for n in writers)
+
+
+# -- in a stage --------------------------------------------------------------------------------------------------------
+
+
+def values_per_channel(input: torch.Tensor) -> int:
+    """How many values of each channel batch norm normalises together."""
+    return input.numel() // max(input.size(1), 1)
+
+
+def defer_batch_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
+    """Makes a batch norm, in the graph of a stage, track nothing; gives what to hand out in place of that."""
+    arguments, graph = _bound_norm_arguments(norm), norm.graph
+    with graph.inserting_before(norm):
+        count, mean, var = (
+            graph.create_node("call_function", function, (arguments[given],), name=f"{norm.name}_{name}")
+            for name, function, given in (
+                ("count", values_per_channel, "input"),
+                ("mean", torch.zeros_like, "running_mean"),
+                ("var", torch.zeros_like, "running_var"),
+            )
+        )
+    norm.args, norm.kwargs = _untracked_arguments(norm.target, arguments, mean, var)
+    return ((*names, count, mean, var, arguments["momentum"]),)
+
+
+def _untracked_arguments(
+    function: Any, arguments: dict[str, Any], mean: Any, var: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by which batch norm leaves the statistics of its input in `mean` and `var`."""
+    changed = arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0}
+    if function is F.batch_norm:
+        return (changed.pop("input"), changed.pop("running_mean"), changed.pop("running_var")), changed
+    return tuple(changed[name] for name in _NORM_ARGUMENTS[function]), {}
+
+
+def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
+    """`function`, which runs as it is, with what batch norm in it has found behind what it returns."""
+    names = [
+        str(a.target) if isinstance(a, fx.Node) and a.op == "get_attr" else None for a in _opaque_call_arguments(node)
+    ]
+
+    @functools.wraps(function)
+    def call(tensors: Sequence[torch.Tensor], leaves: Sequence[Any]) -> tuple[Any, ...]:
+        own = {storage_of(t): (name, t) for name, t in zip(names, (*tensors, *leaves), strict=True) if name is not None}
+        catching = _BatchNormCatcher(own)
+        with catching:  # without `as`: torch.compile, which resumes inside, would forget the name
+            made = function(tensors, leaves)
+        return (*made, tuple(catching.found))
+
+    return call
+
+
+class _BatchNormCatcher(TorchFunctionMode):
+    """Keeps batch norm from tracking, in Python that runs as it is."""
+
+    def __init__(self, own: dict[Any, tuple[str, torch.Tensor]]):
+        super().__init__()
+        self.own, self.found = own, list[BatchStatistics]()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _NORM_ARGUMENTS:
+            return func(*args, **kwargs)
+        arguments = _NORM_DEFAULTS | dict(zip(_NORM_ARGUMENTS[func], args, strict=False)) | kwargs
+        statistics = [arguments["running_mean"], arguments["running_var"]]
+        names = [self._name_of(s) for s in statistics if s is not None] if arguments["training"] else []
+        if len(names) < 2 or names[0] is None or names[1] is None:
+            return func(*args, **kwargs)
+        mean, var = map(torch.zeros_like, statistics)
+        args, changed = _untracked_arguments(func, arguments, mean, var)
+        result = func(*args, **changed)
+        count = values_per_channel(arguments["input"])
+        self.found.append((names[0], names[1], count, mean, var, arguments["momentum"]))
+        return result
+
+    def _name_of(self, statistic: torch.Tensor) -> str | None:
+        """None: it is no buffer that the function was given."""
+        memory = storage_of(statistic)
+        if memory not in self.own:  # not `get`: torch.compile, which runs this for backends of its own, has none (2.11)
+            return None
+        name, buffer = self.own[memory]
+        if statistic.shape != buffer.shape or statistic.data_ptr() != buffer.data_ptr():
+            raise StateError(
+                f"deferred_batch_norm=True, but batch norm in a module kept whole tracks running statistics in a part "
+                f"of the buffer {name!r}; give it a buffer for each, or give deferred_batch_norm=False"
+            )
+        return name
+
+
+# -- The running statistics of deferred batch norm, at the end of a step ---------------------------------------------
+#
+# Each micro-batch has given, for each call of batch norm, the number n of values in a channel, their mean and their
+# unbiased variance. Those of the mini-batch follow without cancellation (T. Chan, G. Golub, R. LeVeque, "Updating
+# Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979): with N the sum of all n
+#
+#     mean = sum(n mean_i) / N
+#     var  = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)
+#
+# in float64, in the order of micro-batches, so that no bit hangs on the schedule. The means come rounded to the
+# buffer's dtype; so the variance of values that are k times farther from 0 than from each other is right to about k /
+# 1e7 in float32, as good as the values themselves are rounded. (Sums of squares would lose k^2.)
+#
+# Calls that share running statistics then move them one after the other, as they do in forward.
+
+
+def updated_running_statistics(
+    buffers: Mapping[str, torch.Tensor], micro_batches: Sequence[Sequence[BatchStatistics]]
+) -> dict[str, torch.Tensor]:
+    """The buffers of a stage, by name, with running statistics as they are after the mini-batch.
+
+    Args:
+        micro_batches: for each micro-batch what each call of batch norm has found, in the order of the calls.
+    """
+    after = dict(buffers)
+    if not any(micro_batches):
+        return after
+    # All calls at once, side by side: a stage may have dozens of them, with few channels each.
+    widths = tuple(mean.numel() for _, _, _, mean, _, _ in micro_batches[0])
+    counts = tuple(tuple(n for _, _, n, *_ in found) for found in micro_batches)
+    mean, var = merge_statistics(
+        counts,
+        widths,
+        torch.stack([torch.cat([mean for _, _, _, mean, _, _ in found]) for found in micro_batches]),
+        torch.stack([torch.cat([var for _, _, _, _, var, _ in found]) for found in micro_batches]),
+    )
+    for call, new_mean, new_var in zip(
+        _norm_calls(micro_batches[0]), mean.split(widths), var.split(widths), strict=True
+    ):
+        mean_name, var_name, momentum = call
+        for name, new in ((mean_name, new_mean), (var_name, new_var)):
+            # Rounded once, as by the kernel; with a momentum of 0 or 1 nothing is.
+            after[name] = after[name].double().lerp_(new, momentum).to(after[name].dtype)
+    return after
+
+
+def check_same_norm_calls(first: Sequence[BatchStatistics], other: Sequence[BatchStatistics]) -> None:
+    """Have two micro-batches called batch norm alike? In modules kept whole they need not.
+
+    Raises:
+        StateError: they have not.
+    """
+    if _norm_calls(first) != _norm_calls(other):
+        raise StateError(
+            "deferred_batch_norm=True, but batch norm in a module kept whole runs otherwise for some micro-batches "
+            "than for others; let it run as often for each, with the same momentum, or give deferred_batch_norm=False"
+        )
+
+
+def _norm_calls(found: Sequence[BatchStatistics]) -> list[tuple[str, str, float]]:
+    return [(mean, var, momentum) for mean, var, *_, momentum in found]
+
+
+def merge_statistics(
+    counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], means: torch.Tensor, variances: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and unbiased variance of values of which those of parts are given, one part in each row; in float64.
+
+    Args:
+        counts: for each part and each group of columns the number of values.
+        widths: of the groups.
+    """
+    of_mean, within, between = _merge_weights(counts, widths, means.device)
+    means = means.double()
+    mean = (of_mean * means).sum(0)
+    return mean, (within * variances + between * (means - mean) ** 2).sum(0)
+
+
+@functools.lru_cache(maxsize=64)
+def _merge_weights(
+    counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """n / N, (n - 1) / (N - 1), n / (N - 1). They are the same in every step: a GPU need not wait for them again."""
+    n = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(widths), dim=1)
+    total = n.sum(0)
+    return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)

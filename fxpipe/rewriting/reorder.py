@@ -1,0 +1,282 @@
+"""Puts the nodes of a graph in an order in which few bytes cross any cut, and which computes the same, bit for bit.
+
+    traced = ordered(traced)
+
+`constraints` says what of the order must stay, `arranging` finds the order; here the one is asked about the other. The
+result hangs on the graph alone, not on the number of samples in the example, nor on measured times: the same model
+gives the same order in every run, and a plan finds its graph again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from torch import fx
+
+from fxpipe._torch.functions import opname
+from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
+from fxpipe.rewriting.linear_order import Items, ItemValue
+from fxpipe.rewriting.reorder_moves import arrange_items
+from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
+from fxpipe.tracing.traced import Traced, TracedGraph
+from fxpipe.tracing.verify.effects import Effects
+
+# -- What the order of a graph must keep, beside that a value is made before it is used ------------------------------
+#
+# - Nodes that touch memory which is written to: all of one alias class keep their order. So what is read is what was
+#   read, and views that autograd makes anew after a write are made in the same order.
+# - Nodes that use one value or parameter that requires grad. Autograd runs backward in the reverse order of forward,
+# and adds the gradients of a value in the order in which they come: in another order, they have other last bits. -
+# Nodes that may do more than they return: Python that runs as it is (modules kept whole, hooks, functions that are not
+# torch's), values that are compared, numbers drawn for decisions.
+#
+# A random function of torch is free: it draws from a seed of its own, by the ordinal that it was recorded with.
+#
+# Parts of what one node returned go with it: a *unit* is a node with its parts. A unit is *pinned* where it makes
+# nothing that anyone waits for, or touches a buffer that forward changes or sets, whose users should stay together.
+
+_PURE_MODULES = ("torch", "_operator", "builtins", "math")  # where functions come from that do nothing but return
+
+
+@dataclass(frozen=True, slots=True)
+class OrderConstraints:
+    """The working nodes of a graph, each with its parts, and what of their order must stay."""
+
+    nodes: tuple[tuple[fx.Node, ...], ...]  # by unit
+    of: dict[fx.Node, int]
+    after: tuple[tuple[int, ...], ...]  # by unit: those that have to run after it, ascending
+    pinned: frozenset[int]
+
+    @classmethod
+    def of_graph(cls, traced: Traced) -> OrderConstraints:
+        effects = traced.effects
+        assert effects is not None
+        nodes = _units(effects.nodes)
+        of = {node: unit for unit, members in enumerate(nodes) for node in members}
+        written = written_alias_classes(effects)
+        after: list[set[int]] = [set() for _ in nodes]
+        for node in effects.nodes:
+            for user in node.users:
+                if user in of and of[user] != of[node]:
+                    after[of[node]].add(of[user])
+        for row in (*_memory_chains(effects, written), *_gradient_chains(effects), _side_effect_chain(effects)):
+            places = list(dict.fromkeys(of[node] for node in row))
+            for one, other in itertools.pairwise(places):
+                after[one].add(other)
+        pinned = {of[node] for node in _pinned_nodes(traced, effects, written, of)}
+        return cls(nodes, of, tuple(tuple(sorted(later)) for later in after), frozenset(pinned))
+
+
+def _units(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
+    """Nodes, each with those of its parts that stand right behind it, as recorded ones do."""
+    units: list[list[fx.Node]] = []
+    for node in nodes:
+        if units and _is_part(node) and node.args[0] in units[-1]:
+            units[-1].append(node)
+        else:
+            units.append([node])
+    return tuple(map(tuple, units))
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+
+
+def written_alias_classes(effects: Effects) -> set[int]:
+    """Alias classes that some node changes. A method may change more than values: `requires_grad_`, `detach_`."""
+    found = set[int]().union(*effects.written_classes)
+    for node in effects.nodes:
+        name = opname(node.target)
+        if name.endswith("_") and not name.endswith("__") and isinstance(first := _first_argument(node), fx.Node):
+            alias = effects.alias[first]
+            found |= {alias} if alias is not None else set()
+    return found
+
+
+def _first_argument(node: fx.Node) -> object:
+    return node.args[0] if node.args else None
+
+
+def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node]]:
+    """For each alias class that is written to: who makes, reads or changes it."""
+    found: dict[int, list[fx.Node]] = {alias: [] for alias in sorted(written)}
+    classes = touched_alias_classes(effects)
+    for place, node in enumerate(effects.nodes):
+        for alias in sorted(classes[node] & written | effects.written_classes[place]):
+            found[alias].append(node)
+    return found.values()
+
+
+def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
+    """By node: the alias classes of what it makes and reads; a tuple that it reads has those of its parts, too."""
+    of: dict[fx.Node, set[int]] = {n: set() if alias is None else {alias} for n, alias in effects.alias.items()}
+    for node in reversed(effects.nodes):  # parts of parts first
+        if _is_part(node) and isinstance(first := node.args[0], fx.Node):
+            of[first] |= of[node]
+    return {n: frozenset(of[n].union(*map(of.__getitem__, n.all_input_nodes))) for n in effects.nodes}
+
+
+def _gradient_chains(effects: Effects) -> Iterable[list[fx.Node]]:
+    """For each value that requires grad: its users that do, too."""
+    one: dict[fx.Node, fx.Node] = {}  # node -> the first node that returned this very tensor, or the tuple it is in
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for place, node in enumerate(effects.nodes):
+        sources = dict.fromkeys(one.get(n, n) for n in node.all_input_nodes if effects.requires_grad.get(n))
+        if _is_part(node) and isinstance(first := node.args[0], fx.Node):
+            one[node] = one.get(first, first)
+        elif (same := _returned_argument(effects, node)) is not None:
+            one[node] = one.get(same, same)
+        if effects.requires_grad.get(node) or effects.written_classes[place]:
+            for source in sources:
+                users.setdefault(source, []).append(node)
+    return users.values()
+
+
+def _returned_argument(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The argument that a node returns, at some sizes at least (`contiguous`, `to`)."""
+    if node in effects.same:
+        return effects.same[node]
+    alias = effects.alias.get(node)
+    if alias is None or opname(node.target) in VIEW_FUNCTIONS:
+        return None
+    return next((n for n in node.all_input_nodes if effects.alias[n] == alias), None)
+
+
+def _side_effect_chain(effects: Effects) -> list[fx.Node]:
+    return [
+        n for n in effects.nodes if has_side_effects(n) or (not n.users and _module_name_of(n) == "builtins")
+    ]  # `print`
+
+
+def has_side_effects(node: fx.Node) -> bool:
+    """Does a node more than to return something, as far as one can tell, or is it something that must not see it?"""
+    if any(node.meta.get(key) for key in ("opaque", "hook", "whole", "dice", "draw")):
+        return True
+    return node.op == "call_function" and _module_name_of(node) not in _PURE_MODULES
+
+
+def _module_name_of(node: fx.Node) -> str:
+    """Whose function it is; torch's, where that has no module (methods of tensors)."""
+    return str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+
+
+def _pinned_nodes(traced: Traced, effects: Effects, written: set[int], of: dict[fx.Node, int]) -> Iterator[fx.Node]:
+    attributes = [n for n in traced.graph.nodes if n.op == "get_attr"]
+    states = {effects.alias[n] for n in attributes} & written
+    assigned = traced.carried_state
+    reassigned = {n for n in attributes if str(n.target) in assigned}
+    outputs = {o for o in (*traced.handed_out, *traced.left.values()) if isinstance(o, fx.Node)}
+    classes = touched_alias_classes(effects)
+    for node in effects.nodes:
+        parts = [user for user in node.users if _is_part(user)]
+        if not node.users.keys() - {traced.graph.output_node()} and node not in outputs and not _is_part(node):
+            yield node
+        if not states.isdisjoint(classes[node]) or not reassigned.isdisjoint(node.all_input_nodes):
+            yield node
+        if node in assigned.values():
+            yield node
+        if any(of[part] != of[node] for part in parts):
+            yield from (node, *parts)
+
+
+ASSUMED_SAMPLES = 8  # of a micro-batch, as far as the order is concerned: values with a batch against those without
+
+
+def reorder_nodes(traced: Traced) -> Traced:
+    """The graph in a better order, as another `Traced`; `traced` itself where none is found.
+
+    Gradients stay those of the model bit for bit, random numbers the same; memory that is written to, and what does
+    more than it returns, keeps its order. Model inputs and parameters are everywhere, and cost nothing to hold.
+    """
+    units = OrderConstraints.of_graph(traced)
+    order = arrange_items(_order_items(traced, units))
+    if order == tuple(range(len(order))):
+        return traced
+    return with_node_order(traced, [node for unit in order for node in units.nodes[unit]])
+
+
+def with_node_order(traced: Traced, nodes: Sequence[fx.Node]) -> Traced:
+    """The same graph with its working nodes in this order, in which each must come after what it uses."""
+    graph = TracedGraph()
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in copies:
+                copies[source] = graph.node_copy(source)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            copy(node)
+    for node in nodes:
+        copy(node)
+    for node in traced.graph.nodes:
+        if node not in copies:  # the output
+            copy(node)
+    graph.lint()
+    for node, ordinal in random_ordinals(traced.nodes).items():
+        copies[node].meta["ordinal"] = ordinal
+    assert traced.effects is not None
+    return replace(traced, graph=graph, effects=_effects_of_copies(traced.effects, nodes, copies))
+
+
+def random_ordinals(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """The number of each random node, of which its seed is made: by the order in which the nodes were recorded."""
+    return {n: n.meta.get("ordinal", k) for k, n in enumerate(n for n in nodes if n.meta.get("random"))}
+
+
+def _effects_of_copies(effects: Effects, nodes: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> Effects:
+    place = {node: at for at, node in enumerate(nodes)}
+    last = {
+        node: len(nodes)
+        if old == len(nodes)
+        else max((place[user] for user in node.users if user in place), default=-1)
+        for node, old in effects.last.items()
+    }
+    return Effects(
+        [copies[node] for node in nodes],
+        {copies[node]: -1 for node, at in effects.place.items() if at < 0} | {copies[n]: at for n, at in place.items()},
+        {copies[node]: at for node, at in last.items()},
+        {copies[node]: alias for node, alias in effects.alias.items()},
+        {copies[node]: copies[source] for node, source in effects.same.items()},
+        [effects.written_classes[effects.place[node]] for node in nodes],
+        {copies[node]: requires for node, requires in effects.requires_grad.items()},
+    )
+
+
+def _order_items(traced: Traced, units: OrderConstraints) -> Items:
+    effects, outputs = traced.effects, {o for o in traced.handed_out if isinstance(o, fx.Node)}
+    assert effects is not None
+    values = []
+    for node in effects.nodes:
+        users = sorted({units.of[user] for user in node.users if user in units.of} - {units.of[node]})
+        if users or node in outputs:
+            values.append(ItemValue(_node_bytes(node), units.of[node], tuple(users), node in outputs))
+    weights = [sum(_node_work(effects, node) for node in members) for members in units.nodes]
+    return Items(tuple(weights), tuple(values), units.after, units.pinned)
+
+
+def _node_work(effects: Effects, node: fx.Node) -> int:
+    """What a node reads and writes, in bytes, as a measure of its work; a view does none."""
+    alias = effects.alias[node]
+    shared = alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes}
+    if shared and not effects.written_classes[effects.place[node]]:
+        return 1
+    read = (n for n in node.all_input_nodes if n.op != "get_attr")
+    return 1 + sum(_node_bytes(n) for n in (node, *read))
+
+
+def _node_bytes(node: fx.Node) -> int:
+    return _assumed_bytes(bytes_formula(node.meta.get("shapes", ())))
+
+
+@functools.lru_cache(maxsize=4096)
+def _assumed_bytes(formula: sympy.Expr) -> int:
+    """Bytes for SAMPLES; a size that hangs on values is taken for as many."""
+    return int(formula.subs(dict.fromkeys(formula.free_symbols, ASSUMED_SAMPLES)))

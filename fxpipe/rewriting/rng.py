@@ -1,0 +1,361 @@
+"""Random nodes of a stage, which draw by seed: the step's, the micro-batch's and the node's own, mixed.
+
+So a node's numbers hang neither on the cut nor on the schedule nor on timing, and a recomputed node draws the same ones
+without any saved state. They are those that the function draws from torch's generator after `manual_seed` of that seed,
+bit for bit. But that generator belongs to the process, and other stages run meanwhile. So, in order of preference:
+
+1. A function that takes `generator=` is given one of the thread's own.
+2. On a CPU the commonest of the others (dropouts, attention, RNNs) are written out with such a generator, RNNs also on
+   a GPU, where no seed of torch would reach their dropout.
+3. What torch has besides draws from torch's own generator, seeded for the while and put back after it: most kernels of
+   a GPU, which take no other, and on a CPU fractional pooling, attention in half precision or under autocast.
+4. So does what is not torch's: custom operators, and Python kept whole, which may look at the generator or seed it.
+
+No stage waits for another in 1 and 2. In 3 and 4 one that draws from the same generator does: on a GPU, which has a
+lock of its own, while kernels are queued and no longer. Python kept whole takes the CPU's besides, since it may draw
+there as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from fxpipe._torch.functions import opname
+from fxpipe.errors import StateError
+from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
+from fxpipe.rewriting.stage_functions import stage_context
+from fxpipe.utils.locks import call_in_forked_child
+
+_MASK = (1 << 64) - 1
+_CPU = torch.device("cpu")
+_SEEDED = torch.Tag.nondeterministic_seeded
+
+
+def mix_seed(*numbers: int) -> int:
+    """A seed of 63 bits. Each bit hangs on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class RandomCall:
+    """What a random node of stage code is made of: its target keeps this as `drawing`."""
+
+    ordinal: int
+    function: Callable[..., Any] | str
+
+
+def seeded_generator(device: torch.device, ordinal: int) -> torch.Generator:
+    """This thread's generator of a device, where a random node begins in the running micro-batch."""
+    return _own_generator(device).manual_seed(mix_seed(stage_context.seed, ordinal))
+
+
+def seeded_function(
+    ordinal: int, function: Callable[..., Any] | str, device: torch.device, dice: bool = False
+) -> Callable[..., Any]:
+    """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch.
+
+    `device` is the stage's. `dice`: it draws from Python's and numpy's, too.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (
+            getattr(args[0], function)(*args[1:], **kwargs) if isinstance(function, str) else function(*args, **kwargs)
+        )
+
+    written_out: Any = RNG_KERNELS.get(function)
+
+    def begun(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator:
+        return seeded_generator(_device_of(args, kwargs, device), ordinal)
+
+    def draw_given(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "generator": begun(args, kwargs)})
+
+    def draw_written_out(*args: Any, **kwargs: Any) -> Any:
+        generator = begun(args, kwargs)
+        if generator.device == _CPU or function in ANY_DEVICE_KERNELS:
+            drawn = written_out(generator, *args, **kwargs)
+            if drawn is not NotImplemented:
+                return drawn
+        return _lend_generator(generator, functools.partial(call, *args, **kwargs))
+
+    def draw(*args: Any, **kwargs: Any) -> Any:
+        return _lend_generator(begun(args, kwargs), functools.partial(call, *args, **kwargs))
+
+    def draw_alone(*args: Any, **kwargs: Any) -> Any:
+        seed = mix_seed(stage_context.seed, ordinal)
+        generators = [_own_generator(at).manual_seed(seed) for at in dict.fromkeys((_CPU, device))]
+        work = functools.partial(call, *args, **kwargs)
+        return _lend_generators(generators, functools.partial(_call_with_python_rng, seed, work) if dice else work)
+
+    chosen: Callable[..., Any]
+    if takes_generator(function):
+        chosen = draw_given
+    elif written_out is not None:
+        chosen = draw_written_out
+    elif is_from_torch(function):
+        chosen = draw
+    else:
+        _patch_checkpoint()
+        chosen = draw_alone
+    name = function if isinstance(function, str) else opname(function)
+    chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
+    chosen.__module__ = __name__
+    chosen.drawing = RandomCall(ordinal, function)  # type: ignore[attr-defined]
+    return chosen
+
+
+# -- what can be done with a function --------------------------------------------------------------------------------
+
+
+def is_from_torch(function: Callable[..., Any] | str) -> bool:
+    """Is it a function of torch's own, which does nothing with generators but to draw from them?"""
+    if isinstance(function, str):
+        return True
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return _namespace_of(function) == "aten"
+    return str(getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
+
+
+def takes_generator(function: Callable[..., Any] | str) -> bool:
+    """Does it take `generator=`? Functions written in Python do not count, some of which pass it on by place."""
+    if isinstance(function, OpOverload):
+        return is_from_torch(function) and _generator_place(function) is not None
+    is_python = hasattr(function, "__code__")
+    packet = function if isinstance(function, str) else opname(function)
+    return is_from_torch(function) and not is_python and _has_generator_overload(packet)
+
+
+@functools.cache
+def _has_generator_overload(packet: str) -> bool:
+    """Has this function of aten a form that takes a generator?"""
+    found = getattr(torch.ops.aten, packet, None)
+    overloads = [getattr(found, name) for name in found.overloads()] if isinstance(found, OpOverloadPacket) else []
+    return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
+
+
+def _generator_place(overload: OpOverload) -> int | None:
+    places = (k for k, argument in enumerate(overload._schema.arguments) if argument.name == "generator")
+    return next(places, None)
+
+
+def _namespace_of(function: OpOverload | OpOverloadPacket) -> str:
+    overload = function if isinstance(function, OpOverload) else getattr(function, function.overloads()[0])
+    return str(overload.namespace)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
+    """Where a function draws: as `device=` says, or else where its tensors are."""
+    device: torch.device | None = kwargs.get("device")
+    if device is None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                return value.device
+    return device or default
+
+
+# -- generators ------------------------------------------------------------------------------------------------------
+
+
+class _ThreadGenerators(threading.local):
+    """What a thread draws with."""
+
+    def __init__(self) -> None:
+        self.generators: dict[torch.device, torch.Generator] = {}  # its own: seeded anew by each node
+        self.lent_generators: Sequence[
+            torch.Generator
+        ] = ()  # those in the places of the process's, in `_lend_generators`
+
+
+_thread_generators = _ThreadGenerators()
+_generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
+call_in_forked_child(_generator_locks.clear)
+
+
+def _own_generator(device: torch.device) -> torch.Generator:
+    """This thread's generator of a device; what draws from it seeds it first."""
+    generators = _thread_generators.generators
+    if device not in generators:
+        generators[device] = torch.Generator(device)
+    return generators[device]
+
+
+def _process_generator(device: torch.device) -> torch.Generator:
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+
+
+def generator_lock(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Held by whoever draws from the generator that the process has for a device."""
+    found = _generator_locks.get(device)
+    if found is None:
+        found = _generator_locks.setdefault(
+            device, threading.RLock()
+        )  # of two that are made at once, the first is for both
+    return found
+
+
+def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
+    """Calls with the process's generator standing where this one does, and takes over where it has come to."""
+    device = generator.device
+    process = _process_generator(device)
+    with generator_lock(device):
+        before = process.get_state()
+        process.set_state(generator.get_state())
+        try:
+            return call()
+        finally:
+            generator.set_state(process.get_state())
+            process.set_state(before)
+
+
+def _lend_generators(generators: Sequence[torch.Generator], call: Callable[[], Any]) -> Any:
+    """The same for several generators, always in the same order, around Python that may do anything."""
+    outer, _thread_generators.lent_generators = _thread_generators.lent_generators, generators
+    try:
+        for generator in reversed(generators):
+            call = functools.partial(_lend_generator, generator, call)
+        return call()
+    finally:
+        _thread_generators.lent_generators = outer
+
+
+def _call_with_python_rng(seed: int, call: Callable[[], Any]) -> Any:
+    with seeded_python_rng(seed):
+        return call()
+
+
+@contextlib.contextmanager
+def seeded_python_rng(seed: int) -> Iterator[None]:
+    """A block in which Python's and numpy's random numbers start from a seed."""
+    numpy: Any = sys.modules.get("numpy")
+    before = random.getstate(), numpy and numpy.random.get_state()
+    random.seed(seed)
+    if numpy:
+        numpy.random.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        if numpy:
+            numpy.random.set_state(before[1])
+
+
+# -- checkpoints inside of Python kept whole -------------------------------------------------------------------------
+
+# Where non-reentrant checkpoint begins; from torch 2.14 on the first of these, which takes arguments by name.
+_CHECKPOINT_NAME = next(
+    name
+    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+    if hasattr(checkpoint, name)
+)
+_plain_checkpoint: Any = getattr(checkpoint, _CHECKPOINT_NAME)
+_checkpoint_signature = inspect.signature(_plain_checkpoint)
+
+
+def _patch_checkpoint() -> None:
+    """From now on what a random node checkpoints is recomputed with the numbers that it had.
+
+    `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
+    stages draw from it. Outside of random nodes it does what it did.
+    """
+    setattr(checkpoint, _CHECKPOINT_NAME, _replaying_checkpoint)
+
+
+def _replaying_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    bound = _checkpoint_signature.bind(*args, **kwargs)
+    given = bound.arguments
+    if not _thread_generators.lent_generators or not given.get("preserve_rng_state", True):
+        return _plain_checkpoint(*args, **kwargs)
+    function = given["fn"]
+    states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        return _lend_generators(
+            [_generator_at(*place) for place in states], functools.partial(function, *args, **kwargs)
+        )
+
+    given.update(fn=again, preserve_rng_state=False)
+    return _plain_checkpoint(*bound.args, **bound.kwargs)
+
+
+def _generator_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
+    return torch.Generator(device).set_state(state)
+
+
+# -- Python that should draw nothing ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _draws_random_numbers(overload: OpOverload) -> bool:
+    """Does it draw? `_fused_sdp_choice` is said to, and returns a number."""
+    return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in overload._schema.returns)
+
+
+def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
+    """Calls under a mode.
+
+    A `with` would set flags of the process, too, by which torch.compile stands aside; threads that leave in another
+    order than they entered would leave them set for good.
+    """
+    _push_mode(mode)
+    try:
+        return call()
+    finally:
+        _pop_mode()
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Raises where something draws random numbers."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _draws_random_numbers(func):
+            return func(*args, **kwargs)
+        device = _device_of(args, kwargs, _CPU)
+        process = _process_generator(device)
+        with generator_lock(device):
+            before = process.get_state()
+            result = func(*args, **kwargs)
+            if torch.equal(before, process.get_state()):
+                return result
+        raise StateError(
+            f"{self.name}, kept whole, draws random numbers, which it did not when it was traced; recomputed, it would "
+            "draw other ones: use checkpoint='never'"
+        )
+
+
+def forbid_random_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Python that runs as it is, and drew no random numbers while it was traced.
+
+    Its numbers come from torch's generator and not from the seed of the micro-batch, so it may not be run again.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        if not stage_context.recomputes:
+            return function(*args)
+        return _call_under(_NoRandomNumbers(function.__name__), functools.partial(function, *args))
+
+    return call

@@ -1,0 +1,313 @@
+"""A stage whose backward is split: its gradients of weights come not in B but later, in W.
+
+Which parameters? Those all of whose uses in the stage are as the weight or the bias of a node that `tape` knows how to
+split: linear, convolutions, matrix products, embeddings. A parameter that something else uses too (a norm of it in the
+loss, a cast, a reparametrization) stays with B, and so do the nodes that use it and the other parameters of these: the
+gradient of a parameter is then made in one piece and summed over its uses in autograd's order, which is that of the
+uses, backwards.
+
+`x @ w.t()` is `linear(x, w)`, where nobody else uses `w.t()`. Autograd adds such a gradient up when it comes through
+the transposition, not through the product; so with more than one other use, where the order matters, `w` stays with B.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.weight_gradients import (
+    ADDMM,
+    BMM,
+    EMBEDDING,
+    LINEAR,
+    MATMUL,
+    OperatorKind,
+    convolution_kind,
+    split_embedding,
+    split_node,
+)
+
+_aten = torch.ops.aten
+ParameterNames = dict[fx.Node, str]  # of a stage, with their names in the model
+
+_PRODUCTS = {
+    torch.matmul,
+    operator.matmul,
+    torch.mm,
+    _aten.matmul.default,
+    _aten.mm.default,
+    "matmul",
+    "mm",
+    "__matmul__",
+}
+_CONVOLUTIONS = {
+    function: (convolution_kind(function, dims, transposed), dims, transposed)
+    for dims, transposed, function in (
+        (1, False, F.conv1d),
+        (2, False, F.conv2d),
+        (3, False, F.conv3d),
+        (1, True, F.conv_transpose1d),
+        (2, True, F.conv_transpose2d),
+        (3, True, F.conv_transpose3d),
+    )
+}
+_ATEN_CONVOLUTIONS = {
+    _aten.conv1d.default: F.conv1d,
+    _aten.conv2d.default: F.conv2d,
+    _aten.conv3d.default: F.conv3d,
+    _aten.conv_transpose1d.default: F.conv_transpose1d,
+    _aten.conv_transpose2d.input: F.conv_transpose2d,
+    _aten.conv_transpose3d.input: F.conv_transpose3d,
+}
+_CONVOLUTION_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+_TRANSPOSED_ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+_EMBEDDING_ARGUMENTS = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+_ATEN_EMBEDDING_ARGUMENTS = ("weight", "input", "padding_idx", "scale_grad_by_freq", "sparse")
+_TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
+
+
+def split_stage_backward(stage: Stage) -> Stage:
+    """The stage with `weight_gradients_of` parameters: its code takes a `WeightGradientTape` first. The same stage if
+    there are none."""
+    graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
+    parameters = stage_parameters(stage, graph)
+    uses = splittable_nodes(graph, parameters)
+    if not uses:
+        return stage
+    run = fx.GraphModule({}, _with_splits(graph, uses), class_name=type(stage.run).__name__)
+    weighed = frozenset(parameters[p] for use in uses.values() for p in use.parameters)
+    return replace(stage, run=run, split_parameters=weighed)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitOperation:
+    """What a node computes."""
+
+    kind: OperatorKind
+    names: tuple[str, str | None]  # of the weight and the bias
+    casts: bool  # autocast stands over it
+    operands: tuple[Any, ...]  # x, the weight, the bias; then the options
+
+
+@dataclass(frozen=True, slots=True)
+class SplittableNode:
+    """A node, and how it is split."""
+
+    parameters: tuple[fx.Node, ...]  # whose gradients W then computes
+    reads: tuple[fx.Node, ...]  # as what it reads them: themselves, or one transposed
+    make: Callable[[], Callable[..., Any]]  # what to call instead
+    args: tuple[Any, ...]  # behind the tape
+    kwargs: dict[str, Any]
+    operation: SplitOperation | None  # as code for the compiler has it; None where that has to take the node as it is
+
+
+def stage_parameters(stage: Stage, graph: fx.Graph) -> ParameterNames:
+    """What may require grad: no buffers, which F changes."""
+    attributes = zip((n for n in graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
+    return {node: name for node, name in attributes if name not in stage.changed_buffers and name not in stage.assigns}
+
+
+def splittable_nodes(
+    graph: fx.Graph,
+    parameters: ParameterNames,
+    admits: Callable[[fx.Node, SplittableNode], bool] = lambda node, use: True,
+) -> dict[fx.Node, SplittableNode]:
+    """The nodes to split. `admits`: may this one be?"""
+    found = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
+    uses = {node: use for node, use in found.items() if admits(node, use)}
+    while True:
+        reads = {read for use in uses.values() for read in use.reads}
+        kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
+        if not kept:
+            return uses
+        uses = {node: use for node, use in uses.items() if kept.isdisjoint(use.parameters)}
+
+
+def _is_covered(parameter: fx.Node, uses: dict[fx.Node, SplittableNode], reads: set[fx.Node]) -> bool:
+    """Is every use of the parameter a split one, with a gradient that is summed in the order of the uses?"""
+    transposed = [user for user in parameter.users if user not in uses]
+    if any(len(user.users) > 1 or user not in reads for user in transposed):
+        return False
+    return not transposed or len(parameter.users) <= 2
+
+
+def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph:
+    new = fx.Graph()
+    taken, name = {node.name for node in graph.nodes}, "tape"
+    while name in taken:  # nodes keep their names, by which the place of an exception is found
+        name = f"_{name}"
+    tape = new.placeholder(name)
+    made: dict[fx.Node, fx.Node] = {}
+    gone = {read for use in uses.values() for read in use.reads if read not in use.parameters}
+    for node in graph.nodes:
+        if node in gone:
+            continue
+        use = uses.get(node)
+        if use is None:
+            made[node] = new.node_copy(node, made.__getitem__)
+        else:
+            args, kwargs = fx.map_arg((use.args, use.kwargs), made.__getitem__)
+            made[node] = new.create_node("call_function", use.make(), (tape, *args), kwargs, name=node.name)
+            made[node].meta = dict(node.meta)
+    new.lint()
+    return new
+
+
+# -- how each kind of node is split ------------------------------------------------------------------------------------
+
+
+def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNode | None:
+    if node.op not in ("call_function", "call_method"):
+        return None
+    function: Any = node.target
+    function = _ATEN_CONVOLUTIONS.get(function, function)
+    if function in (F.linear, _aten.linear.default):
+        found = _bound_arguments(node, ("input", "weight", "bias"))
+        return None if found is None else _split_product(node, parameters, LINEAR, *found.values())
+    if function in _PRODUCTS:
+        return (
+            None if node.kwargs or len(node.args) != 2 else _split_product(node, parameters, MATMUL, *node.args, None)
+        )
+    if function in (torch.addmm, _aten.addmm.default, "addmm"):
+        if node.kwargs or len(node.args) != 3:
+            return None
+        b, x, w = node.args
+        return _split_product(node, parameters, ADDMM, x, w, b)
+    if function in (torch.bmm, _aten.bmm.default, "bmm"):
+        if node.kwargs or len(node.args) != 2 or _static_rank(node.args[1]) != 3:
+            return None
+        return _split_operands(node, parameters, BMM, node.args[0], node.args[1], None)
+    if function in _CONVOLUTIONS:
+        return _split_convolution(node, parameters, function)
+    if function is F.embedding or function is _aten.embedding.default:
+        place = 1 if function is F.embedding else 0
+        table = node.args[place] if len(node.args) > place else None
+        if not isinstance(table, fx.Node) or table not in parameters or node.args[1 - place] is table:
+            return None
+        make = functools.partial(split_embedding, function, parameters[table], place)
+        operation = _embedding_operation(node, parameters[table])
+        return SplittableNode((table,), (table,), make, node.args, node.kwargs, operation)
+    return None
+
+
+def _split_product(
+    node: fx.Node, parameters: ParameterNames, kind: OperatorKind, x: Any, w: Any, b: Any
+) -> SplittableNode | None:
+    """A product with a parameter, or with one transposed."""
+    if _static_rank(w) != 2:
+        return None
+    if b is None and w not in parameters and (parameter := _transposed_parameter(w, parameters)) is not None:
+        use = _split_operands(node, parameters, MATMUL if kind is LINEAR else LINEAR, x, parameter, None)
+        return None if use is None else replace(use, reads=(w,))
+    return _split_operands(node, parameters, kind, x, w, b)
+
+
+def _split_operands(
+    node: fx.Node, parameters: ParameterNames, kind: OperatorKind, x: Any, w: Any, b: Any, options: tuple[Any, ...] = ()
+) -> SplittableNode | None:
+    """None where `w` or `b` is made by a node, or where one parameter has two parts in it."""
+    used = [n for n in (w, b) if n is not None]
+    if not isinstance(x, fx.Node) or x in used or w is b or not all(n in parameters for n in used):
+        return None
+    names = parameters[w], None if b is None else parameters[b]
+    casts = any(autocast.enabled for autocast in node.meta["state"].autocast)
+    make = functools.partial(split_node, kind, names, casts)
+    operands = (x, w, b, *options)
+    return SplittableNode(tuple(used), tuple(used), make, operands, {}, SplitOperation(kind, names, casts, operands))
+
+
+def _embedding_operation(node: fx.Node, name: str) -> SplitOperation | None:
+    """None for a table that is normed in place."""
+    names = _EMBEDDING_ARGUMENTS if node.target is F.embedding else _ATEN_EMBEDDING_ARGUMENTS
+    found, shape = _bound_arguments(node, names), _static_shape(node.args[names.index("weight")])
+    if found is None or shape is None or found.get("max_norm") is not None:
+        return None
+    padding = found["padding_idx"]
+    if padding is not None and padding < 0:
+        padding = padding + shape[0] if node.target is F.embedding else None
+    operands = found["input"], found["weight"], None, padding, bool(found["scale_grad_by_freq"]), bool(found["sparse"])
+    return SplitOperation(EMBEDDING, (name, None), False, operands)
+
+
+def _split_convolution(
+    node: fx.Node, parameters: ParameterNames, function: Callable[..., Any]
+) -> SplittableNode | None:
+    kind, dims, transposed = _CONVOLUTIONS[function]
+    found = _bound_arguments(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
+    if found is None or not isinstance(found["weight"], fx.Node) or _is_complex(found["weight"]):
+        return None  # complex: made of three real ones
+    shape = _static_shape(found["weight"])
+    if shape is None or len(shape) != dims + 2:
+        return None
+    stride, dilation = _per_dimension(found["stride"], dims, 1), _per_dimension(found["dilation"], dims, 1)
+    padding, output_padding = found["padding"], _per_dimension(found.get("output_padding"), dims, 0)
+    groups = 1 if found["groups"] is None else found["groups"]
+    if padding == "valid":
+        padding = 0
+    elif padding == "same" and dilation is not None:
+        both = [d * (k - 1) for d, k in zip(dilation, shape[2:], strict=True)]
+        padding = None if any(p % 2 for p in both) else [p // 2 for p in both]  # odd: torch pads the input before
+        if padding is None:
+            return None
+    padding = _per_dimension(padding, dims, 0)
+    if stride is None or dilation is None or padding is None or output_padding is None or not isinstance(groups, int):
+        return None
+    options = (stride, padding, dilation, output_padding, groups)
+    return _split_operands(node, parameters, kind, found["input"], found["weight"], found["bias"], options)
+
+
+def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
+    """The node's arguments by name, None for those that are not given."""
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return None
+    return dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _per_dimension(value: Any, dims: int, default: int) -> list[int] | None:
+    """One number for each dimension; None where they are computed."""
+    found = [default] if value is None else [value] if isinstance(value, int) else value
+    if not isinstance(found, Sequence) or isinstance(found, str) or not all(isinstance(k, int) for k in found):
+        return None
+    return list(found) * dims if len(found) == 1 else list(found)
+
+
+def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | None:
+    """The parameter of which this node is the transposition."""
+    if not isinstance(node, fx.Node) or not node.args or node.args[0] not in parameters or node.kwargs:
+        return None
+    is_it = (
+        (node.target in ("t", _aten.t.default) and len(node.args) == 1)
+        or (node.target is getattr and node.args[1] in ("T", "mT"))
+        or (
+            node.target in ("transpose", torch.transpose, _aten.transpose.int)
+            and tuple(node.args[1:]) in _TRANSPOSITIONS
+        )
+        or (node.target is torch.t)
+    )
+    parameter = node.args[0]
+    return parameter if is_it and isinstance(parameter, fx.Node) else None
+
+
+def _static_shape(node: Any) -> tuple[int, ...] | None:
+    """Of a parameter, or of what is made of one; None where it hangs on the batch."""
+    shapes = node.meta.get("shapes") if isinstance(node, fx.Node) else None
+    if not shapes or any(size.free_symbols for size in shapes[0].shape):
+        return None
+    return tuple(int(size) for size in shapes[0].shape)
+
+
+def _static_rank(node: Any) -> int | None:
+    shape = _static_shape(node)
+    return None if shape is None else len(shape)
+
+
+def _is_complex(node: fx.Node) -> bool:
+    return bool(node.meta["shapes"][0].dtype.is_complex)

@@ -1,0 +1,225 @@
+"""A stage whose backward is split and that the compiler can take: see `taps`.
+
+The same nodes are split as in `splitting`, but for those whose output's shape is not known before they run: a tap has
+to have it. It is known where it hangs on nothing but sizes of received values, as almost all do on the batch's. And
+nodes whose input is written to later stay whole, so that autograd can complain of that: an output of compiled code is
+what it is at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.autograd.graph import get_gradient_edge
+
+from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.split_backward import SplitOperation, SplittableNode, splittable_nodes, stage_parameters
+from fxpipe.rewriting.weight_gradients import (
+    GradientTap,
+    SizeSource,
+    StageTaps,
+    WeightGradientFunction,
+    WeightGradientTape,
+    WeightGradientTask,
+    cast_operands,
+    check_input_unchanged,
+    tap_zeros,
+)
+from fxpipe.tracing.shapes.symbolic_shapes import TensorShape
+
+
+def split_compiled_stage_backward(stage: Stage) -> Stage:
+    """The stage with `weight_gradients_of` parameters and `taps`. The same stage if there are none."""
+    graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
+    parameters = stage_parameters(stage, graph)
+    measures = _size_sources(graph, len(stage.attributes))
+    uses = splittable_nodes(graph, parameters, functools.partial(_can_be_tapped, measures))
+    if not uses:
+        return stage
+    run = fx.GraphModule({}, _with_taps(graph, uses), class_name=type(stage.run).__name__)
+    weighed = frozenset(parameters[p] for use in uses.values() for p in use.parameters)
+    taps = tuple(_tap(node, use.operation) for node, use in uses.items() if use.operation is not None)
+    return replace(stage, run=run, split_parameters=weighed, taps=StageTaps(taps, tuple(measures.values())))
+
+
+def _size_sources(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, SizeSource]:
+    """Where each size can be read off that some dimension of a received value has, or a multiple of it."""
+    received = list(graph.find_nodes(op="placeholder"))[attributes:]
+    found: dict[sympy.Symbol, SizeSource] = {}
+    for place, node in enumerate(received):
+        made = _output_shape(node)
+        for dim, size in enumerate(() if made is None else made.shape):
+            for symbol in size.free_symbols:
+                factor = size / symbol
+                if factor.is_Integer:
+                    found.setdefault(symbol, SizeSource(symbol, place, dim, int(factor)))
+    return found
+
+
+def _can_be_tapped(measures: Mapping[sympy.Symbol, SizeSource], node: fx.Node, use: SplittableNode) -> bool:
+    made = _output_shape(node)
+    if use.operation is None or made is None:
+        return False
+    x = use.operation.operands[0]
+    if x.meta.get("last_write", math.inf) > node.meta.get("place", -1):
+        return False
+    return all(size.free_symbols <= measures.keys() for size in made.shape)
+
+
+def _output_shape(node: fx.Node) -> TensorShape | None:
+    shapes: Sequence[TensorShape] = node.meta.get("shapes") or []
+    return shapes[0] if len(shapes) == 1 else None
+
+
+def _tap(node: fx.Node, operation: SplitOperation) -> GradientTap:
+    made = _output_shape(node)
+    assert made is not None
+    return GradientTap(
+        operation.names, made.shape, made.dtype if operation.casts else None, _weight_gradient_function(operation)
+    )
+
+
+def _weight_gradient_function(operation: SplitOperation) -> WeightGradientFunction:
+    kind, options, casts = operation.kind, operation.operands[3:], operation.casts
+
+    def weigh(
+        gradient: torch.Tensor,
+        x: torch.Tensor | None,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        wants_w: bool,
+        wants_b: bool,
+    ) -> list[torch.Tensor]:
+        dtype = w.dtype
+        if casts and x is not None:  # to what x was cast to in F
+            w = w.to(x.dtype)
+        found = kind.weigh(gradient, x, w, b, wants_w, wants_b, *options)
+        return [g.to(dtype) if casts else g for g in found if g is not None]
+
+    return weigh
+
+
+def _with_taps(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph:
+    new = fx.Graph()
+    taps = {node: new.placeholder(f"{node.name}_tap") for node in uses}
+    made: dict[fx.Node, fx.Node] = {}
+    kept: list[fx.Node] = []
+    gone = {read for use in uses.values() for read in use.reads if read not in use.parameters}
+    for node in graph.nodes:
+        if node in gone:
+            continue
+        use = uses.get(node)
+        if node.op == "output":
+            new.output((*fx.map_arg(node.args[0], made.__getitem__), *kept))
+        elif use is None:
+            made[node] = new.node_copy(node, made.__getitem__)
+        else:
+            assert use.operation is not None
+            operands = fx.map_arg(use.operation.operands, made.__getitem__)
+            both = new.call_function(_tapped_operator(use.operation), (taps[node], *operands))
+            made[node], x = (new.call_function(operator.getitem, (both, place)) for place in (0, 1))
+            for one in (both, made[node], x):
+                one.meta = dict(node.meta)
+            kept.append(x)
+    new.lint()
+    return new
+
+
+def _tapped_operator(operation: SplitOperation) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The node as a function of (tap, *operands). Without a tap it is the node as it was."""
+    kind, casts = operation.kind, operation.casts
+
+    def call(
+        tap: torch.Tensor | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        is_tapped = tap is not None and torch.is_grad_enabled()
+        operands = (x, w.detach(), None if b is None else b.detach()) if is_tapped else (x, w, b)
+        if casts:
+            operands = cast_operands(*operands)
+        ran = kind.run(*operands, w.requires_grad, *options)
+        if tap is None or not is_tapped:
+            return ran.value, None
+        return ran.value + tap_zeros(tap), None if ran.x is None else ran.x.detach()
+
+    call.__name__ = call.__qualname__ = f"tapped_{kind.name}"
+    call.__module__ = __name__
+    return call
+
+
+# -- Compiled code with taps, called as code with a tape is: it makes the taps, and writes the tape ------------------
+
+
+class TappedStage:
+    """A function of (tape or None, attributes..., received values...)."""
+
+    def __init__(self, stage: Stage, taps: StageTaps, code: Callable[..., tuple[Any, ...]]):
+        self.taps, self.code = taps, code
+        self.attributes = stage.attributes
+        place = {name: k for k, name in enumerate(stage.attributes)}
+        self.places = [tuple(place[name] for name in tap.names if name is not None) for tap in taps.taps]
+        self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # of taps, by what was measured
+
+    def __call__(self, tape: WeightGradientTape | None, *args: Any) -> tuple[Any, ...]:
+        """Taps are there without a tape too: what F throws away is then the graph that R makes, compiled once."""
+        taps = self._taps(args)
+        made = self.code(*taps, *args)
+        outputs, kept = made[: len(made) - len(taps)], made[len(made) - len(taps) :]
+        if tape is not None:
+            for tap, places, leaf, x in zip(self.taps.taps, self.places, taps, kept, strict=True):
+                if leaf is not None:
+                    tape.note(get_gradient_edge(leaf), _weight_gradient_task(tape, tap, [args[k] for k in places], x))
+        return outputs
+
+    def _taps(self, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """One for each node that has a gradient to leave to W."""
+        if not torch.is_grad_enabled():
+            return [None] * len(self.places)
+        received = args[len(self.attributes) :]
+        sizes = tuple(received[m.place].shape[m.dim] // m.factor for m in self.taps.size_sources)
+        shapes = self._shapes.get(sizes)
+        if shapes is None:
+            values = {m.symbol: size for m, size in zip(self.taps.size_sources, sizes, strict=True)}
+            shapes = self._shapes[sizes] = [
+                tuple(_size_value(size, values) for size in t.shape) for t in self.taps.taps
+            ]
+        made: list[torch.Tensor | None] = []
+        for tap, shape, places in zip(self.taps.taps, shapes, self.places, strict=True):
+            weights = [args[k] for k in places]
+            if any(weight.requires_grad for weight in weights):
+                steps, of_w = (0,) * len(shape), weights[0]
+                leaf = torch.empty_strided(shape, steps, dtype=tap.dtype or of_w.dtype, device=of_w.device)
+                made.append(leaf.requires_grad_())
+            else:
+                made.append(None)
+        return made
+
+
+def _size_value(size: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
+    return int(size.subs(values))
+
+
+def _weight_gradient_task(
+    tape: WeightGradientTape, tap: GradientTap, weights: Sequence[torch.Tensor], x: torch.Tensor | None
+) -> WeightGradientTask:
+    """What W does for one split node that was applied to `x`; None: its gradients do not hang on that."""
+    names = [name for name in tap.names if name is not None]
+    wants = [weight.requires_grad for weight in weights]
+    wants_w, wants_b = wants[0], len(wants) > 1 and wants[1]
+    bare = [tape.detached(name, weight) for name, weight in zip(names, weights, strict=True)]
+    w, b = bare[0], bare[1] if len(bare) > 1 else None
+    version = 0 if x is None else x._version
+
+    def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        if x is not None:
+            check_input_unchanged(x, version, names[0])
+        return tap.weigh(gradient, x, w, b, wants_w, wants_b)
+
+    return WeightGradientTask(tuple(name for name, wanted in zip(names, wants, strict=True) if wanted), weigh)

@@ -1,0 +1,84 @@
+"""Functions that rewriting puts into stage code: the ends of a portal, clones, the state of the thread.
+
+Those of random nodes are in `random_nodes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from fxpipe.errors import StateError
+
+T = TypeVar("T")
+
+
+class _StageContext(threading.local):
+    """What the stage that runs in this thread is run for; set by the runtime."""
+
+    seed = 0  # of the step and micro-batch
+    recomputes = False  # does the step run something twice, which must come to the same then?
+
+
+stage_context = _StageContext()
+
+
+def stash(value: T, name: str) -> T:
+    """Marks, in its maker, a value that skips stages. The runtime sends it straight to the stages that `pop` it."""
+    return value
+
+
+def pop(value: T, name: str) -> T:
+    """Marks, in its user, a value that has skipped stages."""
+    return value
+
+
+def clone(value: torch.Tensor) -> torch.Tensor:
+    """A copy that the stage may write to.
+
+    It has the strides of the value, also where these leave gaps, which `Tensor.clone` closes: `contiguous` must go on
+    to copy what it copied. (What overlaps itself becomes dense; torch refuses to write to it anyway.)
+    """
+    copy = value.clone()
+    if copy.stride() == value.stride() or 0 in value.stride():
+        return copy
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
+    """An opaque call that did not write to these of its arguments while it was traced: now it may not either.
+
+    Another stage, another micro-batch or the caller may hold them, and none of them would know.
+    """
+
+    @functools.wraps(function)
+    def call(given: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+        read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
+        versions = [tensor._version for tensor in read]
+        result = function(given, values)
+        if any(tensor._version != version for tensor, version in zip(read, versions, strict=True)):
+            raise StateError(
+                f"{name}, kept whole, writes to an input of it, which it did not when it was traced; let it write to a "
+                "copy (x = x.clone())"
+            )
+        return result
+
+    return call
+
+
+def set_grad(enabled: bool) -> None:
+    """`no_grad`, `enable_grad` and `inference_mode` blocks of the model."""
+    torch.set_grad_enabled(enabled)
+
+
+def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
+    """Autocast blocks of the model; without the cache of casts, which belongs to the process and not to one worker."""
+    torch.set_autocast_enabled(device, enabled)
+    torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cache and not enabled)
+    if not enabled:
+        torch.clear_autocast_cache()

@@ -1,0 +1,461 @@
+"""Functions of split stage code: nodes whose weights get their gradients not in B but later, in W.
+
+A split node computes what it always did, but on a detached weight, so that autograd knows nothing of the weight. On the
+tape it leaves the gradient edge of its output, and how the gradient that will arrive there makes those of the weight
+and the bias:
+
+    F    y = F.linear(x, w.detach(), b.detach())      on the tape: the edge of y, x
+    B    asks autograd for the gradients of received values, of all other parameters, and at the edges
+    W    gradient.t() @ x
+
+Nothing is computed twice, nothing is kept but x, which autograd would have kept too, and the gradient at the edge. And
+since the kernels of W are those that autograd's own formulas call, on operands of the same strides, the gradients are
+the same bits. Where x requires no gradient the node stays as it is, weights and all: autograd's own backward of it is
+then the work of W.
+
+A function here never changes what forward computes. For that it must know one thing: `matmul` asks whether its second
+operand requires grad when it decides how to treat a first one with gaps, and here that answer has changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, the weight and the bias
+WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradients of the weight and of the bias
+
+
+class WeightGradientTask(NamedTuple):
+    """A split node that has run."""
+
+    names: tuple[str, ...]  # of the parameters that it used and that want a gradient
+    weigh: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
+
+
+@dataclass(slots=True)
+class WeightGradientTape:
+    """What the split nodes of one stage leave of one micro-batch, in the order in which they ran."""
+
+    uses: list[WeightGradientTask] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
+    detached_parameters: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # detached parameters; one for all tapes of a stage
+
+    def note(self, edge: GradientEdge, use: WeightGradientTask) -> None:
+        self.edges.append(edge)
+        self.uses.append(use)
+
+    def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        found = self.detached_parameters.get(name)
+        if found is None:
+            found = self.detached_parameters[name] = parameter.detach()
+        return found
+
+    def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """B has been; the edges would keep alive what is left of its graph."""
+        self.edges, self.gradients = [], list(gradients)
+
+
+# -- the kinds of nodes ------------------------------------------------------------------------------------------------
+
+
+class OperatorResult(NamedTuple):
+    """What a kind's `run` has made."""
+
+    value: torch.Tensor
+    core: torch.Tensor  # the same memory where autograd has its node: `value` may be a view of it
+    x: torch.Tensor | None  # what the gradients of weight and bias are made of; None: only of what will arrive
+
+
+class OperatorKind(NamedTuple):
+    """`x`, the weight `w` and the bias `b`, then the node's options, which are constants."""
+
+    name: str
+    run: Callable[..., OperatorResult]  # (x, w, b, wants w, *options); the `w` at hand may be a detached one
+    weigh: Callable[..., WeightBiasGradients]  # (gradient, x, w, b, wants w, wants b, *options)
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> OperatorResult:
+    if not _is_made_dense(x, wants_w):
+        return _operator_result(F.linear(x, w, b), x, wants_w)
+    flat = _as_matrix(x)
+    y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
+    if b is not None:
+        y = y.add_(b)
+    return OperatorResult(y, y, flat)
+
+
+def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorResult:
+    if not _is_made_dense(x, wants_w):
+        return _operator_result(torch.matmul(x, w), x, wants_w)
+    flat = _as_matrix(x)
+    y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
+    return OperatorResult(y, y, flat)
+
+
+def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> OperatorResult:
+    # `linear` returns a view of its product; the compiler, which need not know, cannot say.
+    base = None if torch.compiler.is_compiling() else y._base
+    return OperatorResult(y, y if base is None else base, x if wants_w else None)
+
+
+def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
+    """Does `matmul` copy this `x`, where it has gaps, for the sake of a second operand that requires grad?"""
+    return wants_w and x.dim() > 2 and not x.is_contiguous()
+
+
+def _addmm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wants_w: bool) -> OperatorResult:
+    y = torch.addmm(b, x, w)
+    return OperatorResult(y, y, x if wants_w else None)
+
+
+def _bmm(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> OperatorResult:
+    y = torch.bmm(x, w)
+    return OperatorResult(y, y, x)
+
+
+def _linear_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
+) -> WeightBiasGradients:
+    # Autograd chooses by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
+    found = None
+    if wants_w:
+        found = (
+            _gradient_times_input(gradient, x)
+            if w.stride() == (w.shape[1], 1)
+            else _input_times_gradient(gradient, x).t()
+        )
+    return found, _bias_gradient(gradient, b) if wants_b else None
+
+
+def _matmul_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
+) -> WeightBiasGradients:
+    found = None
+    if wants_w:
+        found = (
+            _gradient_times_input(gradient, x).t()
+            if w.stride() == (1, w.shape[0])
+            else _input_times_gradient(gradient, x)
+        )
+    return found, _bias_gradient(gradient, b) if wants_b else None
+
+
+def _bmm_gradients(
+    gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, wants_b: bool
+) -> WeightBiasGradients:
+    return x.transpose(1, 2).conj().bmm(gradient), None
+
+
+def _gradient_times_input(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _as_matrix(gradient).t().mm(_conjugate(_as_matrix(x)))
+
+
+def _input_times_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return _conjugate(_as_matrix(x).t()).mm(_as_matrix(gradient))
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 2:
+        return tensor
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
+
+
+def _conjugate(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj() if tensor.is_complex() else tensor
+
+
+def _bias_gradient(gradient: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor | None:
+    return None if b is None else gradient.sum_to_size(b.shape)
+
+
+def _embedding(
+    x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool, padding: int | None, scales: bool, sparse: bool
+) -> OperatorResult:
+    y = F.embedding(x, w, padding, scale_grad_by_freq=scales, sparse=sparse)
+    return OperatorResult(y, y, x)
+
+
+def _embedding_gradients(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: None,
+    wants_w: bool,
+    wants_b: bool,
+    padding: int | None,
+    scales: bool,
+    sparse: bool,
+) -> WeightBiasGradients:
+    rows, place = w.shape[0], -1 if padding is None else padding
+    return torch.ops.aten.embedding_backward(gradient, x, rows, place, scales, sparse), None
+
+
+LINEAR = OperatorKind("linear", _linear, _linear_gradients)
+MATMUL = OperatorKind("matmul", _matmul, _matmul_gradients)
+ADDMM = OperatorKind("addmm", _addmm, _matmul_gradients)
+BMM = OperatorKind("bmm", _bmm, _bmm_gradients)
+EMBEDDING = OperatorKind("embedding", _embedding, _embedding_gradients)
+
+
+def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transposed: bool) -> OperatorKind:
+    """`function` with all its options as lists of `dims` numbers: stride, padding, dilation, output padding; groups."""
+
+    def run(
+        x: torch.Tensor,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        wants_w: bool,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        output_padding: list[int],
+        groups: int,
+    ) -> OperatorResult:
+        batched = x if x.dim() == dims + 2 else x.unsqueeze(0)
+        if transposed:
+            y = function(batched, w, b, stride, padding, output_padding, groups, dilation)
+        else:
+            y = function(batched, w, b, stride, padding, dilation, groups)
+        return OperatorResult(y if batched is x else y.squeeze(0), y, batched)
+
+    def weigh(
+        gradient: torch.Tensor,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        b: torch.Tensor | None,
+        wants_w: bool,
+        wants_b: bool,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        output_padding: list[int],
+        groups: int,
+    ) -> WeightBiasGradients:
+        sizes = None if b is None else list(b.shape)
+        mask = [False, wants_w, wants_b]
+        if gradient.dim() < x.dim():  # of one sample, to which `run` has given a dimension
+            gradient = gradient.unsqueeze(0)
+        _, of_w, of_b = torch.ops.aten.convolution_backward(
+            gradient, x, w, sizes, stride, padding, dilation, transposed, output_padding, groups, mask
+        )
+        return of_w, of_b
+
+    return OperatorKind(function.__name__, run, weigh)
+
+
+# -- what stands in the code of a stage --------------------------------------------------------------------------------
+
+
+def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:
+    """A node of this kind, as a function of (tape, x, weight, bias, *options).
+
+    Without a tape it is the node as it was.
+
+    Args:
+        names: of the weight and the bias.
+        casts: does autocast stand over the node; its cast of the weight is then a part of what W goes back through.
+    """
+    w_name, b_name = names[0], names[1] or ""
+    by_wants = {(True, True): (w_name, b_name), (True, False): (w_name,), (False, True): (b_name,)}
+
+    def call(
+        tape: WeightGradientTape | None, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None, *options: Any
+    ) -> torch.Tensor:
+        wants = wants_w, wants_b = w.requires_grad, b is not None and b.requires_grad
+        if tape is None or not (wants_w or wants_b) or not torch.is_grad_enabled():
+            operands = cast_operands(x, w, b) if casts else (x, w, b)
+            return kind.run(*operands, wants_w, *options).value
+        if not x.requires_grad:
+            operands = cast_operands(x, w, b) if casts else (x, w, b)
+            ran = kind.run(*operands, wants_w, *options)
+            edge = _gradient_edge(ran.core)
+            weights = [t for t in (w, b) if t is not None and t.requires_grad]
+            tape.note(edge, WeightGradientTask(by_wants[wants], _autograd_gradients(edge, weights)))
+            return ran.value
+        operands = x, tape.detached(w_name, w), None if b is None else tape.detached(b_name, b)
+        if casts:
+            operands = cast_operands(*operands)
+        _, own_w, own_b = operands
+        ran = kind.run(*operands, wants_w, *options)
+        kept = None if ran.x is None else ran.x.detach()
+        version, dtype = 0 if kept is None else kept._version, w.dtype
+
+        def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
+            if kept is not None:
+                check_input_unchanged(kept, version, w_name)
+            found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
+            return [g.to(dtype) if casts else g for g in found if g is not None]
+
+        tape.note(_gradient_edge(ran.core), WeightGradientTask(by_wants[wants], weigh))
+        return ran.value
+
+    return _with_name(call, kind.name)
+
+
+def split_embedding(function: Callable[..., torch.Tensor], name: str, place: int) -> Callable[..., torch.Tensor]:
+    """An embedding, as a function of (tape, ...); its table, the parameter `name`, is argument `place` of it."""
+
+    def call(tape: WeightGradientTape | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = function(*args, **kwargs)
+        if tape is not None and y.requires_grad:
+            edge = _gradient_edge(y)
+            tape.note(edge, WeightGradientTask((name,), _autograd_gradients(edge, [args[place]])))
+        return y
+
+    return _with_name(call, getattr(function, "__name__", "embedding").partition(".")[0])
+
+
+def _gradient_edge(made: torch.Tensor) -> GradientEdge:
+    """`get_gradient_edge` of what a node has made, in half the time."""
+    assert made.grad_fn is not None
+    return GradientEdge(made.grad_fn, made.output_nr)
+
+
+def _autograd_gradients(
+    edge: GradientEdge, weights: list[torch.Tensor]
+) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
+    """For a node behind which there is nothing but weights."""
+
+    def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.autograd.grad([edge], weights, [gradient])
+
+    return weigh
+
+
+def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
+    """As autograd checks what it has saved."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
+            f"that {name} was applied to, of shape {tuple(x.shape)}, is at version {x._version}; expected version "
+            f"{version} instead"
+        )
+
+
+def cast_operands(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
+    """What autocast does to the operands of these kinds."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, w, b
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        eligible = tensor.is_floating_point() and tensor.dtype is not torch.float64
+        return tensor.to(dtype) if eligible else tensor
+
+    return cast(x), cast(w), None if b is None else cast(b)
+
+
+def _with_name(function: Callable[..., torch.Tensor], name: str) -> Callable[..., torch.Tensor]:
+    function.__name__ = function.__qualname__ = f"split_{name}"
+    function.__module__ = __name__
+    return function
+
+
+# Taps: what a split node of a stage for the compiler tells the runtime, as `tape` is for a stage that runs as it is.
+#
+# A compiled graph is one node to autograd, with no edges inside that B could ask for gradients at. It can ask for those
+# of the graph's inputs. So a split node gets an input of its own, a tap, that is added to its output: the gradient of
+# the tap is that of the output. And what the node was applied to becomes an output:
+#
+#     F    y = F.linear(x, w.detach(), b.detach()) + tap      x goes out
+#     B    asks autograd for the gradients of received values, of all other parameters, and of the taps
+#     W    gradient.t() @ x
+#
+# A tap has no memory: it is one element, expanded, and not even that is read. Forward adds zeros that the compiler
+# knows, and leaves out.
+
+# (gradient, what went out, weight, bias, wants the one's gradient, wants the other's) -> those that are wanted
+WeightGradientFunction = Callable[..., list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientTap:
+    """Of one split node."""
+
+    names: tuple[str, str | None]  # of the weight and the bias
+    shape: tuple[sympy.Expr, ...]  # of the node's output, in sizes that can be measured
+    dtype: torch.dtype | None  # under autocast; None: the weight's
+    weigh: WeightGradientFunction
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSource:
+    """Where the code finds a size that shapes hang on: the batch, as a rule."""
+
+    symbol: sympy.Symbol
+    place: int  # among received values
+    dim: int
+    factor: int  # that dimension has so many times the size
+
+
+@dataclass(frozen=True, slots=True)
+class StageTaps:
+    """Of one stage: its code takes one for each split node first, and returns as many inputs of split nodes last."""
+
+    taps: tuple[GradientTap, ...]
+    size_sources: tuple[SizeSource, ...]
+
+
+class _TapZeros(torch.autograd.Function):
+    """Zeros of the tap's shape, whose gradient is the tap's. (Negative: the sum with these is the same bits.)"""
+
+    @staticmethod
+    def forward(ctx: object, tap: torch.Tensor) -> torch.Tensor:
+        return tap.new_full(tap.shape, -0.0)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def tap_zeros(tap: torch.Tensor) -> torch.Tensor:
+    """To be added to an output."""
+    zeros: torch.Tensor = _TapZeros.apply(tap)
+    return zeros
+
+
+# -- W: the gradients of weights from what B has left on the tape ----------------------------------------------------
+#
+# Of a weight that is used once a gradient leaves as soon as it is there, so that only one of them lives beside the
+# sums. One that is used more often is summed over its uses first, from the last to the first: autograd runs its nodes
+# in that order, and the sum of a micro-batch goes into the sum of the step as a whole.
+
+
+def weight_gradients_of(tape: WeightGradientTape) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each weight's gradient, once. The tape is used up."""
+    uses, gradients = tape.uses, tape.gradients
+    if not gradients:  # nothing came back to this stage
+        uses.clear()
+    left = Counter(name for use, g in zip(uses, gradients, strict=True) if g is not None for name in use.names)
+    parts: dict[str, torch.Tensor] = {}
+    while uses:
+        use, gradient = uses.pop(), gradients.pop()
+        if gradient is None:
+            continue
+        for name, new in zip(use.names, use.weigh(gradient), strict=True):
+            left[name] -= 1
+            have = parts.pop(name, None)
+            total = new if have is None else _sum_gradients(have, new)
+            del have, new
+            if left[name]:
+                parts[name] = total
+            else:
+                yield name, total
+            del total
+
+
+def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return new + have if have.is_sparse else have + new  # dense + sparse, the other way round torch has not

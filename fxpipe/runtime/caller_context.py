@@ -1,0 +1,216 @@
+"""What the thread that calls has around it, and a worker would not: set in the worker for the length of an action.
+
+`ThreadState` is what a function sees set besides its arguments, and is recorded with every node. The rest is here:
+
+                            F, R and the loss           B (and W)
+    inference mode          of the call                 (there is no B)
+    autocast                recorded with the nodes     of the call of backward(); none in forward_backward
+    saved-tensor hooks      of the call                 (torch binds them in forward)
+    modes                   of the call                 of the call of backward(), as for R in the drop-in
+    default device          the stage's own, where the caller has one
+
+So each is where plain torch has it. (In `forward_backward` plain torch would have the caller's autocast in backward,
+too, which it advises against.) Modes are those of `__torch_dispatch__` and `__torch_function__`. They are not made for
+several threads: while the caller has some, one action runs at a time. Saved-tensor hooks run in several at once.
+
+While the caller's own thread plans, scatters and gathers, its modes and hooks are off: they see what the model does.
+What belongs to the process (default dtype, deterministic algorithms, anomaly mode, global hooks) needs nothing, and no
+worker ever sets it. Context variables are in `drivers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import overrides
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe.errors import StateError
+from fxpipe.scheduling.actions import ActionKind
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack, unpack
+_BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
+_NOTHING = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class CallerContext:
+    """What is set around the calling thread's code, apart from `ThreadState`."""
+
+    inference: bool = False
+    autocast: ThreadState | None = None  # for B; None for none
+    hooks: SavedTensorHooks | None = None  # for saved tensors: only the innermost ones count
+    has_device: bool = False  # is there a default device
+    functions: tuple[TorchFunctionMode, ...] = ()  # outermost first, without that of the default device
+    dispatch_modes: tuple[TorchDispatchMode, ...] = ()
+    is_empty: bool = True
+    turn: Any = _NOTHING  # a lock, where there are modes
+
+    @classmethod
+    def now(cls) -> CallerContext:
+        """That of this thread.
+
+        Raises:
+            StateError: a pipe cannot run here.
+        """
+        _refuse_transforms()
+        stack = overrides._get_current_function_mode_stack()
+        functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
+        dispatches = tuple(_python_dispatch._get_current_dispatch_mode_stack())
+        _refuse_modes(dispatches)
+        inference, hooks = torch.is_inference_mode_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if not (inference or hooks or stack or dispatches):
+            return _EMPTY_CONTEXT
+        turn = threading.Lock() if functions or dispatches else _NOTHING
+        has_device = len(functions) < len(stack)
+        return cls(inference, None, hooks, has_device, functions, dispatches, False, turn)
+
+    def for_backward(self, forward: CallerContext) -> CallerContext:
+        """That of the thread which calls the backward of a drop-in: hooks are those of its forward, for R."""
+        state = ThreadState.now()
+        autocast = state if any(one.enabled for one in state.autocast) else None
+        is_empty = replace(self, hooks=None, is_empty=True) == _EMPTY_CONTEXT and not (autocast or forward.hooks)
+        return replace(self, hooks=forward.hooks, autocast=autocast, is_empty=is_empty)
+
+    def for_action(self, kind: ActionKind, device: torch.device) -> AbstractContextManager[Any]:
+        """A block of an action on this device."""
+        return _NOTHING if self.is_empty else self._entered(kind, device)
+
+    @contextmanager
+    def _entered(self, kind: ActionKind, device: torch.device) -> Iterator[None]:
+        with self.turn, ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            if self.autocast is not None and kind in _BACKWARD:
+                stack.enter_context(set_thread_state(self.autocast))
+            if self.hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            # Modes are pushed and not entered: they have been, and some begin anew each time.
+            if self.has_device and device.type != "cpu":
+                stack.enter_context(_on_function_stack(DeviceContext(device)))
+            for function in self.functions:
+                stack.enter_context(_on_function_stack(function))
+            for dispatch in self.dispatch_modes:
+                stack.enter_context(_on_dispatch_stack(dispatch))
+            yield
+
+    def suspended(self) -> AbstractContextManager[Any]:
+        """A block of this thread without modes and hooks; the default device stays."""
+        return _NOTHING if self.is_empty else _modes_suspended()
+
+
+_EMPTY_CONTEXT = CallerContext()
+
+
+@contextmanager
+def _modes_suspended() -> Iterator[None]:
+    autograd = torch._C._autograd
+    with ExitStack() as stack:
+        stack.enter_context(_python_dispatch._disable_current_modes())
+        modes = [overrides._pop_mode() for _ in overrides._get_current_function_mode_stack()]
+        for mode in modes:  # they come innermost first, and go back the other way round
+            stack.callback(overrides._push_mode, mode)
+        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
+            autograd._pop_saved_tensors_default_hooks()
+            stack.callback(autograd._push_saved_tensors_default_hooks, *hooks)
+        with ExitStack() as device:
+            for mode in modes:
+                if isinstance(mode, DeviceContext):
+                    device.enter_context(_on_function_stack(mode))
+            yield
+
+
+@contextmanager
+def _on_function_stack(mode: TorchFunctionMode) -> Iterator[None]:
+    overrides._push_mode(mode)
+    try:
+        yield
+    finally:
+        overrides._pop_mode()
+
+
+@contextmanager
+def _on_dispatch_stack(mode: TorchDispatchMode) -> Iterator[None]:
+    _python_dispatch._push_mode(mode)
+    try:
+        yield
+    finally:
+        _python_dispatch._pop_mode()
+
+
+# -- where a pipe cannot run ----------------------------------------------------------------------------------------
+
+
+def _refuse_transforms() -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
+    if torch._C._get_tracing_state() is not None:
+        raise StateError(
+            "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: pipe.model"
+        )
+    if forward_ad._current_level >= 0:
+        raise StateError(
+            "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use the "
+            "model: pipe.model"
+        )
+
+
+def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
+    """Torch's own, which have a key, stand for another kind of tensors: fake, functional, proxies."""
+    for mode in modes:
+        if getattr(mode, "_mode_key", None) is not None:
+            raise StateError(
+                f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
+                "need values; give the model itself (pipe.model), or use fxpipe.plan, which takes fake tensors"
+            )
+
+
+# -- The state in which a worker's thread rests, so that an action sets only what it has of its own ------------------
+#
+# To set the state of a thread and to put it back takes ten microseconds, and it is the same for nearly every action. So
+# a row sets it once: gradients as the caller has them, no autocast, which backward must not have, and no threads of
+# autograd's own. Forward and loss then set nothing unless the caller has autocast on. What user code in them leaves
+# set, a grad mode say, does not outlast it: a look at the end costs next to nothing.
+
+T = TypeVar("T")
+
+
+@contextmanager
+def thread_defaults(state: ThreadState) -> Iterator[None]:
+    """A block of a thread, for all actions of a row. `state`: of the caller."""
+    with set_thread_state(state.without_autocast()), torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+class CallerStateRunner:
+    """Calls functions in the state of the caller, from a thread that rests.
+
+    Where one raises, the row ends, and that puts everything back.
+    """
+
+    def __init__(self, state: ThreadState):
+        self._state, self._rest = state, state.without_autocast()
+        self._is_rest = self._rest == state
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> T:
+        if not self._is_rest:
+            with set_thread_state(self._state):
+                return function(*args)
+        found = function(*args)
+        if torch.is_grad_enabled() is not self._rest.grad:
+            torch.set_grad_enabled(self._rest.grad)
+        if torch._C._is_any_autocast_enabled():
+            for autocast in self._rest.autocast:
+                autocast.set()
+        return found

@@ -1,0 +1,303 @@
+"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random (or `alone`).
+
+All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
+
+- Every row comes to its end: an exception in one opens all fences, and the others stop before their next action.
+- `drive` returns when all rows have ended, not before; then the exception, if any, is raised in the caller. An
+  interrupt of the caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
+- A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
+
+Assumed: rows of a validated schedule, so that some action is always ready.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fxpipe.errors import InternalError, StateError
+from fxpipe.runtime.profiler_ranges import warn_of_unseen_workers
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling.actions import Action, Rows
+
+
+class Executor(Protocol):
+    """Runs the rows of a step to their end, or raises what made it fail."""
+
+    def drive(self, step: Step, rows: Rows) -> None: ...
+
+    def close(self) -> None: ...
+
+
+PIPE_CLOSED = "the pipe is closed; make a new one with fxpipe.pipeline(model, ...)"
+CLOSED_INSIDE_STEP = "close() was called inside a step of the same pipe (by loss_fn, say); call it after the step"
+CLOSED_WHILE_RUNNING = "the pipe was closed while this step ran"
+
+# Before the interpreter ends: a daemon thread that is inside torch then aborts the process.
+open_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
+
+
+def close_all_executors() -> None:
+    for driver in list(open_executors):
+        driver.close()
+
+
+def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
+    """Performs the actions of a row, up to a failure. `before`: what to do before each."""
+    try:
+        with step.in_row():
+            for action in row:
+                step.wait(action)
+                if step.failure is not None:
+                    break
+                if before is not None:
+                    before()
+                step.perform(action)
+    except BaseException as error:
+        step.fail(error)
+
+
+def raise_failure(step: Step) -> None:
+    failure, step.failure = step.failure, None
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # else the exception holds this frame and this frame the exception
+
+
+# -- workers ---------------------------------------------------------------------------------------------------------
+
+POLL_SECONDS = 1.0  # seconds between two looks at whether the workers are still alive
+
+
+def _worker_main(
+    jobs: queue.SimpleQueue[Any],
+    device: torch.device,
+    threads: int,
+    ready: queue.SimpleQueue[Any],
+    ended: list[BaseException],
+) -> None:
+    """A worker: its arguments are all it holds, so that a pipe that is dropped is not kept alive by its threads.
+
+    A job is (context, step, row, what to do before each action), or a queue to answer to, or None for the end. What
+    else ends the thread, it leaves in `ended`.
+    """
+    try:
+        torch.set_num_threads(threads)
+        # Asking settles it: else the thread takes the process's number at its first operation (torch 2.13).
+        torch.get_num_threads()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+    except BaseException as error:
+        ready.put(error)
+        return
+    ready.put(None)
+    del ready
+    try:
+        while (job := jobs.get()) is not None:
+            if isinstance(job, tuple):
+                job[0].run(run_row, *job[1:])
+            else:
+                job.put(None)
+            del job  # nothing of a step may live on while the worker waits for the next one
+    except BaseException as error:
+        ended.append(error)
+
+
+class ThreadedExecutor:
+    """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
+
+    def __init__(self, devices: Sequence[torch.device], jitter: int | None = None):
+        """`jitter`: a seed; workers then wait a random time before each action, to shake out what hangs on timing."""
+        self._devices = tuple(devices)
+        self._jitter = random.Random(jitter) if jitter is not None else None
+        self._queues: list[queue.SimpleQueue[Any]] = []
+        self._threads: list[threading.Thread] = []
+        self._ended: list[BaseException] = []  # what has ended threads before their time
+        self._process: int | None = None
+        self._step: Step | None = None  # that the workers are at
+        self._closed = False
+        open_executors.add(self)
+
+    def drive(self, step: Step, rows: Rows) -> None:
+        if self._closed:
+            raise StateError(PIPE_CLOSED)
+        if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
+            self._start()
+        if self._step is not None:  # left behind by a second interrupt
+            self._step.fail(StateError("the step was interrupted"))
+        warn_of_unseen_workers()
+        queues, threads = self._queues, self._threads
+        self._step = step
+        try:
+            for jobs, row in zip(queues, rows, strict=True):
+                # Context variables are the caller's; what a stage sets stays in its row.
+                jobs.put((contextvars.copy_context(), step, row, self._before()))
+            self._wait_until_idle(queues, threads)
+        except BaseException as error:  # an interrupt of the caller, wherever it struck
+            step.fail(error)
+            self._wait_until_idle(queues, threads)
+            self._step = step.failure = None
+            raise  # also where a stage has failed before: a Ctrl-C must not get lost
+        self._step = None
+        raise_failure(step)
+
+    def _wait_until_idle(self, queues: Sequence[queue.SimpleQueue[Any]], threads: Sequence[threading.Thread]) -> None:
+        """Returns when the workers have done all that is in their queues."""
+        idle: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for jobs in queues:
+            jobs.put(idle)
+        for _ in queues:
+            while not _has_answer(idle):
+                if self._closed:
+                    raise StateError(CLOSED_WHILE_RUNNING)
+                if not all(thread.is_alive() for thread in threads):
+                    names = " and ".join(thread.name for thread in threads if not thread.is_alive())
+                    cause = self._ended[0] if self._ended else None
+                    why = f"{type(cause).__name__}: {cause}" if cause else "it was told to end, by no code of fxpipe"
+                    raise InternalError(f"worker thread {names} has ended in the middle of a step ({why})") from cause
+
+    def _before(self) -> Callable[[], None] | None:
+        if self._jitter is None:
+            return None
+        own = random.Random(self._jitter.random())
+        return lambda: time.sleep(own.random() * 2e-3)
+
+    def _start(self) -> None:
+        """New threads, each with its share of the cores; the caller's number of threads stays as it is."""
+        own = torch.get_num_threads()
+        share = max(1, own // len(self._devices))
+        ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        _stop_workers(self._queues)  # of workers that are left, where one has died
+        queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in self._devices]
+        ended: list[BaseException] = []
+        threads = [
+            threading.Thread(
+                target=_worker_main, args=(jobs, device, share, ready, ended), name=f"fxpipe-{j}-{device}", daemon=True
+            )
+            for j, (jobs, device) in enumerate(zip(queues, self._devices, strict=True))
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            errors = [ready.get() for _ in threads]
+            for error in errors:
+                if error is not None:
+                    raise error
+        except BaseException:
+            _stop_workers(queues)
+            raise
+        finally:
+            # A new thread starts with the number that any thread has set last: set it back for those of others.
+            torch.set_num_threads(own)
+        weakref.finalize(self, _stop_workers, queues)
+        self._queues, self._threads, self._ended, self._process = queues, threads, ended, os.getpid()
+        self._step = None
+
+    def close(self) -> None:
+        """Ends the threads, for good, and waits for them. A step that another thread runs meanwhile fails."""
+        if threading.current_thread() in self._threads:
+            raise StateError(CLOSED_INSIDE_STEP)
+        self._closed = True
+        if self._process == os.getpid():
+            if self._step is not None:
+                self._step.fail(StateError(CLOSED_WHILE_RUNNING))
+            _stop_workers(self._queues)
+            for thread in self._threads:
+                thread.join()
+        self._queues, self._threads, self._process = [], [], None
+
+
+def _has_answer(answers: queue.SimpleQueue[None]) -> bool:
+    """Waits for an answer, but not for ever."""
+    try:
+        answers.get(timeout=POLL_SECONDS)
+    except queue.Empty:
+        return False
+    return True
+
+
+def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
+    for jobs in queues:
+        jobs.put(None)
+
+
+# -- one thread ------------------------------------------------------------------------------------------------------
+
+
+class InterleavedExecutor:
+    """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready."""
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+
+    def drive(self, step: Step, rows: Rows) -> None:
+        with step.in_row():
+            self._run(step, rows)
+        raise_failure(step)
+
+    def _run(self, step: Step, rows: Rows) -> None:
+        waiting = [deque(row) for row in rows if row]
+        while waiting and step.failure is None:
+            ready = [row for row in waiting if step.is_ready(row[0])]
+            if not ready:
+                step.fail(InternalError(f"no action is ready: {[str(row[0]) for row in waiting]}"))
+                break
+            step.perform(self._random.choice(ready).popleft())
+            waiting = [row for row in waiting if row]
+
+    def close(self) -> None:
+        pass
+
+
+# -- A pipe with one worker needs no thread: its row runs in the thread that calls, if that is all on the CPU --------
+#
+# So it costs what the model costs, whatever the allocator makes of a second thread: glibc gives each thread an arena of
+# its own, and the same step is a tenth faster or slower in one than in another. Nothing is handed over, Ctrl-C strikes
+# where the model is, and a debugger stops there.
+
+
+def executor_for(devices: Sequence[torch.device]) -> Executor:
+    """Who drives the rows of a pipe with these workers."""
+    return InlineExecutor() if len(devices) == 1 and devices[0].type == "cpu" else ThreadedExecutor(devices)
+
+
+class InlineExecutor:
+    """Runs the only row there is in the calling thread."""
+
+    def __init__(self) -> None:
+        self._running: tuple[int, Step] | None = None  # the thread, and the step it is at
+        self._closed = False
+        open_executors.add(self)
+
+    def drive(self, step: Step, rows: Rows) -> None:
+        if self._closed:
+            raise StateError(PIPE_CLOSED)
+        (row,) = rows
+        self._running = threading.get_ident(), step
+        try:
+            # As with workers: context variables are the caller's; what a stage sets stays in its row.
+            contextvars.copy_context().run(run_row, step, row)
+        finally:
+            self._running = None
+        raise_failure(step)
+
+    def close(self) -> None:
+        """For good. A step that another thread runs fails, and has ended soon."""
+        running = self._running
+        if running is not None and running[0] == threading.get_ident():
+            raise StateError(CLOSED_INSIDE_STEP)
+        self._closed = True
+        if running is not None:
+            running[1].fail(StateError(CLOSED_WHILE_RUNNING))

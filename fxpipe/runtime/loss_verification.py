@@ -1,0 +1,208 @@
+"""Is the loss of the mini-batch what the losses of its micro-batches add up to?
+
+The loss is taken once more, of all outputs at once, and compared by its value and by the gradients of the outputs. The
+value alone would not do: a model whose head begins with zeros has the same loss for every token, so that a mean over
+tokens looks like one over samples in its first step.
+
+What an output without the batch says of the mini-batch is only known where it is the same for all micro-batches, or
+where it is a mean or sum that the loss takes as such. A weighted mean of losses that the model itself takes is neither:
+then the gradients of the other outputs are compared, and nothing where there are none.
+A loss that draws random numbers draws others for the whole mini-batch: see `loss_draws`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import LossError
+from fxpipe.runtime.bound_program import BoundProgram
+from fxpipe.runtime.losses import MicroBatchLosses, are_bitwise_equal
+from fxpipe.utils.pytree import flatten
+
+EXACT_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredOutput:
+    """An output of the mini-batch, and what its micro-batches have come to."""
+
+    value: Any  # gathered
+    how: int | str | None  # it was gathered
+    gradients: Sequence[torch.Tensor | None]  # of the micro-batches
+
+
+def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tree: Callable[[list[Any]], Any]) -> bool:
+    """Compares with the loss of all outputs at once.
+
+    Args:
+        losses: of all micro-batches.
+        outputs: of the last stages.
+        tree: the model's output from their values.
+
+    Returns:
+        Whether there was anything to compare.
+
+    Raises:
+        LossError: the loss of the mini-batch is not what the losses of micro-batches add up to.
+    """
+    trained = [any(g is not None for g in output.gradients) for output in outputs]
+    if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):
+        return False  # it has another shape than the loss has seen
+    whole, found = _loss_of_whole(losses, outputs, trained, tree)
+    given = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
+    pairs = [*zip(given, found, strict=True)] if found else []
+    is_seen = not any(gradient is not None and output.how in ("mean", "sum") for output, gradient in pairs)
+    try:
+        if is_seen or not losses.returns_weights:
+            _compare_values(losses, whole)
+        for output, gradient in pairs:
+            if isinstance(output.how, int) and gradient is not None:
+                _compare_gradients(losses, gradient, _gathered_gradient(output.gradients, output.how, losses.divisor))
+    except LossError:
+        again, found_again = _loss_of_whole(losses, outputs, trained, tree)
+        if are_bitwise_equal([whole, *found], [again, *found_again]):
+            raise
+        return False  # it is random: nothing says what it would have been
+    return is_seen
+
+
+def _loss_of_whole(
+    losses: MicroBatchLosses,
+    outputs: Sequence[GatheredOutput],
+    trained: Sequence[bool],
+    tree: Callable[[list[Any]], Any],
+) -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+    """The loss of all outputs at once, and the gradients of those that are trained."""
+    values = [o.value.detach().requires_grad_() if t else o.value for o, t in zip(outputs, trained, strict=True)]
+    try:
+        with torch.enable_grad():
+            whole, scaled = losses.loss_of_whole(tree(values))
+    except LossError:
+        raise
+    except Exception as error:
+        error.add_note("fxpipe: raised by loss_fn on the gathered outputs of the mini-batch, to verify the loss")
+        raise
+    leaves = [value for value, is_trained in zip(values, trained, strict=True) if is_trained]
+    found = torch.autograd.grad(scaled, leaves, allow_unused=True) if scaled.requires_grad and leaves else ()
+    return whole, found
+
+
+def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:
+    ours = losses.total()
+    tolerance = 1e-4 if ours.dtype in EXACT_DTYPES else 3e-2
+    # What cancels out is known no better than the largest summand.
+    largest = max(float(v.abs()) for v in losses.values if v is not None)
+    atol = tolerance * 1e-2 * max(1.0, largest if not losses.returns_weights else 1.0)
+    if not torch.allclose(whole.double(), ours.double().to(whole.device), rtol=tolerance, atol=atol, equal_nan=True):
+        raise LossError(
+            f"loss_fn gives {float(whole):.6g} for the whole mini-batch, but its micro-batches add up to "
+            f"{float(ours):.6g}: it is no {_expected_kind(losses)}, and the gradients would be wrong. "
+            f"{losses.remedies()}"
+        )
+
+
+def _gathered_gradient(gradients: Sequence[torch.Tensor | None], dim: int, divisor: Any) -> torch.Tensor:
+    """The gradient of the mini-batch that those of micro-batches make."""
+    parts = [g for g in gradients if g is not None]
+    whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+    return whole if divisor is None else whole / divisor
+
+
+def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, ours: torch.Tensor) -> None:
+    """By their norm: single elements cancel out."""
+    is_exact = whole.dtype in EXACT_DTYPES and losses.total().dtype in EXACT_DTYPES
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    whole, ours = whole.to(wide), ours.to(whole.device, wide)
+    known = whole.isfinite() & ours.isfinite()  # what overflows is the scaler's business
+    difference = float(torch.where(known, whole - ours, 0).norm())
+    size = max(float(torch.where(known, g, 0).norm()) for g in (whole, ours))
+    if difference > (1e-3 if is_exact else 5e-2) * size:
+        raise LossError(
+            f"loss_fn gives the same loss for the whole mini-batch, but the gradients of its micro-batches are "
+            f"{difference / size:.2g} of their size away from its own: it is no {_expected_kind(losses)}. "
+            f"{losses.remedies()}"
+        )
+
+
+def _expected_kind(losses: MicroBatchLosses) -> str:
+    return "weighted mean" if losses.returns_weights else "mean over samples" if losses.reduction == "mean" else "sum"
+
+
+# -- The kinds of losses that a pipe has trained with, and when each is verified -------------------------------------
+#
+# To verify a loss all outputs of a mini-batch are kept and the loss is taken once more: in the first step with it, the
+# tenth, the hundredth and so on. What comes in between is not compared; but on the CPU each step looks at what elements
+# count in sums and means (see `elements`), which is where padding shows. On a GPU that would wait for it, so it is done
+# in the same steps only.
+#
+# Losses are of one kind if the same code makes them, with the same switches (`reduction="sum"`), from a target of the
+# same make-up: a loop may well make its loss function anew in each step.
+
+
+@dataclass(slots=True)
+class LossHistory:
+    """What is known of one kind of loss."""
+
+    is_cheap: bool  # to look at numbers, since nobody has to wait for them
+    passes: int = 0  # steps so far
+    can_verify: bool = False  # has its value been compared
+    is_mistaken: bool = False  # do its elements rightly count what they do, whatever it looks like
+
+    @property
+    def is_due(self) -> bool:
+        """In the 1st step, the 10th, the 100th; and again until one passes."""
+        return str(self.passes + 1).strip("0") == "1"
+
+    @property
+    def look_at_elements(self) -> bool:
+        return (self.is_cheap or self.is_due) and not self.is_mistaken
+
+    def count_pass(self, is_mistaken: bool = False) -> None:
+        """A step has ended well."""
+        self.passes += 1
+        self.is_mistaken |= is_mistaken
+
+
+@dataclass(slots=True)
+class LossHistories:
+    """By what makes them."""
+
+    kinds: dict[Any, LossHistory] = field(default_factory=dict)
+
+    def of(
+        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], assembly: BoundProgram
+    ) -> LossHistory:
+        """The kind of a loss of `forward_backward`."""
+        leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
+        return self._kind((_loss_identity(loss_fn), reduction, tuple(leaves), assembly.out_dims), assembly)
+
+    def for_drop_in(self, assembly: BoundProgram) -> LossHistory:
+        """The drop-in knows nothing of the loss but what the model itself takes."""
+        return self._kind(assembly.out_dims, assembly)
+
+    def _kind(self, key: Any, assembly: BoundProgram) -> LossHistory:
+        if key not in self.kinds:
+            self.kinds[key] = LossHistory(all(device.type == "cpu" for device in assembly.devices))
+        return self.kinds[key]
+
+
+def _loss_identity(loss_fn: Any) -> Any:
+    """What stays the same where a loop makes its loss function anew in each step."""
+    if isinstance(loss_fn, functools.partial):
+        return _loss_identity(loss_fn.func), _switches_of(loss_fn.args), _switches_of(loss_fn.keywords.items())
+    if hasattr(loss_fn, "__code__"):
+        cells = [cell.cell_contents for cell in loss_fn.__closure__ or ()]
+        return loss_fn.__code__, _switches_of(cells), *(_loss_identity(c) for c in cells if isinstance(c, nn.Module))
+    return type(loss_fn), _switches_of(getattr(loss_fn, "__dict__", {}).items())
+
+
+def _switches_of(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Names and switches, such as `reduction`; not numbers, which a schedule may change in every step."""
+    kinds = (str, bool, type(None))
+    return tuple(v for v in values if isinstance(v[-1] if isinstance(v, tuple) and v else v, kinds))

@@ -1,0 +1,185 @@
+"""What each element counts in the loss: a check of means that costs a few microseconds and looks at every step.
+
+Most losses end in a sum or a mean over elements: samples, tokens, pixels. Taken micro-batch by micro-batch, an element
+must count in each what it counts in another. Where micro-batches hold unequal numbers of elements, of tokens that are
+no padding say, a mean over them gives those of a short micro-batch too much: the gradient is wrong, and no value shows
+it where the model itself takes the loss, or where padding comes later than the step that was verified.
+
+Autograd's graph of the loss knows: the gradient that arrives at a mean over n elements is n times what each of them
+counts, whatever the loss does in between. Only the head of the graph is looked at, from the loss through 0-dim values
+down to the first sums and means; what it finds beyond them is not its business, and a loss without any passes.
+
+A term that hangs on no sample, a penalty on parameters, counts its share in each micro-batch: that is right as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from fxpipe._torch.autograd import gradients_of
+from fxpipe.rewriting.program import ReceivedValue
+from fxpipe.runtime.bound_program import BoundProgram
+
+TORCH_MEAN, TORCH_SUM = 1, 2  # `reduction` of a loss of torch, as its node in the graph keeps it
+MOST_HEAD_NODES = 64  # of a head; a loss with more is not looked at
+
+
+class Reduction(NamedTuple):
+    """A sum or mean in the head of a graph."""
+
+    edge: GradientEdge  # where its gradient arrives
+    count: Any  # of elements that it divides by: a number, or a tensor where they have weights
+
+
+@dataclass(slots=True)
+class LossWeightingCheck:
+    """What elements count, by sum or mean and by micro-batch; filled in by all workers."""
+
+    is_on: bool
+    reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
+    found: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # by micro-batch the gradient that has arrived, and what the mean divides by
+
+    @classmethod
+    def of(cls, assembly: BoundProgram, is_on: bool) -> LossWeightingCheck:
+        """`is_on`: else it looks at nothing; nor at outputs of which the user has said how they go together."""
+        reduced = {
+            (output.source, output.name)
+            for place, (output, how) in enumerate(zip(assembly.program.outputs, assembly.out_dims, strict=True))
+            if how in ("mean", "sum") and isinstance(output, ReceivedValue) and place not in assembly.told
+            if assembly.wiring.users[output.source, output.name] == (len(assembly.devices),)
+        }
+        return cls(is_on, frozenset(reduced))
+
+    def reductions_of(self, node: Any, number: int) -> list[Reduction]:
+        """The sums and means in the head of a graph that ends in this output of `node`."""
+        return reductions_under(node, number) if self.is_on else []
+
+    def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
+        """The gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
+        for ordinal, (reduction, gradient) in enumerate(zip(found, gradients, strict=True)):
+            if gradient is not None:
+                self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
+
+    def note_roots(
+        self,
+        j: int,
+        i: int,
+        names: Sequence[str],
+        roots: Sequence[GradientEdge],
+        arrived: Sequence[torch.Tensor | None],
+    ) -> None:
+        """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
+        for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
+            if (
+                (j, name) in self.reduced
+                and gradient is not None
+                and (found := self.reductions_of(root.node, root.output_nr))
+            ):
+                edges = [reduction.edge for reduction in found]
+                gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
+                self.note((j, name), i, found, gradients)
+
+    def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
+        """What is wrong where elements do not count the same in all micro-batches, else None.
+
+        This waits for the values, which on a GPU are still to come.
+
+        Args:
+            share: what a micro-batch counts.
+            means_only: sums are not looked at: what is summed may well be divided by numbers of its own beyond.
+        """
+        for (*_, name), by_micro_batch in self.found.items():
+            if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
+                continue
+            gradients, counts = zip(*by_micro_batch.values(), strict=True)
+            ones = map(_weight_of_one, _floats(gradients), _floats(counts))
+            known = dict(zip(by_micro_batch, ones, strict=True))
+            known = {i: known[i] for i in sorted(known) if not math.isnan(known[i])}
+            exact = all(gradient.dtype in (torch.float32, torch.float64) for gradient in gradients)
+            tolerance = 1e-5 if exact else 3e-2
+            if _are_close([*known.values()], tolerance):
+                continue
+            shares = {i: float(share(i)) for i in known}
+            if _are_close([value / shares[i] for i, value in known.items() if shares[i]], tolerance):
+                continue
+            least, most = min(known, key=lambda i: abs(known[i])), max(known, key=lambda i: abs(known[i]))
+            times = abs(known[most] / known[least]) if known[least] else math.inf
+            return (
+                f"the loss takes a sum or mean over elements ({name.removesuffix('0').removesuffix('Backward')}) that "
+                f"count {times:.3g} times as much in micro-batch {most} as in micro-batch {least}; in the whole "
+                "mini-batch all count the same, and the gradients would be wrong. Is it a mean over tokens or pixels "
+                "of which some do not count (ignore_index, a mask)?"
+            )
+        return None
+
+
+def reductions_under(node: Any, number: int) -> list[Reduction]:
+    """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
+    found: list[Reduction] = []
+    todo: list[tuple[Any, int]] = [(node, number)]
+    seen: set[tuple[Any, int]] = set()
+    while todo:
+        node, number = todo.pop()
+        if node is None or (node, number) in seen or not _is_scalar(node, number):
+            continue
+        seen.add((node, number))
+        if len(seen) > MOST_HEAD_NODES:
+            return []
+        if (count := _count_of(node)) is not None:
+            found.append(Reduction(GradientEdge(node, number), count))
+        else:
+            todo.extend(reversed(node.next_functions))
+    return found
+
+
+def _is_scalar(node: Any, number: int) -> bool:
+    """Is this output of the function that `node` goes back through 0-dim? Leaves are no functions."""
+    made = getattr(node, "_input_metadata", ())
+    return number < len(made) and len(made[number].shape) == 0 and bool(node.next_functions)
+
+
+def _count_of(node: Any) -> Any:
+    """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
+    name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+    if reduction == TORCH_MEAN and name.startswith("NllLoss"):
+        return node._saved_total_weight.detach()
+    if reduction == TORCH_SUM or name.startswith("SumBackward"):
+        return 1
+    if reduction != TORCH_MEAN and not name.startswith("MeanBackward"):
+        return None
+    below, number = node.next_functions[0]
+    if below is None:
+        return None
+    if (variable := getattr(below, "variable", None)) is not None:
+        return variable.numel()
+    made = getattr(below, "_input_metadata", ())
+    return math.prod(made[number].shape) if number < len(made) else None
+
+
+def _floats(values: Sequence[Any]) -> list[float]:
+    """0-dim tensors of one device are asked at once: on a GPU each asking waits for it."""
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return list(torch.stack(tuple(values)).tolist())
+    return [float(value) for value in values]
+
+
+def _weight_of_one(gradient: float, count: float) -> float:
+    """What one of `count` elements counts; NaN where nobody can say: none that count, or a gradient that overflows."""
+    if not math.isfinite(gradient) or (count == 0 and gradient == 0):
+        return math.nan
+    return gradient / count if count else math.inf
+
+
+def _are_close(values: Sequence[float], tolerance: float) -> bool:
+    if math.inf in values:
+        return False
+    return not values or max(values) - min(values) <= tolerance * max(map(abs, values))

@@ -1,0 +1,236 @@
+"""A stage in one step: its code on views of the model's tensors, and the autograd graphs that it makes.
+
+F runs the stage on detached values, so that each micro-batch has a graph of its own; B calls autograd for that graph,
+and sums the gradients of parameters in the order of the row. Where backward is split, W does so for the weights that B
+leaves to it.
+
+The model itself is not touched before the step has ended well: parameters are read through detached views, a buffer
+that forward changes is copied for each F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fxpipe._torch.autograd import gradient_edge_of, gradients_of, takes_gradient
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import StateError
+from fxpipe.rewriting.deferred_batch_norm import BatchStatistics, check_same_norm_calls, updated_running_statistics
+from fxpipe.rewriting.program import Stage
+from fxpipe.rewriting.weight_gradients import WeightGradientTape, weight_gradients_of
+from fxpipe.runtime.bound_program import ModelTensors, StageFunction
+from fxpipe.runtime.caller_context import CallerStateRunner
+from fxpipe.runtime.commit import add_gradient
+from fxpipe.runtime.exchange import BoundaryValue
+from fxpipe.runtime.wiring import ValueLink
+
+# -- Received values as a stage uses them: where the autograd graph of a micro-batch begins --------------------------
+#
+# The gradient of a received value is asked for by its edge, not by a leaf. A leaf would be kept by its graph, with its
+# memory, until B has gone through it, also where nothing in the stage has saved the value: what a linear layer in the
+# stage before has made and the first residual sum in this one has added, say. So values enter through one node that
+# keeps nothing. Gradients of later users enter there, too: a sum is made in the node's input, as a leaf's is.
+
+# Makes a node whose outputs are its inputs. To torch it is the guard behind derivatives that exist once only, so it
+# raises if backward should go past it. (An autograd.Function does the same in three times the time.)
+_EntryNode: Any = torch._C._functions.DelayedError
+_ENTRY_MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
+
+# Something that requires grad, or there would be no node: it has no memory.
+_entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported
+
+
+def enter_graph(
+    links: Sequence[ValueLink], received: Sequence[BoundaryValue]
+) -> tuple[list[Any], list[ValueLink], list[GradientEdge]]:
+    """What the stage uses; the links of what wants a gradient, and the edges by which that is asked for."""
+    uses: list[Any] = []
+    wanted: list[ValueLink] = []
+    edges: list[GradientEdge] = []
+    places: list[int] = []
+    through: list[torch.Tensor] = []
+    is_recorded = torch.is_grad_enabled()
+    for link, entering in zip(links, received, strict=True):
+        value = entering.value
+        if isinstance(value, torch.Tensor):
+            if not (entering.requires_grad and is_recorded):
+                value = value.detach()
+            elif type(value) is torch.Tensor:
+                places.append(len(uses))
+                through.append(value)
+            else:  # a leaf after all: it is of a class of its own, which the node would take from it
+                value = value.detach().requires_grad_()
+                wanted.append(link)
+                edges.append(get_gradient_edge(value))
+        uses.append(value)
+    if through:
+        made = _EntryNode(_ENTRY_MESSAGE, len(through) + 1)(*through, _entry_token)
+        node = made[0].grad_fn
+        for k, place in enumerate(places):
+            uses[place] = made[k]
+            wanted.append(links[place])
+            edges.append(GradientEdge(node, k))
+    return uses, wanted, edges
+
+
+@dataclass(slots=True)
+class BackwardHandle:
+    """What B needs of the graph that F or R has made."""
+
+    links: list[ValueLink]  # received values that require grad
+    leaves: list[GradientEdge]  # where their gradients come out
+    names: list[str]  # values whose gradients go in
+    roots: list[GradientEdge]  # where they do
+    tape: WeightGradientTape | None  # where backward is split
+
+    def begin(self, name: str, edge: GradientEdge) -> None:
+        """Notes where the gradient of a value goes in."""
+        self.names.append(name)
+        self.roots.append(edge)
+
+
+class StageResult(NamedTuple):
+    """What a stage has made of one micro-batch."""
+
+    sent: Sequence[Any]
+    buffers: dict[str, torch.Tensor]  # as they are after it
+    statistics: list[BatchStatistics]  # of deferred batch norm
+    pending: BackwardHandle
+
+
+class StageInstance:
+    """A stage with the tensors of the model that it uses, on its device."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        code: StageFunction,
+        links: Sequence[ValueLink],
+        bring: Callable[[torch.Tensor], torch.Tensor],
+        tensors: ModelTensors,
+        state: ThreadState,
+    ):
+        """`code`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
+        self.stage, self.code, self.links, self.grad = stage, code, links, state.grad
+        self._run_as_caller = CallerStateRunner(state)
+        self.views: dict[str, torch.Tensor] = {}  # of parameters
+        self.constants: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}  # that change, as the last F left them
+        self._counters: dict[str, torch.Tensor] = {}  # of mini-batches, as every F leaves them
+        self._statistics: dict[int, list[BatchStatistics]] = {}  # of deferred batch norm, by micro-batch
+        self.sums: dict[str, torch.Tensor] = {}  # of gradients, by parameter
+        self._counts: dict[str, int] = {}  # of gradients in a sum
+        self._detached_parameters: dict[str, torch.Tensor] = {}  # parameters as tapes have them
+        for name in stage.attributes:
+            tensor = tensors.get(name)
+            if tensor.is_meta:
+                raise StateError(
+                    f"{name!r} is on the meta device, where it has no values: something has moved it there since "
+                    "planning; give the model its values back (to_empty, load_state_dict), or make another pipe"
+                )
+            moved = bring(tensor.detach())
+            if name in stage.changed_buffers or name in stage.assigns:
+                self.buffers[name] = moved.clone()  # the drop-in commits before R asks what F saw
+            elif tensor.is_floating_point() or tensor.is_complex():
+                self.views[name] = moved.requires_grad_(tensor.requires_grad and state.grad)
+            else:
+                self.constants[name] = moved
+        # What is the same for every micro-batch.
+        self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
+        summed = {n: view for n, view in self.views.items() if view.requires_grad and n not in stage.split_parameters}
+        self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
+
+    def run(
+        self, received: Sequence[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
+    ) -> StageResult:
+        """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
+        stage, attributes = self.stage, self._fixed
+        if buffers:
+            buffers = {name: x if name in stage.tracked_statistics else x.clone() for name, x in buffers.items()}
+            attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
+        tape = (
+            WeightGradientTape(detached_parameters=self._detached_parameters)
+            if stage.split_parameters and self.grad and is_kept
+            else None
+        )
+        first = (tape,) if stage.split_parameters else ()
+        uses, links, leaves = enter_graph(self.links, received)
+        made = self._run_as_caller(self.code, *first, *attributes, *uses)
+        sent, more = made[: len(stage.sends)], made[len(stage.sends) :]
+        statistics: list[BatchStatistics] = []
+        if more:
+            assigns = len(stage.assigns)
+            buffers = buffers | {n: value.detach() for n, value in zip(stage.assigns, more[:assigns], strict=True)}
+            statistics = [found for node in more[assigns:] for found in node]
+        pending = BackwardHandle(links, leaves, [], [], tape)
+        for link, edge in zip(links, leaves, strict=True):
+            if link.later is not None:  # a later user's gradient enters there, too
+                pending.begin(link.value.name, edge)
+        for name, x in zip(stage.sends, sent, strict=True):
+            # Without gradients there is no backward, and a leaf that forward makes has no edge.
+            if self.grad and isinstance(x, torch.Tensor) and takes_gradient(x):
+                pending.begin(name, gradient_edge_of(x))
+        return StageResult(sent, buffers, statistics, pending)
+
+    def finish_forward(self, i: int, ran: StageResult) -> None:
+        """What F leaves for that of the next micro-batch, and for the end of the step."""
+        if not ran.buffers:
+            return  # then it has no statistics either, which are of buffers
+        for name, value in ran.buffers.items():
+            (self._counters if name in self.stage.counters else self.buffers)[name] = value
+        self._statistics[i] = ran.statistics
+        first = next(iter(self._statistics.values()))
+        if first or ran.statistics:
+            check_same_norm_calls(first, ran.statistics)
+
+    def final_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that change, after all micro-batches."""
+        return updated_running_statistics(
+            self.buffers | self._counters, [self._statistics[i] for i in sorted(self._statistics)]
+        )
+
+    def backward(
+        self, pending: BackwardHandle, gradients: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Sums the gradients of parameters, but for those that W computes, and puts on the tape what W needs.
+
+        Args:
+            gradients: of `pending.roots`.
+
+        Returns:
+            Those of `pending.leaves`.
+        """
+        roots, arrived = [], []
+        for root, gradient in zip(pending.roots, gradients, strict=True):
+            if gradient is not None:
+                roots.append(root)
+                arrived.append(gradient)
+        wanted = [*self._summed, *pending.leaves]
+        of_weights = len(wanted)
+        if pending.tape is not None:
+            wanted += pending.tape.edges
+        if not roots or not wanted:
+            return [None] * len(pending.leaves)
+        found = gradients_of(wanted, roots, arrived)
+        self._add(zip(self._names, found, strict=False))
+        if pending.tape is not None:
+            pending.tape.arrived(found[of_weights:])
+        return found[len(self._summed) : of_weights]
+
+    def weigh(self, tape: WeightGradientTape) -> None:
+        """Sums the gradients of the parameters that B has left."""
+        with torch.no_grad():
+            self._add(weight_gradients_of(tape))
+
+    def _add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+        for name, gradient in gradients:
+            if gradient is not None:
+                count = self._counts.get(name, 0)
+                self.sums[name] = add_gradient(self.sums.get(name), gradient, count)
+                self._counts[name] = count + 1
+            del gradient  # before the next one is made

@@ -1,0 +1,276 @@
+"""What a step did, and when: `pipe.last_step`.
+
+Times are seconds since the step began. What the caller did between the forward and the backward of a drop-in is left
+out of all of them; it is `StepRecord.away`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from tabulate import tabulate
+
+from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.simulation.text_timeline import timeline_lines
+from fxpipe.simulation.timeline import Span, StepTimeline, TransferArrow
+from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
+
+if TYPE_CHECKING:
+    from fxpipe.runtime.bound_program import BoundProgram
+    from fxpipe.runtime.exchange import TransferNote
+
+
+# -- What is noted while a step runs, by all workers at once: as little as can be, since each action pays for it -----
+#
+# `record` makes what people read of it, when they ask. An action on a CPU is timed by the host's clock. One on a GPU
+# has only been queued when the host is through with it: events on its stream are queued around it, and asked for their
+# times once the step is read. So no step waits for a GPU because it is timed.
+
+TimeMark: TypeAlias = "float | torch.cuda.Event"  # a time of the host's clock, or a place in a stream
+
+
+def mark_time(stream: torch.cuda.Stream | None) -> TimeMark:
+    """Now: None for the host."""
+    if stream is None:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class StepLog:
+    """The notes of one step."""
+
+    begun: list[float] = field(default_factory=list)  # when the rows were started: the drop-in has two parts
+    times: dict[Action, tuple[TimeMark, TimeMark]] = field(default_factory=dict)
+    on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
+
+    def now(self) -> StepLog:
+        """As it is, for good."""
+        return replace(self, begun=list(self.begun), times=dict(self.times), on_core=dict(self.on_core))
+
+
+class HostClock:
+    """Turns marks into seconds of the host's clock."""
+
+    def __init__(self) -> None:
+        self._now: dict[torch.device, tuple[float, torch.cuda.Event]] = {}  # a time that both clocks know
+
+    def seconds(self, when: TimeMark) -> float:
+        if isinstance(when, float):
+            return when
+        if when.device not in self._now:
+            self._now[when.device] = self._common(when.device)
+        host, event = self._now[when.device]
+        return host - float(when.elapsed_time(event)) / 1e3
+
+    @staticmethod
+    def _common(device: torch.device) -> tuple[float, torch.cuda.Event]:
+        """Read when the GPU has nothing left to do, so that it is at the event when the host is."""
+        torch.cuda.synchronize(device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+        return time.perf_counter(), event
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRecord:
+    """One action of the last step."""
+
+    action: Action
+    start: float  # on a GPU as its stream has it, not the host
+    end: float
+    device: int  # which of the pipe's devices
+    waited: float  # seconds before `start` in which the device had nothing to do
+    received: int  # bytes of values and gradients from other stages
+    sent: int  # bytes that other stages have received of it
+    on_core: float | None = None  # seconds in which its worker had a core, on a CPU: the rest others had it
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """A value, or its gradient, on the way from one action to another; on one device nothing is copied."""
+
+    value: str
+    maker: Action
+    user: Action
+    bytes: int
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.user.kind is not ActionKind.FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRecord:
+    """What one device did in all."""
+
+    name: str
+    busy: float  # seconds
+    waited: float  # seconds before actions; after its last action a device waits for the others
+    received: int  # bytes
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord(TimelineMixin):
+    """The last `forward_backward`, or a drop-in forward and, once it has run, its backward. `print` shows a summary."""
+
+    schedule: str
+    actions: tuple[ActionRecord, ...]  # in order of their start
+    transfers: tuple[TransferRecord, ...]
+    devices: tuple[DeviceRecord, ...]
+    away: float  # seconds between forward and backward of a drop-in
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """When each device ran what, as a `Simulation` has it. Copies run beside the actions, and have no spans."""
+        return tuple(Span(one.action, one.device, one.start, one.end) for one in self.actions)
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the last action's end."""
+        return max((a.end for a in self.actions), default=0.0)
+
+    def busy(self, stage: int) -> float:
+        """Seconds in which a stage was at work."""
+        return sum(a.end - a.start for a in self.actions if a.action.stage == stage)
+
+    def bubble(self, device: int) -> float:
+        """The share of the step in which a device had nothing to do."""
+        return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
+
+    def as_step(self, *, has_memory: bool = True) -> StepTimeline:
+        """In one form with what is simulated. Memory over time is not known of a step that ran."""
+        cores = tuple(one.on_core for one in self.actions if one.on_core is not None)
+        return StepTimeline(
+            schedule=self.schedule,
+            is_simulated=False,
+            devices=tuple(device.name for device in self.devices),
+            spans=self.spans,
+            waited=tuple(one.waited for one in self.actions),
+            seconds=self.seconds,
+            on_core=cores if len(cores) == len(self.actions) else (),
+            away=self.away,
+        )
+
+    def arrows(self) -> Iterator[TransferArrow]:
+        """All that went from stage to stage."""
+        yield from (TransferArrow(one.maker, one.user, one.bytes, one.value) for one in self.transfers)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Writes the step for chrome://tracing or https://ui.perfetto.dev.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        from fxpipe.viz.perfetto import write_perfetto
+
+        write_perfetto(self, path)
+
+    def __str__(self) -> str:
+        count = count_text(len(self.actions), "action")
+        away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
+        rows = [
+            (d, one.name, human_seconds(one.busy), human_seconds(one.waited), percent(self.bubble(d)),
+             human_bytes(one.received), human_bytes(one.sent))
+            for d, one in enumerate(self.devices)
+        ]  # fmt: skip
+        headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
+        align = ("right", "left", *["right"] * 5)
+        table = tabulate(rows, headers, colalign=align) if rows else ""
+        return "\n".join(
+            [f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}", table, "", *self._timeline()]
+        ).rstrip()
+
+    def _timeline(self) -> Iterator[str]:
+        count = len(self.devices)
+        for d, line in enumerate(timeline_lines(self.spans, count, self.seconds)):
+            yield f"device {d:>{len(str(count - 1))}}: {line.rstrip()}"
+
+
+# -- made from the notes of a step -----------------------------------------------------------------------------------
+
+
+def step_record_of(
+    schedule: Schedule, assembly: BoundProgram, log: StepLog, moved: Sequence[TransferNote]
+) -> StepRecord:
+    """What has been done of a schedule."""
+    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    names = {device_of[j]: str(device) for j, device in enumerate(assembly.devices) if j in device_of}
+    parts, away = _step_parts(log)
+    has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
+    transfers = tuple(_transfer_records(assembly, moved, has_loss))
+    received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
+    for transfer in transfers:
+        received[transfer.user] += transfer.bytes
+        sent[transfer.maker] += transfer.bytes
+
+    actions: list[ActionRecord] = []
+    free: dict[int, float] = {}  # since when the device has nothing to do
+    for begin, times in parts:
+        free = {d: max(begin, since) for d, since in free.items()}
+        for action, (start, end) in sorted(times.items(), key=lambda one: one[1]):
+            d = device_of[action.stage]
+            waited = max(0.0, start - free.get(d, begin))
+            free[d] = end
+            moved_bytes = received[action], sent[action]
+            actions.append(ActionRecord(action, start, end, d, waited, *moved_bytes, log.on_core.get(action)))
+    actions.sort(key=lambda a: a.start)
+    devices = tuple(
+        _device_record(names.get(d, ""), [a for a in actions if a.device == d]) for d in range(len(schedule.rows))
+    )
+    return StepRecord(schedule.name, tuple(actions), transfers, devices, away)
+
+
+ActionTimes = dict[Action, tuple[float, float]]
+
+
+def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
+    """When each part of the step began, and its actions; and the seconds between two parts, which are left out."""
+    clock = HostClock()
+    first = log.begun[0]
+    times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
+    if len(log.begun) == 1:
+        return [(0.0, times)], 0.0
+    forward = {action: time for action, time in times.items() if action.kind is ActionKind.FORWARD}
+    end = max(end for _, end in forward.values())
+    away = max(0.0, log.begun[1] - first - end)  # a GPU may still be at the forward when the host starts the backward
+    backward = {a: (start - away, end - away) for a, (start, end) in times.items() if a not in forward}
+    return [(0.0, forward), (log.begun[1] - first - away, backward)], away
+
+
+def _transfer_records(
+    assembly: BoundProgram, moved: Sequence[TransferNote], has_loss: bool
+) -> Iterator[TransferRecord]:
+    """What went between stages. The loss belongs to the last one; in a drop-in it is the caller's, and no transfer."""
+    n = len(assembly.devices)
+    senders = {
+        (link.gradient_target, link.value.name): user for user, row in enumerate(assembly.wiring.links) for link in row
+    }
+    for value, source, user, i, size in moved:
+        kind = ActionKind.FORWARD if source is not None else ActionKind.BACKWARD
+        maker = source if source is not None else senders[user, value]
+        if not has_loss and n in (maker, user):
+            continue
+        made, used = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
+        if made.stage != used.stage:
+            yield TransferRecord(value, made, used, size)
+
+
+def _device_record(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:
+    return DeviceRecord(
+        name,
+        sum(a.end - a.start for a in actions),
+        sum(a.waited for a in actions),
+        sum(a.received for a in actions),
+        sum(a.sent for a in actions),
+    )

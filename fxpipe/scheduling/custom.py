@@ -1,0 +1,140 @@
+"""A schedule of one's own: a table, or a pure function that makes tables.
+
+    a table         `Schedule`, or its text, a line for each device
+    a function      (micro-batches m, stages n) -> rows: text, a `Schedule`, or a row of actions for each device
+
+A table is for so many micro-batches. Of fewer, as in the last mini-batch of an epoch, the first ones stay and the
+others are left out: what is left still stands in an order that can run, since an action needs those of its own
+micro-batch only. A function is asked again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+from fxpipe.errors import ArgumentError, ScheduleError
+from fxpipe.scheduling.actions import Action, Rows, Schedule
+from fxpipe.scheduling.registry import SCHEDULES, Placement
+from fxpipe.scheduling.validation import validate
+
+# -- A schedule read from its text form: for a table of one's own, a diff, an issue, a test --------------------------
+
+_HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
+_DEVICE = re.compile(r"device (?P<device>\d+):")
+
+
+def parse_schedule(text: str, name: str = "custom") -> Schedule:
+    """The validated schedule that `text` writes down: one line for each device, its actions in order.
+
+    What `print(schedule)` shows parses too: the line above the rows then says name, stages and micro-batches, which
+    otherwise are `name` and as many as there are. Empty lines are passed over.
+
+    Raises:
+        ScheduleError: a word that is no action, rows in another order than they say, or a schedule that would not run.
+
+    >>> print(parse_schedule("0F0 0F1 0B1 0B0 \\n 1F0 1F1 1B1 1B0", name="mine"))
+    mine: 2 stages, 2 micro-batches
+    device 0: 0F0 0F1 0B1 0B0
+    device 1: 1F0 1F1 1B1 1B0
+    """
+    schedule = read_schedule(text, name)
+    validate(schedule)
+    return schedule
+
+
+def read_schedule(text: str, name: str) -> Schedule:
+    """As `parse_schedule`, but not validated."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    head = _HEAD.fullmatch(lines[0]) if lines else None
+    rows = tuple(_parse_row(d, line) for d, line in enumerate(lines[1:] if head else lines))
+    actions = [action for row in rows for action in row]
+    if not actions:
+        raise ScheduleError("no actions: expected one line for each device, as in '0F0 0F1 0B0 0B1'")
+    if head:
+        return Schedule(head["name"], int(head["stages"]), int(head["micro_batches"]), rows)
+    stages, micro_batches = max(a.stage for a in actions) + 1, max(a.micro_batch for a in actions) + 1
+    return Schedule(name, stages, micro_batches, rows)
+
+
+def _parse_row(d: int, line: str) -> tuple[Action, ...]:
+    label = _DEVICE.match(line)
+    if label and int(label["device"]) != d:
+        raise ScheduleError(f"{line!r}: expected the row of device {d} here, rows stand in the order of the devices")
+    words = line[label.end() :] if label else line
+    return tuple(map(Action.parse, words.split()))
+
+
+ScheduleFunction: TypeAlias = Callable[[int, int], "Schedule | str | Iterable[str | Iterable[Action | str]]"]
+ScheduleLike: TypeAlias = "str | Schedule | ScheduleFunction"  # a name or text, a table, a function
+
+_ANY_ACTION = re.compile(r"(?<!\S)\d+[FRBWU]\d+(?!\S)")
+
+
+def as_schedule_like(given: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
+    """A name that is known, a table that can run, or a function: text is parsed. `known`: the names to tell of.
+
+    Raises:
+        ArgumentError: an unknown name, or something else.
+        ScheduleError: text that is no schedule, or a schedule that would not run.
+    """
+    if isinstance(given, str) and given not in SCHEDULES and _ANY_ACTION.search(given):
+        return parse_schedule(given)
+    if isinstance(given, Schedule):
+        in_tuples = isinstance(given.rows, tuple) and all(isinstance(row, tuple) for row in given.rows)
+        return given if in_tuples else replace(given, rows=tuple(map(tuple, given.rows)))  # it is to be a key
+    if (isinstance(given, str) and given in SCHEDULES) or (callable(given) and isinstance(given, Hashable)):
+        return given
+    raise ArgumentError(
+        f"schedule={given!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
+        "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
+    )
+
+
+def custom_schedule(given: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
+    """The table for n stages and m micro-batches; not validated."""
+    if not isinstance(given, Schedule):
+        return _call_function(given, n, m)
+    if given.stages != n:
+        raise ArgumentError(f"schedule {given.name!r} is a table for {given.stages} stages, but there are {n}")
+    if given.micro_batches < m:
+        raise ArgumentError(
+            f"schedule {given.name!r} is a table for {given.micro_batches} micro-batches, but there are {m}: give "
+            f"chunks={given.micro_batches}, a longer table, or a function (micro_batches, stages) -> table"
+        )
+    rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in given.rows)
+    return Schedule(given.name, n, m, rows)
+
+
+def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        made = function(m, n)
+    except Exception as error:
+        error.add_note(f"fxpipe: raised by the schedule function {name!r}, called with micro_batches={m}, stages={n}")
+        raise
+    if isinstance(made, str):
+        made = read_schedule(made, name)
+    if isinstance(made, Schedule):
+        return Schedule(made.name, n, m, made.rows)
+    try:
+        rows: Rows = tuple(_parse_actions(row) for row in made)
+    except TypeError:
+        raise ScheduleError(
+            f"schedule function {name!r} returned {made!r} for micro_batches={m}, stages={n}; expected text, a "
+            "Schedule, or a row of actions for each device"
+        ) from None
+    return Schedule(name, n, m, rows)
+
+
+def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
+    words = row.split() if isinstance(row, str) else row
+    return tuple(word if isinstance(word, Action) else Action.parse(word) for word in words)
+
+
+def placement_of(schedule: Schedule) -> Placement:
+    """For each stage the device in whose row it is."""
+    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    return tuple(device_of[j] for j in range(schedule.stages))

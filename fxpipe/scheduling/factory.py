@@ -1,0 +1,200 @@
+"""`make_schedule`, which the rest of the package calls: from a name or a table of one's own to a schedule that can run.
+
+It puts recomputation in front of backward, validates what comes out, and refuses stages on devices where the schedule
+cannot have them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import SupportsIndex, cast
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.scheduling.actions import Schedule
+from fxpipe.scheduling.custom import ScheduleFunction, ScheduleLike, as_schedule_like, custom_schedule, placement_of
+from fxpipe.scheduling.registry import SCHEDULES, Placement
+from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, with_recompute
+from fxpipe.scheduling.validation import validate
+from fxpipe.scheduling.zero_bubble_search import StageTimes
+from fxpipe.utils.units import whole_number
+
+
+def make_schedule(
+    schedule: ScheduleLike,
+    stages: int,
+    micro_batches: int,
+    checkpoint: str | Sequence[str] = "never",
+    placement: Sequence[int] | None = None,
+    demands: Sequence[StageTimes] | None = None,
+) -> Schedule:
+    """The schedule of that name, validated. Made once for the same arguments, so that every step may ask for it.
+
+    Args:
+        schedule: one of `SCHEDULES`; or your own, a table or a function (see `fxpipe.scheduling.custom`).
+        stages: number of stages.
+        micro_batches: number of micro-batches; fewer than stages is fine and idles more. A table of your own may be
+            for more.
+        checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`, or one for each
+            stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
+        placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
+            (2 stages on each device in `interleaved_1f1b` and `zbv`), else each stage its own.
+        demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
+            given, all take the same. Any other schedule is the same for all.
+
+    Raises:
+        ArgumentError: an unknown name or mode, a number below 1, a device without a stage, stages where the schedule
+            cannot have them, or demands of other stages, or that nothing can meet.
+        ArgumentTypeError: a number that is no integer.
+        ScheduleError: one of your own would not run.
+
+    >>> print(make_schedule("1f1b", stages=2, micro_batches=3))
+    1f1b: 2 stages, 3 micro-batches
+    device 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    device 1: 1F0 1B0 1F1 1B1 1F2 1B2
+    >>> print(make_schedule("inference", stages=4, micro_batches=3, placement=(0, 1, 0, 1)))
+    inference: 4 stages, 3 micro-batches
+    device 0: 0F0 0F1 2F0 2F1 0F2 2F2
+    device 1: 1F0 1F1 3F0 3F1 1F2 3F2
+    >>> print(make_schedule("0F0 0F1 0B1 0B0", stages=1, micro_batches=1))
+    custom: 1 stages, 1 micro-batches
+    device 0: 0F0 0B0
+    """
+    given = as_schedule_like(schedule)
+    n, m = _check_count("stages", stages), _check_count("micro_batches", micro_batches)
+    placed = _default_placement(given, n) if placement is None else _check_device_numbers(placement, n)
+    known = _check_times(demands, n) if is_searched(given) else ()
+    return _make_schedule(given, n, m, _check_modes(checkpoint, n), placed, known)
+
+
+def is_searched(schedule: ScheduleLike) -> bool:
+    """Does it hang on what stages cost?"""
+    return isinstance(schedule, str) and schedule in SCHEDULES and SCHEDULES[schedule].search_rows is not None
+
+
+def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
+    """What `make_schedule` makes the same schedule of: a name, or the text of a table of one's own."""
+    if isinstance(schedule, str):
+        return schedule
+    return str(make_schedule(schedule, len(placement), micro_batches, placement=placement))
+
+
+@lru_cache(maxsize=128)
+def _make_schedule(
+    given: ScheduleLike,
+    n: int,
+    m: int,
+    modes: tuple[Checkpoint, ...],
+    placement: Placement | None,
+    demands: tuple[StageTimes, ...],
+) -> Schedule:
+    if isinstance(given, str):
+        assert placement is not None
+        check_placement(given, placement)
+        recipe = SCHEDULES[given]
+        rows = recipe.search_rows(m, demands) if recipe.search_rows and demands else recipe.rows(m, placement)
+        made = Schedule(given, n, m, rows)
+    else:
+        made = _checked_custom(given, n, m, placement)
+    schedule = Schedule(made.name, n, m, with_recompute(made.rows, m, modes))
+    validate(schedule)
+    return schedule
+
+
+def _default_placement(given: ScheduleLike, n: int) -> Placement | None:
+    """Of a schedule that is known by name; one of one's own says itself where stages are."""
+    if not isinstance(given, str):
+        return None
+    recipe = SCHEDULES[given]
+    if n % recipe.stages_per_device:
+        raise ArgumentError(
+            f"schedule {given!r} has {recipe.stages_per_device} stages on each device, and {n} cannot be shared out "
+            f"so: give "
+            f"a multiple of {recipe.stages_per_device}"
+        )
+    return recipe.placement(n // recipe.stages_per_device, recipe.stages_per_device)
+
+
+def check_placement(name: str, placement: Placement) -> None:
+    """Raises `ArgumentError` where the schedule of that name cannot have its stages on these devices."""
+    recipe, n, devices = SCHEDULES[name], len(placement), max(placement) + 1
+    if not recipe.has_fixed_placement:
+        return
+    each = n // devices
+    number = (
+        f"{recipe.stages_per_device}"
+        if recipe.stages_per_device == recipe.most
+        else f"{recipe.stages_per_device} or more"
+    )
+    stages_each = f"{number} stage{'' if number == '1' else 's'}"
+    too_many = recipe.most is not None and each > recipe.most
+    if each < recipe.stages_per_device or too_many or placement != recipe.placement(devices, each):
+        there = recipe.placement(devices, recipe.stages_per_device)
+        is_number = each < recipe.stages_per_device or too_many
+        remedy = f"give as many (stages_per_device={recipe.stages_per_device})" if is_number else "put them there"
+        raise ArgumentError(
+            f"schedule {name!r} needs {stages_each} on each device, placed as in {there}, but is given {n} stages "
+            f"on {devices} devices, placed as in {placement}: {remedy}, "
+            "or use '1f1b' or 'zero_bubble', which take any"
+        )
+
+
+def _checked_custom(given: Schedule | ScheduleFunction, n: int, m: int, placement: Placement | None) -> Schedule:
+    made = custom_schedule(given, n, m)
+    validate(made)
+    if placement not in (None, placement_of(made)):
+        raise ArgumentError(
+            f"schedule {made.name!r} has its stages on devices {placement_of(made)}, and they are on {placement}: give "
+            "each row the stages of its device"
+        )
+    return made
+
+
+def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
+    """A mode for each stage."""
+    given = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
+    if len(given) != n:
+        raise ArgumentError(
+            f"checkpoint={checkpoint!r} has {len(given)} modes for {n} stages: give one for each, or one for all"
+        )
+    return tuple(cast(Checkpoint, _check_known("checkpoint", mode, CHECKPOINTS)) for mode in given)
+
+
+def _check_times(demands: Sequence[StageTimes] | None, n: int) -> tuple[StageTimes, ...]:
+    if demands and len(demands) != n:
+        raise ArgumentError(f"demands has {len(demands)} entries for {n} stages: give one for each")
+    return tuple(demands or ())
+
+
+def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:
+    """The device of each stage."""
+    if len(placement) != n:
+        raise ArgumentError(f"placement has {len(placement)} entries for {n} stages: give the device of each")
+    try:
+        found = tuple(map(operator.index, placement))
+    except TypeError:
+        raise ArgumentTypeError(f"placement={placement!r}: expected the number of a device for each stage") from None
+    if set(found) != set(range(max(found) + 1)):
+        raise ArgumentError(
+            f"placement={found} must name devices 0, 1, ... without a gap, since one without a stage would have "
+            "nothing to do"
+        )
+    return found
+
+
+def _check_known(argument: str, given: str, known: Iterable[str]) -> str:
+    known = tuple(known)
+    if given not in known:
+        raise ArgumentError(f"{argument}={given!r} is unknown; there are {', '.join(map(repr, known))}")
+    return given
+
+
+def _check_count(argument: str, given: SupportsIndex) -> int:
+    """As an int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
+    count = whole_number(given)
+    if count is None:
+        raise ArgumentTypeError(f"{argument}={given!r} is no number of {argument}: give an integer of at least 1")
+    if count < 1:
+        raise ArgumentError(f"{argument}={given!r} is too few: give an integer of at least 1")
+    return count

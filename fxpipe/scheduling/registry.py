@@ -1,0 +1,111 @@
+"""The schedules by name. A new one is a function and a line in `SCHEDULES`.
+
+Stages are equally long here, and F, B and W, where backward is split, too; B alone is as long as B and W. p devices
+have n stages, v = n / p each (n = p where v = 1); *kept* is the most that the device with the most keeps at once, in
+micro-batches of all its stages together. The bubble is the time that a device idles in a step, in units of what one
+micro-batch takes a device, F + B + W.
+
+| name               | backward                              | stages on a device  | kept          | bubble            |
+|--------------------|---------------------------------------|---------------------|---------------|-------------------|
+| `gpipe`            | after all forwards, in reverse        | 1, or any placement | m             | p - 1             |
+| `1f1b`             | as soon as it can be, in order        | 1, or any placement | p             | p - 1             |
+| `interleaved_1f1b` | the same, stage by stage              | v = 2, 3, ...       | p + (p-1) / v | (p - 1) / v       |
+| `zero_bubble`      | B as soon as it can be, W in the gaps | 1, or any placement | p             | (p - 1) / 3       |
+| `zero_bubble_2p`   | the same, more in flight              | 1, or any placement | 2 p - 1       | (p - 1) / 3       |
+| `zero_bubble_auto` | in an order searched for the stages   | 1                   | p             | (p - 1) / 3       |
+| `zbv`              | the same, loss on the first device    | 2, there and back   | p             | (p - 1) / 6       |
+| `inference`        | none                                  | 1, or any placement | 0             | p - 1, of F alone |
+
+All of it for as many micro-batches as fill the pipeline; of fewer, less is kept and devices idle more. Kept is what W
+still needs, too, though that is less than what B needs.
+
+Where a placement gives devices v stages each, round and round, those made for one stage on each keep more, since each
+stage does as it would on a device of its own: `1f1b` up to (v + 1) p / 2, as stage j of v p keeps v p - j of its own
+micro-batches, each a v-th of the model's; `zero_bubble` up to v p, `zero_bubble_2p` up to 2 v p - 1. Their bubbles
+follow no formula there: for p = 8, v = 1 ... 4 and 48 micro-batches 7, 6.2, 6.7, 9.3 in `1f1b`, 2.3, 1.8, 1.7, 1.8 in
+`zero_bubble`. (Neighbours on one device count as one stage.)
+
+In seconds the bubble of `zero_bubble` is (p - 1) (F + B - W), that of `zero_bubble_2p` (p - 1) max(F, F + B - 2 W), as
+long as W takes no longer than F and than B. So the larger memory of the second pays where W is shorter than B
+(attention, activation functions). At (p - 1) F all that is left is the time until the last device has something to do,
+which is there as long as a step ends on all devices before the next one begins.
+
+`zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
+no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`searched`).
+
+If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
+`zbv` if twice as many transfers are no matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeAlias
+
+from fxpipe.scheduling.actions import Rows
+from fxpipe.scheduling.builtin import gpipe, inference, interleaved_1f1b, one_f_one_b, zbv, zero_bubble, zero_bubble_2p
+from fxpipe.scheduling.row_transforms import (
+    expand_groups,
+    merge_stage_rows,
+    neighbour_groups,
+    round_robin,
+    there_and_back,
+)
+from fxpipe.scheduling.zero_bubble_search import StageTimes, zero_bubble_auto
+
+Placement: TypeAlias = tuple[int, ...]  # for each stage its device
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRecipe:
+    """How a schedule is made, and for which placements."""
+
+    rows: Callable[[int, Placement], Rows]  # (micro-batches, placement) -> a row for each device
+    placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> where stages are
+    stages_per_device: int = 1  # how many stages a device has, unless others are asked for
+    has_fixed_placement: bool = False  # to that placement, and no fewer stages on a device than that
+    most: int | None = None  # stages on a device
+    search_rows: Callable[[int, Sequence[StageTimes]], Rows] | None = None  # in place of `rows`, where costs are known
+
+
+def _any_placement(by_stage: Callable[[int, int], Rows]) -> ScheduleRecipe:
+    def rows(m: int, placement: Placement) -> Rows:
+        groups = neighbour_groups(placement)
+        if len(groups) > max(placement) + 1:  # a device has stages here and there
+            return merge_stage_rows(by_stage(m, len(placement)), placement)
+        return expand_groups(
+            merge_stage_rows(by_stage(m, len(groups)), tuple(placement[group[0]] for group in groups)), groups
+        )
+
+    return ScheduleRecipe(rows)
+
+
+def _interleaved_rows(m: int, placement: Placement) -> Rows:
+    devices = max(placement) + 1
+    return interleaved_1f1b(m, devices, len(placement) // devices)
+
+
+def _zbv_rows(m: int, placement: Placement) -> Rows:
+    return zbv(m, max(placement) + 1)
+
+
+def _equal_stages_rows(m: int, placement: Placement) -> Rows:
+    return zero_bubble_auto(m, [StageTimes(1, 1, 1)] * len(placement))
+
+
+SCHEDULES: Mapping[str, ScheduleRecipe] = MappingProxyType(
+    {
+        "gpipe": _any_placement(gpipe),
+        "1f1b": _any_placement(one_f_one_b),
+        "interleaved_1f1b": ScheduleRecipe(_interleaved_rows, stages_per_device=2, has_fixed_placement=True),
+        "zero_bubble": _any_placement(zero_bubble),
+        "zero_bubble_2p": _any_placement(zero_bubble_2p),
+        "zero_bubble_auto": ScheduleRecipe(
+            _equal_stages_rows, has_fixed_placement=True, most=1, search_rows=zero_bubble_auto
+        ),
+        "zbv": ScheduleRecipe(_zbv_rows, there_and_back, stages_per_device=2, has_fixed_placement=True, most=2),
+        "inference": _any_placement(inference),
+    }
+)

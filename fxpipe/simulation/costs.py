@@ -1,0 +1,178 @@
+"""What the simulator is told: what a stage costs, and what goes from one stage to another, in plain numbers.
+
+All is for one micro-batch. A transfer is one way. Its direction says what it is: from an earlier stage to a later one
+goes a value, after F of the one and before F of the other; from a later one to an earlier one goes a gradient, after B
+of the one and before B of the other. So any wiring can be written down, also that of the runtime, in which a gradient
+goes from a user of the value to the next earlier user, and from the first user to the maker:
+
+    stage      0 (maker)      1 (user)       3 (user)
+    value        ─────────────▶
+                 ────────────────────────────▶
+    gradient                   ◀──────────────
+                 ◀─────────────
+
+>>> for transfer in transfers_of(0, (1, 3), bytes=8): print(transfer)
+0 -> 1: 8 bytes
+0 -> 3: 8 bytes
+1 -> 0: 8 bytes
+3 -> 1: 8 bytes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from fxpipe.errors import ArgumentError
+from fxpipe.scheduling import StageTimes
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What a stage takes: seconds and bytes of one micro-batch, whatever the schedule."""
+
+    forward: float  # seconds of F
+    backward: float  # of the whole backward: of B or, where the schedule splits it, of B and W
+    recompute: float | None = None  # of R; None: as long as F
+    weight: float | None = None  # the part of `backward` that W takes and B then does not; None: half of it
+    parameter_bytes: float = 0  # always there: parameters and buffers
+    gradient_bytes: float = 0  # always there: of parameters
+    optimizer_bytes: float = 0  # always there: its state
+    saved_bytes: float = 0  # what autograd keeps: from F, or R where there is one, to the last piece of backward
+    input_bytes: float = 0  # what F was given by the stage before: from F to the last piece of backward
+    portal_bytes: float = 0  # what F was given by other stages, through portals: as long
+    working_bytes: float = 0  # beside all that, while an action runs
+    update: float = 0.0  # seconds of the optimizer, once for a step: of U, where the schedule has it
+    action: float = 0.0  # seconds of each F, R, B and W beside all that, for the stage to be started and handed things
+
+    @property
+    def static_bytes(self) -> float:
+        """What is always there."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """What one stage sends to another for each micro-batch; see the head of this file."""
+
+    source: int  # stage
+    target: int  # stage
+    bytes: float
+    seconds: float = 0.0  # on its way, where the two are on different devices
+    over: tuple[str, ...] = ()  # names of what it takes beside the link of its devices, and shares with other links
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.target < self.source
+
+    def __str__(self) -> str:
+        time = f", {self.seconds:.4g} s" if self.seconds else ""
+        return f"{self.source} -> {self.target}: {self.bytes:g} bytes{time}"
+
+
+def transfers_of(
+    maker: int,
+    users: Iterable[int],
+    bytes: float,
+    *,
+    returns: bool = True,
+    seconds: Callable[[int, int, float], float] | None = None,
+) -> tuple[Transfer, ...]:
+    """All transfers of one boundary value, as the runtime makes them.
+
+    Args:
+        maker: the stage that makes it.
+        users: the later stages that use it. The loss is taken on the last stage.
+        bytes: of the value, and of its gradient.
+        returns: does its gradient go back.
+        seconds: (source, target, bytes) -> seconds on the way between the devices of these stages; none if not given.
+    """
+    ways = sorted(set(users) - {maker})
+    pairs = [(maker, user) for user in ways]
+    if returns:
+        pairs += [(user, earlier) for earlier, user in zip((maker, *ways), ways, strict=False)]
+    return tuple(Transfer(s, t, bytes, seconds(s, t, bytes) if seconds is not None else 0.0) for s, t in pairs)
+
+
+def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], count: int) -> None:
+    """Raises `ArgumentError` unless there is a cost for each of `count` stages, and every number can be one."""
+    if len(stages) != count:
+        raise ArgumentError(f"stages has {len(stages)} costs; give {count}, one for each stage of the schedule")
+    for j, stage in enumerate(stages):
+        _check_numbers(f"stages[{j}]", stage)
+        if stage.weight is not None and stage.weight > stage.backward:
+            raise ArgumentError(
+                f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "
+                "part: give in backward the seconds of inputs and weights together"
+            )
+    for k, transfer in enumerate(transfers):
+        _check_numbers(f"transfers[{k}]", transfer)
+        for name in ("source", "target"):
+            if getattr(transfer, name) not in range(count):
+                raise ArgumentError(
+                    f"transfers[{k}].{name}={getattr(transfer, name)!r} is no stage; stages are 0 to {count - 1}"
+                )
+        if transfer.source == transfer.target:
+            raise ArgumentError(f"transfers[{k}] goes from stage {transfer.source} to itself: leave it out")
+
+
+def _check_numbers(name: str, given: StageCost | Transfer) -> None:
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
+            what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
+            raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
+
+
+# -- What a schedule that is searched (`zero_bubble_auto`) is told of the stages: made of what they cost -------------
+
+
+def stage_times_of(
+    stages: Sequence[StageCost],
+    transfers: Sequence[Transfer] = (),
+    modes: Sequence[str] | None = None,
+    limits: Sequence[float | None] | None = None,
+) -> tuple[StageTimes, ...]:
+    """For each stage, on a device of its own.
+
+    As the runtime does it, a device copies what it receives before it computes; so transfers are a part of F and B.
+    Where bytes are not known, a micro-batch counts as one unit of memory. A limit that does not hold a single
+    micro-batch is taken for one that does: something has to run, and whether it fits the simulation will say.
+
+    Args:
+        stages: their costs.
+        transfers: all that goes between them.
+        modes: for each its checkpoint mode; "never" if not given.
+        limits: for each the bytes that it may take, all that is always there included; None: not known.
+    """
+    n = len(stages)
+    values, gradients = ([0.0] * n for _ in range(2))
+    for way in transfers:
+        (gradients if way.is_gradient else values)[way.target] += way.seconds
+    return tuple(
+        _stage_times(cost, value, gradient, mode, limit)
+        for cost, value, gradient, mode, limit in zip(
+            stages, values, gradients, modes or ["never"] * n, limits or [None] * n, strict=True
+        )
+    )
+
+
+def _stage_times(cost: StageCost, value: float, gradient: float, mode: str, limit: float | None) -> StageTimes:
+    weight = cost.backward / 2 if cost.weight is None else cost.weight
+    given, saved = cost.input_bytes + cost.portal_bytes, cost.saved_bytes
+    if not given + saved:
+        saved, limit = 1.0, None
+    again = 0.0 if mode == "never" else cost.forward if cost.recompute is None else cost.recompute
+    if limit is not None:
+        of_last = saved if mode == "except_last" else 0.0  # its F keeps what the F of others leave to R
+        limit = max(given + saved, limit - cost.static_bytes - cost.working_bytes - of_last)
+    return StageTimes(
+        forward=value + cost.forward + cost.action,
+        backward=gradient + cost.backward - weight + cost.action,
+        weight=weight + cost.action,
+        recompute=again + cost.action if mode != "never" else 0.0,
+        forward_memory=given + saved if mode == "never" else given,
+        recompute_memory=0.0 if mode == "never" else saved,
+        limit=limit,
+    )

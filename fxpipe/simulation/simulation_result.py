@@ -1,0 +1,359 @@
+"""What a simulation found."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from fxpipe.errors import ArgumentError
+from fxpipe.scheduling import Action, ActionKind, Schedule
+from fxpipe.simulation.costs import StageCost, Transfer
+from fxpipe.simulation.events import StartedAction, device_by_stage
+from fxpipe.simulation.text_timeline import timeline_lines
+from fxpipe.simulation.timeline import (
+    HasTimeline,
+    MemoryTimeline,
+    Span,
+    StepTimeline,
+    TransferArrow,
+    memory_timeline_of,
+)
+from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.units import human_bytes, human_seconds, percent
+
+# -- The critical path: the chain of actions and transfers that the end of a step hangs on, read backwards -----------
+#
+#     device 0  |F0 F1 F2 .........B0=== ...       F0, its value on its way to device 1, F0 there, its B0, the gradient
+#     device 1  |...F0 B0===F1 B1=== ...           on its way back, and so on: make one of these faster, and the step is
+#
+# Its legs follow each other without a gap, from the beginning of the step to its end. Of several chains that are as
+# long, it is the one that stays on its device.
+
+SENDING, WAITING = "sending", "waiting"  # on a link: on the way, or until the link has carried what was there before
+
+
+@dataclass(frozen=True, slots=True)
+class CriticalLeg:
+    """A piece of the critical path."""
+
+    kind: str  # of the action ("F", "R", "B", "W", "U"), or "sending" or "waiting" for what it needs
+    start: float  # seconds since the step began
+    end: float
+    span: Span  # the action that runs or, where something is on its way, that will
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def critical_legs(begun: Sequence[Sequence[StartedAction]]) -> tuple[CriticalLeg, ...]:
+    """In order of time."""
+    legs: list[CriticalLeg] = []
+    device = max((d for d, row in enumerate(begun) if row), key=lambda d: begun[d][-1].span.end)
+    place = len(begun[device]) - 1
+    while place >= 0:
+        one = begun[device][place]
+        span, received = one.span, one.span.start + one.span.receiving
+        legs.append(CriticalLeg(str(span.action.kind), received, span.end, span))
+        _add_leg(legs, SENDING, span.start, received, span)
+        _add_leg(legs, WAITING, one.could, span.start, span)
+        if one.after is None:
+            place -= 1
+            continue
+        maker = begun[one.after.device][one.after.place].span
+        _add_leg(legs, SENDING, one.after.left, one.after.arrived, span)
+        _add_leg(legs, WAITING, maker.end, one.after.left, span)
+        device, place = one.after.device, one.after.place
+    return tuple(reversed(legs))
+
+
+def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span: Span) -> None:
+    if end > start:
+        legs.append(CriticalLeg(kind, start, end, span))
+
+
+# -- What was simulated beside what was measured, device by device ---------------------------------------------------
+#
+# print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
+
+QUIET_CORE_SHARE = 0.95  # actions have a core for so much of their time, where nothing else wants it
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """A figure, twice: seconds, or a share from 0 to 1."""
+
+    measured: float
+    simulated: float
+
+    @property
+    def ratio(self) -> float:
+        """Simulated over measured."""
+        return self.simulated / self.measured if self.measured else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceComparison:
+    """One device."""
+
+    name: str
+    busy: ComparedFigure
+    bubble: ComparedFigure
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """A step as it was, and as it was simulated. `print` shows a table."""
+
+    schedule: str
+    step: ComparedFigure
+    devices: tuple[DeviceComparison, ...]
+    kinds: dict[ActionKind, ComparedFigure]  # seconds of all actions of a kind together
+    on_core: ComparedFigure | None = (
+        None  # seconds of all actions; measured: in which their workers had a core. Not on GPUs
+    )
+
+    @property
+    def core_share(self) -> float:
+        """Of the seconds of all actions, those in which their workers had a core; less than 1 on a busy machine."""
+        took = sum(pair.measured for pair in self.kinds.values())
+        return 1.0 if self.on_core is None or not took else self.on_core.measured / took
+
+    def __str__(self) -> str:
+        rows = [("step", *_figure_cells(self.step), "", "", "")]
+        for k, one in enumerate(self.devices):
+            shares = (percent(one.bubble.measured), percent(one.bubble.simulated))
+            rows.append((f"device {k} {one.name}".rstrip(), *_figure_cells(one.busy), "", *shares))
+        rows += [(f"all {kind}", *_figure_cells(pair), "", "", "") for kind, pair in self.kinds.items()]
+        headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")
+        align = ("left", "right", "right", "right", "left", "right", "right")
+        return "\n".join([self.schedule, tabulate(rows, headers, colalign=align, disable_numparse=True), *self._busy()])
+
+    def _busy(self) -> Iterator[str]:
+        """That the machine was, and what is left of the difference without that."""
+        if self.on_core is not None and self.core_share < QUIET_CORE_SHARE:
+            measured, simulated, ratio = _figure_cells(self.on_core)
+            yield f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too."
+            yield f"On it they took {measured}, simulated {simulated}: {ratio}"
+
+
+def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepComparison:
+    """A step as it was simulated beside one that ran the same actions.
+
+    Raises:
+        ArgumentError: it ran others.
+    """
+    thought, ran = (Counter(span.action for span in of.spans) for of in (simulated, measured))
+    if ran != thought:
+        raise ArgumentError(
+            f"the step ran {measured.schedule} with {_describe_actions(ran)}, the simulation is of "
+            f"{simulated.schedule} "
+            f"with {_describe_actions(thought)}: simulate with the schedule, chunks, batch and checkpoint of the step"
+        )
+    pairs = (
+        map(ComparedFigure, one, other)
+        for one, other in ((measured.busy, simulated.busy), (measured.bubble, simulated.bubble))
+    )
+    devices = tuple(map(DeviceComparison, measured.devices, *pairs))
+    was, will_be = _by_kind(measured.spans), _by_kind(simulated.spans)
+    kinds = {kind: ComparedFigure(was[kind], will_be[kind]) for kind in ActionKind if was[kind] or will_be[kind]}
+    on_core = ComparedFigure(sum(measured.on_core), sum(will_be.values())) if measured.on_core else None
+    return StepComparison(
+        measured.schedule, ComparedFigure(measured.seconds, simulated.seconds), devices, kinds, on_core
+    )
+
+
+def _by_kind(spans: Iterable[Span]) -> dict[ActionKind, float]:
+    found = dict.fromkeys(ActionKind, 0.0)
+    for span in spans:
+        found[span.action.kind] += span.seconds
+    return found
+
+
+def _describe_actions(actions: Counter[Action]) -> str:
+    if not actions:
+        return "no actions"
+    stages, m = {a.stage for a in actions}, {a.micro_batch for a in actions}
+    return f"{actions.total()} actions of {len(stages)} stages and {len(m)} micro-batches"
+
+
+def _figure_cells(pair: ComparedFigure) -> tuple[str, str, str]:
+    return human_seconds(pair.measured), human_seconds(pair.simulated), f"{pair.ratio:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation(TimelineMixin):
+    """What a simulation found. `print` draws it."""
+
+    schedule: Schedule
+    stages: tuple[StageCost, ...]
+    transfers: tuple[Transfer, ...]
+    spans: tuple[Span, ...]  # device after device, each in the order of its row
+    step_seconds: float  # from the first start to the last end: all of the schedule, and no update that it has not
+    legs: tuple[CriticalLeg, ...]  # of the critical path, which follow each other from 0 to `step_seconds`
+    devices: tuple[str, ...] = ()  # the name of each; empty where it has none
+    samples: int | None = None  # of the mini-batch, where it is known
+    limits: tuple[float | None, ...] = ()  # bytes, by device; None, or none at all: not known
+
+    def __post_init__(self) -> None:
+        count = len(self.schedule.rows)
+        object.__setattr__(self, "devices", self.devices or ("",) * count)
+        object.__setattr__(self, "limits", self.limits or (None,) * count)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """For each device the seconds in which it computes or, where that does not overlap, copies."""
+        seconds = [0.0] * len(self.schedule.rows)
+        for span in self.spans:
+            seconds[span.device] += span.seconds
+        return tuple(seconds)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each device the share of the step, 0 to 1, in which it idles."""
+        step = self.step_seconds
+        return tuple(max(0.0, 1 - busy / step) if step else 0.0 for busy in self.busy)  # rounding may go below 0
+
+    @property
+    def mean_bubble(self) -> float:
+        """The share of the step, 0 to 1, in which a device idles, over all devices."""
+        return sum(self.bubble) / len(self.schedule.rows)
+
+    @property
+    def memory(self) -> tuple[MemoryTimeline, ...]:
+        """For each device the bytes in use over time, of all its stages together."""
+        spans: list[list[Span]] = [[] for _ in self.schedule.rows]
+        for span in self.spans:
+            spans[span.device].append(span)
+        return tuple(memory_timeline_of(found, self.stages) for found in spans)
+
+    @property
+    def stage_memory(self) -> tuple[MemoryTimeline, ...]:
+        """For each stage the bytes in use over time."""
+        spans: list[list[Span]] = [[] for _ in self.stages]
+        for span in self.spans:
+            spans[span.action.stage].append(span)
+        return tuple(memory_timeline_of(found, self.stages) for found in spans)
+
+    @property
+    def fits(self) -> tuple[bool | None, ...]:
+        """For each device whether it has the memory that it takes; None where no limit is known."""
+        return tuple(
+            None if limit is None else memory.peak <= limit
+            for memory, limit in zip(self.memory, self.limits, strict=True)
+        )
+
+    @property
+    def update_seconds(self) -> float:
+        """How long the optimizer takes on the slowest device, after the step; 0 where the schedule has updates, and
+        where it is not known."""
+        if any(span.action.kind is ActionKind.UPDATE for span in self.spans):
+            return 0.0
+        seconds = [0.0] * len(self.schedule.rows)
+        for device, cost in zip(device_by_stage(self.schedule), self.stages, strict=True):
+            seconds[device] += cost.update
+        return max(seconds)
+
+    @property
+    def critical_path(self) -> tuple[Span, ...]:
+        """The actions that the end of the step hangs on, in order; between them things are sent (see `legs`)."""
+        return tuple(dict.fromkeys(leg.span for leg in self.legs))
+
+    @property
+    def critical_shares(self) -> dict[str, float]:
+        """For each kind of leg ("F", "B", ..., "sending", "waiting") its share, 0 to 1, of the critical path; the
+        largest first."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for leg in self.legs:
+            seconds[leg.kind] += leg.seconds
+        ordered = sorted(seconds.items(), key=lambda item: -item[1])
+        return {kind: time / self.step_seconds for kind, time in ordered if time}
+
+    @property
+    def sent(self) -> dict[tuple[int, int], float]:
+        """The bytes of a step for each link, (from device, to device), that carries any."""
+        device_of = device_by_stage(self.schedule)
+        trains = any(action.kind is ActionKind.BACKWARD for action in self.schedule.rows[device_of[0]])
+        sent: defaultdict[tuple[int, int], float] = defaultdict(int)
+        for transfer in self.transfers:
+            link = device_of[transfer.source], device_of[transfer.target]
+            if link[0] != link[1] and (trains or not transfer.is_gradient):
+                sent[link] += transfer.bytes * self.schedule.micro_batches
+        return dict(sorted(sent.items()))
+
+    def as_step(self, *, has_memory: bool = True) -> StepTimeline:
+        """In one form with what is measured; without memory over time where nobody asks for it."""
+        has_bytes = any(
+            cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
+            for cost in self.stages
+        )
+        spans = tuple(sorted(self.spans, key=lambda span: (span.start, span.device)))
+        return StepTimeline(
+            schedule=self.schedule.name,
+            is_simulated=True,
+            devices=self.devices,
+            spans=spans,
+            waited=_idle_before(spans),
+            seconds=self.step_seconds,
+            memory=self.memory if has_memory and has_bytes else (),
+            limits=self.limits,
+        )
+
+    def arrows(self) -> Iterator[TransferArrow]:
+        """All that goes from stage to stage, micro-batch by micro-batch."""
+        kinds = {span.action.kind for span in self.spans}
+        for transfer in self.transfers:
+            kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
+            if kind in kinds:
+                for i in range(self.schedule.micro_batches):
+                    maker, user = (Action(kind, j, i) for j in (transfer.source, transfer.target))
+                    yield TransferArrow(maker, user, transfer.bytes)
+
+    def compared(self, record: HasTimeline) -> StepComparison:
+        """Beside a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
+
+        Raises:
+            ArgumentError: it ran others.
+        """
+        return compare_steps(self.as_step(has_memory=False), record.as_step(has_memory=False))
+
+    def __str__(self) -> str:
+        head = str(self.schedule).partition("\n")[0]
+        samples = f", {self.samples} samples" if self.samples else ""
+        names = [f"device {d} {name}".rstrip() for d, name in enumerate(self.devices)]
+        width = max(map(len, names))
+        drawn = timeline_lines(self.spans, len(self.schedule.rows), self.step_seconds)
+        lines = [
+            f"{name:{width}} |{line}|  busy {human_seconds(busy)}, bubble {percent(bubble)}{held}"
+            for name, line, busy, bubble, held in zip(
+                names, drawn, self.busy, self.bubble, self._memory_in_words(), strict=True
+            )
+        ]
+        shares = ", ".join(f"{kind} {percent(share)}" for kind, share in self.critical_shares.items())
+        total = f"step {human_seconds(self.step_seconds)}, mean bubble {percent(self.mean_bubble)}"
+        update = f", updates after it {human_seconds(self.update_seconds)}" if self.update_seconds else ""
+        return "\n".join([head + samples, *lines, total + update, *([f"critical path: {shares}"] if shares else [])])
+
+    def _memory_in_words(self) -> list[str]:
+        """For each device; nothing where no bytes are known."""
+        peaks = [memory.peak for memory in self.memory]
+        if not any(peaks):
+            return [""] * len(peaks)
+        return [
+            f", memory {human_bytes(peak)}"
+            + ("" if limit is None else f" of {human_bytes(limit)}{'' if peak <= limit else ': does not fit'}")
+            for peak, limit in zip(peaks, self.limits, strict=True)
+        ]
+
+
+def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:
+    """Before each, how long its device had nothing to do."""
+    ended: dict[int, float] = {}
+    gaps = []
+    for span in spans:
+        gaps.append(max(0.0, span.start - ended.get(span.device, 0.0)))
+        ended[span.device] = span.end
+    return tuple(gaps)

@@ -1,0 +1,117 @@
+"""A timeline as lines of text, one for each device.
+
+Plain, as logs and documents have it: `F0`, `B0===` an action, `.` the bubble. With hundreds of micro-batches, each
+shorter than a column, there are as many columns of each kind, and of bubble, as they take of the time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fxpipe.scheduling import ActionKind
+from fxpipe.simulation.timeline import Span
+
+TIMELINE_COLUMNS = 100  # a plain timeline is no wider, unless asked
+
+
+def timeline_lines(
+    spans: Sequence[Span], devices: int, seconds: float, *, columns: int = TIMELINE_COLUMNS
+) -> list[str]:
+    """For each device a line, as wide as the step is long.
+
+    Drawn as wide as the shortest action needs for its name; where that would be wider than `columns`, as wide as those,
+    and an action that is too short for its name shows the letter of its kind only.
+    """
+    names = span_names(spans)
+    wanted = ((len(name) + 1) * (seconds / s.seconds) for s, name in zip(spans, names, strict=True) if s.seconds > 0)
+    width = round(min(columns, max(wanted, default=0)))
+    lines = []
+    for row in span_rows(spans, devices):
+        owners = span_per_column([spans[k] for k in row], seconds, width)
+        lines.append("".join(_row_cells(owners, [(names[k], spans[k].action.kind) for k in row])))
+    return lines
+
+
+def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
+    """For each device the places of its spans in `spans`."""
+    rows: list[list[int]] = [[] for _ in range(devices)]
+    for k, span in enumerate(spans):
+        rows[span.device].append(k)
+    return rows
+
+
+def span_names(spans: Sequence[Span]) -> list[str]:
+    """Of each span, as short as it is clear on the row of its device."""
+    if has_looped_stages(spans):
+        return [str(span.action) for span in spans]
+    return [f"{span.action.kind}{span.action.micro_batch}" for span in spans]
+
+
+def has_looped_stages(spans: Sequence[Span]) -> bool:
+    """Has a device several stages, so that the number of a micro-batch alone would not name an action?"""
+    return len({(span.device, span.action.stage) for span in spans}) > len({span.device for span in spans})
+
+
+def span_per_column(row: Sequence[Span], seconds: float, units: int) -> list[int | None]:
+    """A step is cut into `units` of equal length: which span of a device each one shows; None: the device idles.
+
+    A span is as many units as it is long, rounded. Spans shorter than a unit share it with each other and with bubbles;
+    one of them shows, and what does not is the more likely to show in the next unit: so that over several units each
+    kind, and the bubble, has its share (Floyd and Steinberg, "An adaptive algorithm for spatial greyscale", 1976).
+    """
+    owners: list[int | None] = [None] * units
+    if not seconds:
+        return owners
+    shares: defaultdict[int, defaultdict[ActionKind, float]] = defaultdict(lambda: defaultdict(float))
+    taken: defaultdict[int, float] = defaultdict(float)  # of a unit by the ends of longer spans
+    last: dict[tuple[int, ActionKind], int] = {}
+    for k, span in enumerate(row):
+        start, end = span.start / seconds * units, span.end / seconds * units
+        is_short = end - start < 1
+        if not is_short:
+            first, behind = int(start + 0.5), int(end + 0.5)
+            owners[first:behind] = [k] * (behind - first)
+        for unit in {int(start), int(end)}:
+            share = min(end, unit + 1) - max(start, unit)
+            if is_short and share > 0 and unit < units:
+                shares[unit][span.action.kind] += share
+                last[unit, span.action.kind] = k
+            taken[unit] += share
+
+    due: defaultdict[ActionKind | None, float] = defaultdict(
+        float
+    )  # units that each kind, or the bubble, has not shown yet
+    for unit, owner in enumerate(owners):
+        if owner is not None or unit not in shares:
+            due.clear()
+            continue
+        due[None] += 1 - taken[unit]
+        for kind, share in shares[unit].items():
+            due[kind] += share
+        shown = max((None, *shares[unit]), key=lambda kind: (due[kind], kind is not None))
+        due[shown] -= 1
+        owners[unit] = None if shown is None else last[unit, shown]
+    return owners
+
+
+def _row_cells(owners: Sequence[int | None], names: Sequence[tuple[str, ActionKind]]) -> list[str]:
+    cells = ["."] * len(owners)
+    for k, cell in enumerate(owners):
+        if cell is not None:
+            cells[k] = str(names[cell][1])
+    for k, (first, width) in column_extents(owners).items():
+        name, _ = names[k]
+        if width > len(name):
+            cells[first : first + width] = name.ljust(width - 1, "=") + " "
+    return cells
+
+
+def column_extents(owners: Sequence[int | None]) -> dict[int, tuple[int, int]]:
+    """Where what is shown of each span begins, and how long that is."""
+    found: dict[int, tuple[int, int]] = {}
+    for place, k in enumerate(owners):
+        if k is not None:
+            first, width = found.get(k, (place, 0))
+            found[k] = first, width + 1
+    return found

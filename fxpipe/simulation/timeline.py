@@ -1,0 +1,184 @@
+"""When each action of a step runs, simulated or measured: spans, and the memory that follows from them.
+
+All that shows them starts from a `Step` (`steps.py`): `text.py` and `terminal.py` print it, `pictures.py` draws it into
+files (`gantt.py`, `pages.py`), `traces.py` writes it for Perfetto, `html.py` for notebooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from fxpipe.scheduling import Action, ActionKind
+from fxpipe.simulation.costs import StageCost
+
+# -- What can be read off the actions of a step once it is known when each runs: memory over time --------------------
+
+
+def range_name(action: Action) -> str:
+    """As profilers and traces call it: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
+    return f"fxpipe {action.kind} stage {action.stage} micro-batch {action.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a device runs an action."""
+
+    action: Action
+    device: int
+    start: float  # seconds since the step began
+    end: float
+    receiving: float = 0.0  # seconds of it, at its beginning, in which the device copies what it was sent
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """The bytes that a device holds at one time, by what they are for."""
+
+    parameters: float = 0  # and buffers
+    gradients: float = 0  # of parameters
+    optimizer: float = 0  # its state
+    activations: float = 0  # kept for backward, what came from the stage before among them
+    portals: float = 0  # kept for backward of what came through portals
+    working: float = 0  # held for a moment, while an action runs
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.portals + self.working
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTimeline:
+    """The bytes in use over time."""
+
+    steps: tuple[tuple[float, MemoryParts], ...]  # (seconds since the step began, what is there from then on), in order
+
+    @property
+    def peak(self) -> float:
+        """The most bytes in use at one time."""
+        return self.at_peak.total
+
+    @property
+    def at_peak(self) -> MemoryParts:
+        """What is there when most is; where that happens several times, the first time."""
+        return max((parts for _, parts in self.steps), key=lambda parts: parts.total)
+
+
+def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> MemoryTimeline:
+    """The bytes that some stages take: `spans` has all of their actions, which run one after the other.
+
+    A micro-batch holds what its F was given from its F on, and what autograd saves from its F or, where it is
+    recomputed, from its R on; both to the end of its last piece of backward. Where nothing goes back, nothing is saved,
+    and what F was given goes when F ends.
+    """
+    recomputed = {(s.action.stage, s.action.micro_batch) for s in spans if s.action.kind is ActionKind.RECOMPUTE}
+    kinds = {(span.action.stage, span.action.kind) for span in spans}
+    held = sorted({j for j, _ in kinds})
+    order = (ActionKind.WEIGHT, ActionKind.BACKWARD, ActionKind.FORWARD)
+    last = {j: next(kind for kind in order if (j, kind) in kinds) for j in held}
+
+    always = (
+        sum(stages[j].parameter_bytes for j in held),
+        sum(stages[j].gradient_bytes for j in held),
+        sum(stages[j].optimizer_bytes for j in held),
+    )
+    activations: float = 0
+    portals: float = 0
+    steps = [(0.0, MemoryParts(*always))]
+    for span in spans:
+        kind, j, cost = span.action.kind, span.action.stage, stages[span.action.stage]
+        saved = 0 if last[j] is ActionKind.FORWARD else cost.saved_bytes
+        if kind is ActionKind.FORWARD:
+            activations += cost.input_bytes + (0 if (j, span.action.micro_batch) in recomputed else saved)
+            portals += cost.portal_bytes
+        elif kind is ActionKind.RECOMPUTE:
+            activations += saved
+        elif kind is ActionKind.UPDATE:
+            continue
+        steps.append((span.start, MemoryParts(*always, activations, portals, cost.working_bytes)))
+        if kind is last[j]:
+            activations -= cost.input_bytes + saved
+            portals -= cost.portal_bytes
+        steps.append((span.end, MemoryParts(*always, activations, portals)))
+    return MemoryTimeline(tuple(steps))
+
+
+# -- A step as it is drawn and written down: in one form what was simulated and what was measured --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TransferArrow:
+    """From the action that makes a value, or its gradient, to one of another stage that needs it."""
+
+    maker: Action
+    user: Action
+    bytes: float
+    value: str = ""  # its name, where it has one
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.user.kind is not ActionKind.FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """When each device did what."""
+
+    schedule: str  # its name
+    is_simulated: bool
+    devices: tuple[str, ...]  # the name of each; empty where it has none
+    spans: tuple[Span, ...]  # in order of their start
+    waited: tuple[float, ...]  # seconds before each span in which its device had nothing to do
+    seconds: float
+    memory: tuple[MemoryTimeline, ...] = ()  # by device; empty where it is not known
+    limits: tuple[float | None, ...] = ()  # bytes, by device, where memory is known; None: not known
+    on_core: tuple[float, ...] = ()  # seconds of each span in which its worker had a core; empty where not known
+    away: float = 0.0  # seconds between forward and backward of a drop-in, which are left out of all times
+
+    @property
+    def rows(self) -> tuple[tuple[Span, ...], ...]:
+        """For each device its spans, in order."""
+        rows: list[list[Span]] = [[] for _ in self.devices]
+        for span in self.spans:
+            rows[span.device].append(span)
+        return tuple(map(tuple, rows))
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds of each device."""
+        return tuple(sum(span.seconds for span in row) for row in self.rows)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each device the share of the step, 0 to 1, in which it idles."""
+        return tuple(max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0 for busy in self.busy)
+
+    @property
+    def mean_bubble(self) -> float:
+        return sum(self.bubble) / len(self.devices) if self.devices else 0.0
+
+    @property
+    def stages(self) -> int:
+        return len({span.action.stage for span in self.spans})
+
+    @property
+    def micro_batches(self) -> int:
+        return len({span.action.micro_batch for span in self.spans})
+
+
+@runtime_checkable
+class HasTimeline(Protocol):
+    """What knows when each action of a step ran, and says it in the common form: a `Simulation`, a `StepRecord`."""
+
+    def as_step(self, *, has_memory: bool = True) -> StepTimeline:
+        """The step; without memory over time, which takes the longest to find out, where nobody asks for it."""
+        ...
+
+    def arrows(self) -> Iterator[TransferArrow]:
+        """All that goes from stage to stage."""
+        ...

@@ -1,0 +1,29 @@
+"""How a `HasTimeline` draws itself: into a file, and in a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpipe.simulation.timeline import HasTimeline
+
+
+class TimelineMixin:
+    """A base of what is `HasTimeline`."""
+
+    __slots__ = ()
+
+    def save_timeline(self: HasTimeline, path: str | Path, *, title: str = "") -> None:
+        """Draws what each device does when: `.png`, `.pdf`, `.svg`, `.html` to zoom in, or `.json` for Perfetto.
+
+        Raises:
+            ArgumentError: another suffix; png or pdf, and there is no matplotlib.
+            FileError: a place that cannot be written to.
+        """
+        from fxpipe.viz.save_timeline import save_timeline
+
+        save_timeline(self, path, title=title)
+
+    def _repr_html_(self: HasTimeline) -> str:
+        from fxpipe.viz.timeline_html import step_html
+
+        return step_html(self.as_step())

@@ -1,0 +1,142 @@
+"""What decides which Python a model runs, asked in every step: other flags are another graph."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.model_state import slots_of
+
+
+def module_flags(model: nn.Module) -> tuple[Any, ...]:
+    """Of each module of a model: which it is, its `training` flag, its hooks (by torch's numbers).
+
+    And which attributes, parameters and buffers it has: forward may ask, and one set later hides that of the class.
+    """
+    found: list[Any] = []
+    for m in all_modules(model):
+        # Most modules have few tensors of their own, and no hooks.
+        parameters = _tensor_names(m._parameters) if m._parameters else ()
+        buffers = _tensor_names(m._buffers) if m._buffers else ()
+        found.append((id(m), m.training, type(m), hash(tuple(m.__dict__)), parameters, buffers))
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            found += (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
+    return tuple(found)
+
+
+def _tensor_names(store: dict[str, Any]) -> tuple[str, ...]:
+    return tuple([name for name, tensor in store.items() if tensor is not None])
+
+
+def all_modules(model: nn.Module) -> Sequence[nn.Module]:
+    """All modules of a model, each once.
+
+    `model.modules()` takes thrice as long, since it hands each module through all that are above it. Where a class says
+    by itself which modules it has, that is asked.
+    """
+    found, seen = [model], {model}
+    for module in found:
+        if module._modules:
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    found.append(child)
+    kinds: set[type[nn.Module]] = set(map(type, found))
+    usual = nn.Module.modules, nn.Module.named_modules
+    return found if all((kind.modules, kind.named_modules) == usual for kind in kinds) else list(model.modules())
+
+
+# -- The tensors of a model that a graph reads: which they must go on to be for the graph to hold --------------------
+#
+# Values may change, and so may the objects: a graph finds them by name. Another shape or dtype is another graph. And
+# where one tensor stood under two names, the graph reads it by one of them: these must stay one.
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGuard:
+    """A tensor as it was when the model was traced."""
+
+    store: dict[str, Any]  # of its module
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    others: tuple[tuple[dict[str, Any], str], ...]  # where it stood as well
+
+    def holds(self) -> bool:
+        now = self.store.get(self.key)
+        return (
+            isinstance(now, torch.Tensor)
+            and now.shape == self.shape
+            and now.dtype == self.dtype
+            and all(store.get(key) is now for store, key in self.others)
+        )
+
+
+def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
+    """Are they, and still different tensors? Ties made later are other ones."""
+    apart = len({id(a.store.get(a.key)) for a in attributes}) == len(attributes)
+    return apart and all(attribute.holds() for attribute in attributes)
+
+
+def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
+    """Which of its parameters do: another graph for a forward that asks, no matter for any other."""
+    return tuple(p.requires_grad for p in model.parameters())
+
+
+def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
+    """Those of these names that the model holds."""
+    wanted = set(names)
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    found = slots_of(model)
+    for slot, tensor in found.items():
+        places.setdefault(id(tensor), []).append((slot.store(model), slot.key))
+    return tuple(
+        TensorGuard(
+            slot.store(model),
+            slot.key,
+            tensor.shape,
+            tensor.dtype,
+            tuple((s, k) for s, k in places[id(tensor)] if s is not slot.store(model) or k != slot.key),
+        )
+        for slot, tensor in found.items()
+        if slot.name in wanted
+    )
+
+
+# -- Which modules train and which evaluate: a graph is that of one such mode, and so is a plan ----------------------
+
+
+def evaluating_modules(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that are in evaluation mode; "" is the model."""
+    return tuple(name for name, module in model.named_modules() if not module.training)
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, evaluating: Collection[str] | None) -> Iterator[None]:
+    """A block in which just these modules are in evaluation mode; None: those that are.
+
+    The flags alone are set: `train()` may be a module's own, and do more, or less.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        if evaluating is not None:
+            for name, module in model.named_modules():
+                module.training = name not in evaluating
+        yield
+    except Exception as error:
+        is_ours = isinstance(error, ArgumentError)  # says what to do by itself
+        if not is_ours and any(module.training != was for module, was in before):
+            error.add_note(
+                "fxpipe: forward ran in the mode (train or eval) that the plan was made in, which is not the model's "
+                "mode now; call the pipe first in that mode, or give it example_args that forward takes in both"
+            )
+        raise
+    finally:
+        for module, was in before:
+            module.training = was

@@ -1,0 +1,190 @@
+"""Models without values, on the meta device or made under a `FakeTensorMode`: they are traced as all others.
+
+Recording needs tensors that know their sizes and their device, no more. So for the while of a block a model's tensors,
+and the inputs with them, are replaced by fake ones of one mode of our own: parameters by parameters, tied ones by one
+object. They are on the device that the model or the inputs name, else on the CPU; the graph is the same as that of the
+model with values, unless forward reads some. After the block every object is in its place again.
+
+Random functions leave torch's generators where they are under this mode, which therefore counts them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+
+from fxpipe.tracing.model_state import MODULE_DICT_KEYS, container_tensors, slots_of
+from fxpipe.tracing.record.unrecordable import refuse_model
+from fxpipe.tracing.tensors import has_values
+from fxpipe.utils.pytree import flatten, map_tensor_leaves
+
+# What is raised where fake tensors are not enough; the last, by an operator that has not said what it makes of them.
+NEEDS_VALUES_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+class ModelFakeMode(FakeTensorMode):
+    """The mode whose tensors stand for a model's. Sizes are plain numbers."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(allow_non_fake_inputs=True)  # numpy's, and those of libraries
+        self.device = device  # of what has none
+        self.drawn = 0  # how often a random function has run
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func._schema, args, kwargs or {}):
+            self.drawn += 1
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor: always the same object."""
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = tensor, self._make(tensor)
+        return self._made[id(tensor)][1]
+
+    def _make(self, tensor: torch.Tensor) -> torch.Tensor:
+        bare = tensor.detach()
+        # A fake tensor that is made of a meta tensor shares its storage, and so views of one tensor stay views of one.
+        fake = FakeTensor(self, bare, self.device) if _is_plain_meta(bare) else self.from_tensor(bare)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)
+
+
+class _Current(threading.local):
+    mode: ModelFakeMode | None = None
+
+
+_current = _Current()
+
+
+def names_without_values(model: nn.Module) -> list[str]:
+    """Names of the model's tensors that have none."""
+    found = (*((slot.name, t) for slot, t in slots_of(model).items()), *container_tensors(model).items())
+    return [name for name, tensor in found if not has_values(tensor)]
+
+
+@contextlib.contextmanager
+def with_fake_tensors(model: nn.Module, inputs: Any, always: bool = False) -> Iterator[Any]:
+    """A block in which neither model nor inputs lack values, or all their tensors are fake: gives the inputs.
+
+    With `always` they are fake also where all have values.
+
+    What the user has set up for making models without values (a `FakeTensorMode`, `torch.device("meta")`) is not
+    active meanwhile.
+
+    Raises:
+        CannotRecord: the model cannot be recorded for another reason.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        held = (*slots_of(model).values(), *container_tensors(model).values())
+        tensors = [*held, *(x for x in flatten(inputs)[0] if isinstance(x, torch.Tensor))]
+        if not always and all(map(has_values, tensors)):
+            yield inputs
+            return
+        refuse_model(model)
+        devices = (t.device for t in tensors if t.device.type != "meta")
+        mode = ModelFakeMode(next(devices, torch.device("cpu")))
+        if torch.get_default_device() != mode.device:  # where functions that name none make tensors
+            stack.enter_context(torch.device(mode.device))
+        stack.enter_context(_replace_tensors(model, mode.fake))
+        outer, _current.mode = _current.mode, mode
+        try:
+            yield map_tensor_leaves(mode.fake, inputs)
+        finally:
+            _current.mode = outer
+
+
+def in_fake_mode() -> contextlib.AbstractContextManager[object]:
+    """A block in which what a model or a graph makes is fake, as it is itself; to be used in a block of
+    `with_fake_tensors`."""
+    return contextlib.nullcontext() if _current.mode is None else _current.mode
+
+
+def is_faked() -> bool:
+    """Is this in a block of `with_fake_tensors`, and are tensors fake?"""
+    return _current.mode is not None
+
+
+def fake_draw_count() -> int:
+    """How often a random function has run; for where torch's generators do not tell."""
+    return 0 if _current.mode is None else _current.mode.drawn
+
+
+def fake_if_active(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a graph as it can be used now: fake in a block of `with_fake_tensors` that makes all tensors so."""
+    return tensor if _current.mode is None else _current.mode.fake(tensor)
+
+
+def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
+    """Do the arguments of a random function say that it shall draw nothing: no dropout, no training?"""
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    names = {argument.name for argument in schema.arguments}
+    if "dropout_p" in names:
+        return bool(given.get("dropout_p", 0.0) == 0)
+    if names.isdisjoint(("train", "training")):
+        return False
+    if given.get("num_layers") == 1:  # dropout is between the layers of an RNN
+        return True
+    return not given.get("train", given.get("training", False)) or 0 in (given.get("p"), given.get("dropout"))
+
+
+def _is_plain_meta(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+# -- putting tensors in a model's places -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A block in which `other(tensor)` stands wherever the model holds a tensor."""
+    before: list[tuple[Any, Any, Any]] = []  # store, key, value
+    try:
+        for module in model.modules():
+            for store in (module._parameters, module._buffers, module.__dict__):
+                for key in [key for key in store if store is not module.__dict__ or key not in MODULE_DICT_KEYS]:
+                    _replace_item(store, key, other, before, 3)
+        yield
+    finally:
+        for store, key, value in reversed(before):
+            store[key] = value
+
+
+def _replace_item(
+    store: Any, key: Any, other: Callable[[torch.Tensor], torch.Tensor], before: list[tuple[Any, Any, Any]], depth: int
+) -> None:
+    """Replaces what `store` holds under `key`, in containers as deep as `container_tensors` looks."""
+    value = store[key]
+    if isinstance(value, torch.Tensor):
+        before.append((store, key, value))
+        store[key] = other(value)
+    elif isinstance(value, weakref.ref) and isinstance(
+        tensor := value(), torch.Tensor
+    ):  # how nn.LSTM knows its weights
+        before.append((store, key, value))
+        store[key] = weakref.ref(other(tensor))
+    elif depth and type(value) in (list, tuple, dict):
+        inside = list(value) if isinstance(value, tuple) else value
+        for item in list(inside) if isinstance(inside, dict) else range(len(inside)):
+            _replace_item(inside, item, other, before, depth - 1)
+        if isinstance(value, tuple) and any(a is not b for a, b in zip(inside, value, strict=True)):
+            before.append((store, key, value))
+            store[key] = tuple(inside)

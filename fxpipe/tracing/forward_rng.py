@@ -1,0 +1,248 @@
+"""Decisions by lot: random numbers that forward reads, as layer drop does (`if torch.rand(()) < p: skip`).
+
+A model draws such a number once for a mini-batch. So does a pipe, before it cuts the mini-batch, and the answers choose
+the graph. For this the numbers must be the same ones whoever draws them, the model while it is recorded or the guards
+of a graph at hand: they come from a stream of their own, which nothing but such draws advances.
+
+A draw is a random function without tensors among its arguments that gives one number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+from fxpipe._torch.functions import opname
+from fxpipe.tracing.fake_tensors import draws_nothing, fake_draw_count, is_faked
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.tensors import tensors_in
+
+
+class DrawStream:
+    """A stream of random numbers."""
+
+    def __init__(self, seed: int):
+        self._state = torch.Generator().manual_seed(seed).get_state()
+
+    def take(self, call: Callable[[], Any]) -> Any:
+        """The result of `call`, drawn from the stream; torch's generator stays where it is."""
+        generator = torch.default_generator
+        before = generator.get_state()
+        generator.set_state(self._state)
+        try:
+            return call()
+        finally:
+            self._state = generator.get_state()
+            generator.set_state(before)
+
+
+def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Is this random result a draw?"""
+    return (
+        isinstance(result, torch.Tensor)
+        and result.numel() == 1
+        and result.device.type == "cpu"
+        and not any(True for _ in tensors_in((args, kwargs)))
+    )
+
+
+class DrawFromStream(TorchFunctionMode):
+    """A model that runs under this mode takes its draws from the stream, as it does while it is recorded.
+
+    `lots`: of each draw in turn, is it one of the stream? Those inside of what is one node are not.
+    """
+
+    def __init__(self, draws: DrawStream, lots: Sequence[bool]):
+        super().__init__()
+        self.draws, self.draws_from_stream = draws, iter(lots)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(True for _ in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+        before = torch.default_generator.get_state()
+        result = func(*args, **kwargs)
+        is_one = is_scalar_draw(args, kwargs, result) and not torch.equal(before, torch.default_generator.get_state())
+        if is_one and next(self.draws_from_stream, True):
+            return self.draws.take(lambda: func(*args, **kwargs))
+        return result
+
+
+def generator_states() -> list[Any]:
+    """Where torch's generators stand."""
+    if is_faked():
+        return [fake_draw_count()]
+    states: list[Any] = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states += [g.get_offset() for g in torch.cuda.default_generators]
+    return states
+
+
+def same_generator_states(left: list[Any], right: list[Any]) -> bool:
+    return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
+
+
+# -- what has drawn nothing, and might ---------------------------------------------------------------------------------
+
+# They draw for some values only, rrelu for negative ones, poisson and binomial for none that are 0; or, on a GPU, from
+# a state of cuDNN's.
+_VALUE_DEPENDENT = frozenset("rrelu rrelu_ poisson binomial lstm gru rnn_tanh rnn_relu".split())
+
+
+def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Would this call, which has drawn nothing, draw on other values or sizes?
+
+    An expert that no token goes to has an empty input, and its dropout draws nothing; `randperm(1)` does not either.
+    """
+    name = opname(function)
+    schemas = _random_schemas(name)
+    if not schemas and _training_signature(function) is None:
+        return False
+    if name not in _VALUE_DEPENDENT and all(t.numel() > 1 for t in tensors_in((args, kwargs, result))):
+        return False
+    if (switch := _training_signature(function)) is not None:
+        given = switch.bind(*args, **kwargs)
+        given.apply_defaults()
+        of = given.arguments
+        return bool(of["training"]) and 0 not in (of.get("p"), of.get("dropout_p"))
+    fitting = [s for s in schemas if len(args) <= len(s.arguments)]
+    return bool(fitting) and not all(draws_nothing(s, args, kwargs) for s in fitting)
+
+
+@functools.cache
+def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return ()
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    return tuple(o._schema for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
+
+
+def _training_signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """The signature of a function of `torch.nn.functional` that draws in training only."""
+    if getattr(function, "__module__", None) != "torch.nn.functional" or not hasattr(function, "__code__"):
+        return None
+    signature = inspect.signature(function)
+    names = signature.parameters.keys()
+    is_random = "training" in names and not names.isdisjoint(("p", "dropout_p", "lower"))
+    return signature if is_random else None
+
+
+# -- Random numbers of Python's and numpy's that a model draws from generators of its own ----------------------------
+#
+# Like those of the global generators they would be the same ones in every step, if drawn while a graph is made. But who
+# holds such a generator cannot be given a seed for a micro-batch and its recomputation, as the global ones are where a
+# module is kept whole; so a forward that draws from one is refused.
+#
+# Looked at are generators in attributes of modules, in globals of the files that their classes come from, and in lists,
+# tuples and dicts there. One that forward makes anew, or that an object of another kind hides, is not seen.
+
+_MAX_DEPTH = 3  # containers in containers
+_MAX_ITEMS = 1000  # of a container that is looked into
+_LIBRARIES = ("torch.", "builtins")
+
+
+class OwnGenerators:
+    """The generators that a model holds, and where they stood."""
+
+    def __init__(self, model: nn.Module):
+        self._before = [(name, dice, _generator_state(dice)) for name, dice in _generators_of(model)]
+
+    def drawn_from(self) -> list[str]:
+        """Names of those that have been drawn from since."""
+        return [
+            name
+            for name, dice, before in self._before
+            if _comparable_state(_generator_state(dice)) != _comparable_state(before)
+        ]
+
+    def restore(self) -> None:
+        """All stand again where they stood."""
+        for _, dice, before in self._before:
+            _set_generator_state(dice, before)
+
+    def refuse_drawn(self) -> None:
+        """Raises `CannotRecord` if one has been drawn from."""
+        if rolled := self.drawn_from():
+            raise CannotRecord(
+                f"forward draws from {rolled[0]!r}, a random generator of Python's or numpy's of its own, which would "
+                "give the same numbers in every step; draw with torch (torch.rand, torch.randint) instead",
+                is_final=True,
+            )
+
+
+@contextlib.contextmanager
+def preserve_own_generators(model: nn.Module) -> Iterator[None]:
+    """A block after which they stand where they stood."""
+    dice = OwnGenerators(model)
+    try:
+        yield
+    finally:
+        dice.restore()
+
+
+def _generators_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    seen = set[int]()
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _generators_in(f"{path}.{name}" if path else name, value, seen)
+    for home in dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__):
+        if not home.startswith(_LIBRARIES) and home in sys.modules:
+            for name, value in list(vars(sys.modules[home]).items()):
+                yield from _generators_in(f"{home}.{name}", value, seen)
+
+
+def _generators_in(name: str, value: Any, seen: set[int], depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Any]]:
+    if _is_own_generator(value) and id(value) not in seen:
+        seen.add(id(value))
+        yield name, value
+    elif depth and isinstance(value, (list, tuple, dict)) and len(value) <= _MAX_ITEMS:
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            yield from _generators_in(f"{name}[{key!r}]", item, seen, depth - 1)
+
+
+def _is_own_generator(value: Any) -> bool:
+    """Is it a generator, not a global one, whose state can be seen?"""
+    if isinstance(value, random.Random):
+        return value is not random._inst and not isinstance(value, random.SystemRandom)
+    if "numpy" not in sys.modules:
+        return False
+    library = sys.modules["numpy"].random
+    if isinstance(value, library.RandomState):
+        return value is not library.mtrand._rand
+    return isinstance(value, library.Generator)
+
+
+def _generator_state(dice: Any) -> Any:
+    if isinstance(dice, random.Random):
+        return dice.getstate()
+    return dice.get_state(legacy=False) if hasattr(dice, "get_state") else dice.bit_generator.state
+
+
+def _set_generator_state(dice: Any, state: Any) -> None:
+    if isinstance(dice, random.Random):
+        dice.setstate(state)
+    elif hasattr(dice, "set_state"):
+        dice.set_state(state)
+    else:
+        dice.bit_generator.state = state
+
+
+def _comparable_state(state: Any) -> Any:
+    """A state as something that can be compared: numpy's are dicts with arrays."""
+    if isinstance(state, dict):
+        return {key: _comparable_state(item) for key, item in state.items()}
+    return state.tobytes() if hasattr(state, "tobytes") else state

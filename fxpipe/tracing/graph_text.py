@@ -1,0 +1,156 @@
+"""A graph as text for people."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import fx
+
+from fxpipe._torch.functions import opname
+from fxpipe.tracing.traced import CALL_OPS, Traced
+
+# How people write the modules that torch functions live in.
+_SHORT = {
+    "torch.nn.functional": "F",
+    "torch": "torch",
+    "torch._C._nn": "F",
+    "torch.functional": "torch",
+    "math": "math",
+    "torch._ops.aten": "aten",
+}
+_OPERATORS = {
+    "getitem": "{}[{}]",
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "floordiv": "{} // {}",
+    "mod": "{} % {}",
+}
+_SYMBOLS = {
+    "__add__": "+", "__sub__": "-", "__mul__": "*", "__truediv__": "/", "__floordiv__": "//", "__pow__": "**",
+    "__matmul__": "@", "__mod__": "%", "__and__": "&", "__or__": "|", "__xor__": "^", "__eq__": "==", "__ne__": "!=",
+    "__lt__": "<", "__le__": "<=", "__gt__": ">", "__ge__": ">=", "__iadd__": "+=", "__isub__": "-=", "__imul__": "*=",
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "pow": "**",
+}  # fmt: skip
+
+
+def short_source_line(node: fx.Node) -> str:
+    """The user's source line, short: `unet.py:31`."""
+    return os.path.basename(str(node.meta.get("source", "")))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(value.target) if value.op == "get_attr" else str(value.meta.get("text", value.name))
+    if isinstance(value, slice):
+        ends = ["" if v is None else _text(v) for v in (value.start, value.stop)]
+        return ":".join(ends + ([_text(value.step)] if value.step is not None else []))
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, torch.device):
+        return repr(str(value))
+    return "..." if value is Ellipsis else repr(value)
+
+
+def _index(value: Any) -> str:
+    return ", ".join(map(_text, value)) if isinstance(value, tuple) and value else _text(value)
+
+
+@functools.cache
+def _defaults(function: Any) -> dict[str, Any]:
+    name = getattr(function, "__name__", "")
+    if re.fullmatch(r"conv(_transpose)?\dd", name):  # built in, and hard to read without names
+        last = ("output_padding", "groups", "dilation") if "transpose" in name else ("dilation", "groups")
+        order = ("input", "weight", "bias", "stride", "padding", *last)
+        return {
+            key: {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}.get(key) for key in order
+        }
+    if getattr(F, name, None) is function:  # max_pool2d and others choose one of two functions
+        function = getattr(F, f"_{name}", function)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # built in
+        return {}
+    return {name: p.default for name, p in parameters.items()}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if type(value) is tuple and value and type(default) is int:  # a stride for each dimension
+        return all(_is_default(item, default) for item in value)
+    return type(value) is type(default) and bool(value == default)
+
+
+def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of a function without what is the default anyway; numbers are named where it helps."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    names = list(defaults)
+    if "stride" in names and "weight" in names:
+        kwargs = dict(zip(names[3:], args[3:], strict=False)) | kwargs
+        args = args[:3]
+    while len(args) > 1 and (
+        args[-1] is None if len(args) > len(names) else _is_default(args[-1], defaults[names[len(args) - 1]])
+    ):
+        args.pop()
+    return args, {key: v for key, v in kwargs.items() if key not in defaults or not _is_default(v, defaults[key])}
+
+
+def node_expression(node: fx.Node) -> str:
+    """What a working node computes, as one would write it: without arguments that are the default."""
+    defaults = {} if isinstance(node.target, str) else _defaults(node.target)
+    given, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
+    args = [_text(a) for a in given]
+    keywords = [f"{key}={_text(value)}" for key, value in named.items()]
+    name = node.target if isinstance(node.target, str) else opname(node.target)
+    if node.op == "call_method":
+        if name in _SYMBOLS and len(args) == 2 and not keywords:
+            return f"{args[0]} {_SYMBOLS[name]} {args[1]}"
+        if name == "__getitem__":
+            return f"{args[0]}[{_index(node.args[1])}]"
+        return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
+    if node.op == "call_module":
+        return f"{name}({', '.join([*args, *keywords])})"
+    home = getattr(node.target, "__module__", None) or ""
+    if home == "_operator" and name == "setitem":
+        return f"{args[0]}[{_index(node.args[1])}] = {args[2]}"
+    if home == "_operator" and name in _OPERATORS:
+        return _OPERATORS[name].format(args[0], _index(node.args[1]))
+    if node.target is getattr:
+        return f"{args[0]}.{node.args[1]}"
+    prefix = f"{_SHORT[home]}." if home in _SHORT else ("torch." if home.startswith("torch._C") else "")
+    return f"{prefix}{name}({', '.join([*args, *keywords])})"
+
+
+def node_table(graph: fx.Graph) -> str:
+    """Every node with its shape in the batch size `b`, module path and source line."""
+    rows = [
+        (
+            n.name,
+            "placeholder" if n.op == "placeholder" else node_expression(n),
+            ", ".join(map(str, n.meta.get("shapes", ()))) or str(n.meta.get("number", "")),
+            n.meta.get("module", ""),
+            short_source_line(n),
+        )
+        for n in graph.nodes
+        if n.op in (*CALL_OPS, "placeholder", "call_module")
+    ]
+    return tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
+
+
+def graph_table(traced: Traced) -> str:
+    """The nodes, and above them how they came to be and what they hold for."""
+    guards = traced.guards.guards if traced.guards else ()
+    head = [f"{type(traced.model).__name__}: {len(traced.nodes)} nodes, traced by {traced.tracer}"]
+    head += [f"- {why}" for why in traced.why]
+    head += [f"- holds where {guard}" for guard in guards]
+    return "\n".join([*head, node_table(traced.graph)])

@@ -1,0 +1,311 @@
+"""Graphs that others have made, run under the recorder: whatever way leads to a `torch.fx` graph, one way leads on.
+
+`torch.export`, symbolic tracing and a user's own tracer give graphs of their own dialects: modules in the graph, lifted
+parameters, `aten` operators, sizes as symbols. Instead of translating each, the graph is run once on the example inputs
+where the model would run, and recorded: functions only, the model's tensors by identity, sizes followed, random nodes
+seen, thread states kept. What its nodes remember of the user's code goes with them.
+
+What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, the model is watched while it runs
+(`checking.lost`), and gradients are compared as of every graph, since export and symbolic tracing look through an
+`autograd.Function` and forget its backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.functions import opname
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe.errors import TraceError
+from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.interpreter import copy_of_input
+from fxpipe.tracing.model_state import container_tensors, equal_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.record.module_hooks import user_hooks_of
+from fxpipe.tracing.record.record_model import input_leaves, record
+from fxpipe.tracing.record.recorder import Recorder
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.imported_graph_check import check_imported_graph
+from fxpipe.utils.pytree import preserve_objects
+
+GraphValues = dict[fx.Node, Any]
+
+# What is only there to fail: the pipeline has its own checks of sizes.
+_ASSERTIONS = frozenset(
+    "_assert _assert_is_none _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async "
+    "sym_constrain_range sym_constrain_range_for_size _functional_sym_constrain_range "
+    "_functional_sym_constrain_range_for_size".split()
+)
+# Computations of plain numbers: left out where only checks use them, since comparing a size counts as reading it.
+_SCALAR_FUNCTIONS = frozenset(
+    "sym_size sym_stride sym_numel sym_storage_offset sym_max sym_min sym_not sym_float sym_int sym_ite eq ne lt le gt "
+    "ge and_ or_ add sub mul floordiv mod truediv neg pow".split()
+)
+
+
+def record_imported(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any],
+    held: Mapping[str, torch.Tensor],
+    tracer: str,
+) -> Traced:
+    """Records `run` (recorder, *args, **kwargs) in the model's place.
+
+    Args:
+        held: tensors that `run` uses and the model does not have.
+        tracer: the name of the way.
+
+    Raises:
+        TraceError: the model does what the graph has lost, or what a graph cannot carry.
+    """
+    refuse_module_hooks(model)
+    held = _tensors_not_of_model(model, held)
+    before = {name: tensor.detach().clone() for name, tensor in held.items()}
+    try:
+        traced = record(model, args, kwargs, run=run, held=held)
+        for name, tensor in held.items():
+            if not equal_tensors(tensor, before[name]):
+                raise TraceError(
+                    f"the graph that {tracer!r} made changes the tensor {name!r}, which is no buffer of the model; "
+                    "register it (register_buffer)"
+                )
+    except TraceError:
+        raise
+    except Exception as error:
+        raise_model_errors(model, args, kwargs)
+        raise TraceError(
+            f"the graph that {tracer!r} made raises, and the model does not: {type(error).__name__}: {error}; forward "
+            "may decide by what was another thing while it was traced; leave it to recording (tracer='record')"
+        ) from error
+    finally:
+        for name, tensor in held.items():
+            if not equal_tensors(tensor, before[name]):
+                with torch.no_grad():
+                    tensor.copy_(before[name])
+    traced.tracer = tracer
+    if is_faked():
+        raise TraceError(
+            f"the graph that {tracer!r} made cannot be compared with the model: it or its inputs have no values (meta "
+            "or fake); leave it to recording (tracer='record'), or trace it with values"
+        )
+    check_imported_graph(traced, input_leaves(model, args, kwargs)[2])
+    return traced
+
+
+def raise_model_errors(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises what the model itself raises on these inputs, and what it does that is no matter of how a graph is made.
+
+    Raises:
+        CannotRecord: forward changes a container among its inputs.
+    """
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    copies = list(map(copy_of_input, values))
+    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    with preserve_state(model), without_gradients(model), preserve_objects(spec):
+        model(*run_args, **run_kwargs)
+        changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
+    if changed is not None:
+        raise changed_container_error(changed)
+
+
+def refuse_module_hooks(model: nn.Module) -> None:
+    """Raises TraceError where a module has hooks: they would run once, while the graph is made, and never again."""
+    for path, module in model.named_modules():
+        hooks = user_hooks_of(module) if path else []  # those of the model itself are the pipe's
+        if hooks:
+            raise TraceError(
+                f"module {path!r} ({type(module).__name__}) has the hook {hooks[0]!r}, which would not run in the "
+                "pipeline; remove it before fxpipe.pipeline (hook.remove()), or move what it does into forward"
+            )
+
+
+def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of `held` that the model does not hold itself, under names that it does not use."""
+    known = [*slots_of(model).values(), *container_tensors(model).values()]
+    names = {slot.name for slot in slots_of(model)} | set(container_tensors(model))
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in held.items():
+        if not any(tensor is other for other in (*known, *found.values())):
+            free = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
+            found[next(n for n in free if n not in names and n not in found)] = tensor
+    return found
+
+
+def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: GraphValues, named: Callable[[str], Any]) -> Any:
+    """Runs `graph` node by node under `recorder`; the argument of its output node.
+
+    Args:
+        values: of the placeholders; those of all other nodes are added.
+        named: gives what `get_attr` and `call_module` speak of.
+    """
+    paths = {path for path, _ in recorder.model.named_modules()}
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
+            line = (node_origin(node, paths) or ("", UNKNOWN_LINE))[1]
+            raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
+    needed = _needed_nodes(graph)
+    before = recorder.origin
+    try:
+        for node in graph.nodes:
+            if node.op == "output":
+                return _with_values(node.args[0], values)
+            if node.op == "placeholder" or node not in needed:
+                continue
+            # A module of the user's that is called records where it is by itself.
+            recorder.origin = None if node.op == "call_module" else node_origin(node, paths) or before
+            state = node.meta.get("state")
+            with (
+                set_thread_state(state)
+                if state is not None and state != ThreadState.now()
+                else contextlib.nullcontext()
+            ):
+                values[node] = _run_node(recorder, node, values, named)
+    finally:
+        recorder.origin = before
+    raise TraceError("the graph has no output")
+
+
+def attribute_getter(module: nn.Module) -> Callable[[str], Any]:
+    """Finds what a module holds by its dotted name."""
+    return lambda name: operator.attrgetter(name)(module)
+
+
+def _run_node(recorder: Recorder, node: fx.Node, values: GraphValues, named: Callable[[str], Any]) -> Any:
+    if node.op == "get_attr":
+        return named(str(node.target))
+    args, kwargs = _with_values(node.args, values), _with_values(node.kwargs, values)
+    if node.op == "call_module":
+        return named(str(node.target))(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _run_block(recorder, node.target, args, kwargs)
+    function: Any = _PUBLIC.get(node.target, node.target)
+    return function(*args, **kwargs)
+
+
+def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A part of the graph that runs in another state of the thread."""
+    block: contextlib.AbstractContextManager[object]
+    if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        block, inner, given = torch.set_grad_enabled(args[0]), args[1], args[2:]
+    elif target is torch.ops.higher_order.wrap_with_autocast:
+        device, dtype, enabled, cache = args[:4]
+        block, inner, given = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
+    else:
+        raise TraceError(
+            f"the graph has a block of the kind {target.__name__!r} (at {(recorder.origin or ('', 'unknown'))[1]}), "
+            "which cannot be cut; keep decisions in tensors (torch.where, masks), and loops in Python"
+        )
+    placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    with block:
+        return run_imported_graph(
+            recorder, inner.graph, dict(zip(placeholders, given, strict=True)), attribute_getter(inner)
+        )
+
+
+def _with_values(value: Any, values: GraphValues) -> Any:
+    """Arguments with nodes replaced; fx's immutable containers become plain ones."""
+    if isinstance(value, fx.Node):
+        return values[value]
+    if isinstance(value, tuple):
+        items = [_with_values(item, values) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [_with_values(item, values) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_values(item, values) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_with_values(item, values) for item in (value.start, value.stop, value.step)))
+    return value
+
+
+def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes without checks and the numbers that only these use."""
+    needed: set[fx.Node] = set()
+    for node in reversed(list(graph.nodes)):
+        name = opname(node.target)
+        is_check = name in _ASSERTIONS or (node.op == "call_module" and str(node.target).endswith("_guards_fn"))
+        is_number = (
+            name in _SCALAR_FUNCTIONS
+            and node.op == "call_function"
+            and not isinstance(node.meta.get("val"), torch.Tensor)
+        )
+        if not is_check and not (is_number and node.users and not needed.intersection(node.users)):
+            needed.add(node)
+    return needed
+
+
+def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
+    """Module path and source line that a node remembers."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
+    line = node.meta.get("source") or line_in_stack(node.meta.get("stack_trace") or "")
+    return (path, line) if stack or line else None
+
+
+# -- functions that later passes know ----------------------------------------------------------------------------------
+
+
+def _sym_size(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.size(dim)
+
+
+def _sym_stride(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.stride(dim)
+
+
+def _batch_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> torch.Tensor:
+    return F.batch_norm(input, mean, var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    var: torch.Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> torch.Tensor:
+    return F.instance_norm(input, mean, var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return F.dropout(input, p, train)
+
+
+_aten = torch.ops.aten
+_PUBLIC: dict[Any, Callable[..., Any]] = {
+    _aten.sym_size.int: _sym_size,
+    _aten.sym_stride.int: _sym_stride,
+    _aten.sym_numel.default: torch.numel,
+    _aten.batch_norm.default: _batch_norm,
+    _aten.instance_norm.default: _instance_norm,
+    _aten.dropout.default: _dropout,
+    _aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}

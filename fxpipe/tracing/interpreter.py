@@ -1,0 +1,103 @@
+"""A graph run node by node on real values: by checks, observations and guards, which differ in what they give it.
+
+Each says what an input is, what a tensor of the model is (itself, or a copy), and what to do for a working node; and
+looks at what has been made after each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.tracing.traced import CALL_OPS, Traced, call_node
+
+NodeValues = dict[fx.Node, Any]
+
+
+def run_nodes(
+    nodes: Iterable[fx.Node],
+    values: NodeValues,
+    given: Callable[[fx.Node], Any],
+    attribute: Callable[[fx.Node], Any],
+    work: Callable[[fx.Node, NodeValues], Any],
+) -> Iterator[fx.Node]:
+    """Runs nodes in turn, and yields each when its value is in `values`, from which those may go that nobody needs.
+
+    Args:
+        nodes: of a graph, or some of them.
+        values: what was made, by node; empty at the start.
+        given: the value of a placeholder.
+        attribute: the value of a `get_attr` node. Asked when its turn comes: what ran before may have changed it.
+        work: the value of a working node, such as `run_node`.
+    """
+    for node in nodes:
+        if node.op == "placeholder":
+            values[node] = given(node)
+        elif node.op == "get_attr":
+            values[node] = attribute(node)
+        elif node.op in CALL_OPS:
+            values[node] = work(node, values)
+        else:
+            continue
+        yield node
+
+
+def last_uses(nodes: Sequence[fx.Node], asked: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """By node: the values that no other needs after it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen = {*asked}
+    for node in reversed(nodes):
+        if node.op in CALL_OPS:
+            found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
+            seen.update((*node.all_input_nodes, node))
+    return found
+
+
+def run_all_nodes(
+    nodes: Iterable[fx.Node],
+    given: Callable[[fx.Node], Any],
+    attribute: Callable[[fx.Node], Any],
+    work: Callable[[fx.Node, NodeValues], Any],
+) -> NodeValues:
+    """What all nodes make; see `run_nodes`."""
+    values: NodeValues = {}
+    for _ in run_nodes(nodes, values, given, attribute, work):
+        pass
+    return values
+
+
+def run_node(node: fx.Node, values: NodeValues) -> Any:
+    """What a working node makes, in the state of the thread in which it was recorded."""
+    with set_thread_state(node.meta["state"]):
+        return call_node(node, values.__getitem__)
+
+
+def output_values(traced: Traced, values: NodeValues) -> list[Any]:
+    """The leaves of the model's output."""
+    return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------
+
+
+def copy_as_leaf(value: Any) -> Any:
+    """A copy of an input, where a backward ends; what is no tensor is given as it is, unless it can be changed."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    is_changeable = isinstance(value, (set, bytearray)) or type(value).__module__ == "numpy"
+    return copy(value) if is_changeable else value
+
+
+def writable_copy(leaf: Any) -> Any:
+    """The same for forward, which may write to it, and autograd lets nobody write to a leaf."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+
+def copy_of_input(value: Any) -> Any:
+    """A copy that forward may write to, and an object of its own should one tensor stand in two places."""
+    return writable_copy(copy_as_leaf(value))

@@ -1,0 +1,442 @@
+"""What a model holds, by name, and a snapshot that puts it back: tracing leaves no trace.
+
+A model's tensors are its parameters, its buffers, and tensors kept as plain attributes, alone or in lists, tuples and
+dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of
+every source of random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
+from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
+from fxpipe.tracing.tensors import has_values
+from fxpipe.utils.pytree import map_tensor_leaves
+
+MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in a model that holds a tensor."""
+
+    path: str  # of the module
+    kind: str  # "parameter", "buffer" or "attribute"
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.key}" if self.path else self.key
+
+    def store(self, model: nn.Module) -> dict[str, Any]:
+        """The dict in which the tensor stands under `key`."""
+        module = model.get_submodule(self.path)
+        stores: dict[str, Any] = {
+            "parameter": module._parameters,
+            "buffer": module._buffers,
+            "attribute": module.__dict__,
+        }
+        found: dict[str, Any] = stores[self.kind]
+        return found
+
+    def get(self, model: nn.Module) -> Any:
+        return self.store(model)[self.key]
+
+
+def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
+    """Every tensor that a module of `model` holds by name: in each, parameters before buffers before attributes."""
+    found: dict[Slot, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        stores = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
+        for kind, store in stores:
+            for key, value in store.items():
+                if isinstance(value, torch.Tensor):
+                    found[Slot(path, kind, key)] = value
+    return found
+
+
+def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors in plain lists, tuples and dicts that modules keep: constants for a graph. Name -> tensor."""
+
+    def search(value: Any, name: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif depth and type(value) in (list, tuple, dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from search(item, f"{name}.{key}", depth - 1)
+
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if key not in MODULE_DICT_KEYS and not isinstance(value, torch.Tensor):
+                found.update(search(value, f"{path}.{key}" if path else key, 3))
+    return found
+
+
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Sets a buffer or an attribute, as forward would."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    store: dict[str, Any] = module._buffers if key in module._buffers else module.__dict__
+    store[key] = value
+
+
+def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """`torch.equal`, of sparse tensors too, and with NaN equal to itself. Fake tensors have no values to differ in."""
+    if isinstance(left, FakeTensor) or isinstance(right, FakeTensor):
+        return True
+    if left.layout != torch.strided:
+        return left.shape == right.shape and equal_tensors(left.to_dense(), right.to_dense())
+    return torch.equal(left, right) or (
+        left.shape == right.shape and bool(((left == right) | ((left != left) & (right != right))).all())
+    )
+
+
+@contextlib.contextmanager
+def preserve_rng() -> Iterator[None]:
+    """A block after which all random generators stand where they stood; CUDA is not woken for it."""
+    before = python_rng_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            set_python_rng_state(before)
+
+
+def python_rng_state() -> tuple[Any, Any]:
+    """The states of Python's and numpy's random numbers; numpy's None where nobody has imported it."""
+    return random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def set_python_rng_state(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def same_python_rng_state(left: tuple[Any, Any], right: tuple[Any, Any]) -> bool:
+    if left[0] != right[0]:
+        return False
+    if left[1] is None or right[1] is None:
+        return True
+    return bool((left[1][1] == right[1][1]).all()) and left[1][2:] == right[1][2:]
+
+
+def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any, Any]]:
+    """The lists, dicts and sets in an attribute, innermost last, each with a copy."""
+    if depth and isinstance(value, (list, dict, set, deque)):
+        # Not copy.copy, which takes long for the many empty dicts of hooks.
+        kind = dict if isinstance(value, dict) else set if isinstance(value, set) else list
+        yield name, value, kind(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from _containers_in(f"{name}[{key!r}]", item, depth - 1)
+
+
+def _same_items(left: Any, right: Any) -> bool:
+    """Do two containers hold the same objects?"""
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(left[key] is right[key] for key in left)
+    if isinstance(left, set):
+        return bool(left == right)
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _differ_in_tensors(left: Any, right: Any) -> bool:
+    """Do two lists or dicts differ in nothing but which tensors they hold?"""
+    if isinstance(left, dict):
+        return list(left) == list(right) and _differ_in_tensors([*left.values()], [*right.values()])
+    if not isinstance(left, list) or len(left) != len(right):
+        return False
+    return all(a is b or isinstance(a, torch.Tensor) for a, b in zip(left, right, strict=True))
+
+
+def _holds_only_computation(name: str, container: Any) -> bool:
+    """Hooks that the model puts on when it first needs them, and that it will put on again."""
+    return name.endswith("_forward_hooks") and all(map(is_computation_hook, container.values()))
+
+
+def _is_unchanged(before: Any, now: Any) -> bool:
+    """Is this the same attribute? Other tensors are no matter of a snapshot: they are outputs of the graph."""
+    if before is now or isinstance(now, torch.Tensor):
+        return True
+    return type(before) in _PLAIN and isinstance(now, type(before)) and bool(before == now)
+
+
+@dataclass(slots=True)
+class _TensorCopy:
+    tensor: torch.Tensor
+    version: int
+    alias: torch.Tensor  # the storage it had, should someone set `.data`
+    value: torch.Tensor | None  # None for parameters, which forward may not write
+    requires_grad: bool
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """The state of a model at one moment. After `restore` the model is as then; the rest is what was found changed."""
+
+    model: nn.Module
+    slots: dict[Slot, torch.Tensor]
+    written_parameters: list[str] = field(default_factory=list)
+    written_attributes: list[str] = field(default_factory=list)  # no tensors: counters, caches
+    grad_switched: list[str] = field(default_factory=list)  # tensors that do or do not require grad any more
+    tied: list[str] = field(default_factory=list)  # tensors into which was written what requires grad
+    reshaped: list[str] = field(default_factory=list)  # tensors that had another shape
+    refilled_containers: list[str] = field(
+        default_factory=list
+    )  # lists and dicts some of whose items are other tensors now
+    _kept: dict[Slot, _TensorCopy] = field(default_factory=dict)
+    _held: dict[str, _TensorCopy] = field(default_factory=dict)  # in lists, tuples and dicts
+    _dicts: list[tuple[str, dict[str, Any], dict[str, Any]]] = field(
+        default_factory=list
+    )  # path, of a module, its copy
+    _containers: list[tuple[str, Any, Any]] = field(default_factory=list)  # name, a list or the like, its copy
+    _dtype: torch.dtype = torch.float32  # the default one
+    _dtype_changed: bool = False
+
+    @classmethod
+    def take(cls, model: nn.Module) -> Snapshot:
+        slots = slots_of(model)
+        snapshot = cls(model, slots, _dtype=torch.get_default_dtype())
+        for slot, tensor in slots.items():
+            if tensor.is_inference():  # cannot be written outside inference mode, and has no version
+                continue
+            if slot.kind != "parameter" and not has_values(tensor):
+                continue
+            value = None if slot.kind == "parameter" else tensor.detach().clone()
+            snapshot._kept[slot] = _TensorCopy(tensor, tensor._version, tensor.detach(), value, tensor.requires_grad)
+        for name, tensor in container_tensors(model).items():
+            if has_values(tensor) and not (tensor.requires_grad or tensor.is_inference()):
+                snapshot._held[name] = _TensorCopy(
+                    tensor, tensor._version, tensor.detach(), tensor.detach().clone(), requires_grad=False
+                )
+        for path, module in model.named_modules():
+            for store in (module.__dict__, module._parameters, module._buffers, module._modules):
+                snapshot._dicts.append((path, store, dict(store)))
+            for key, value in module.__dict__.items():
+                if key not in MODULE_DICT_KEYS or "hooks" in key:  # forward may put hooks in
+                    snapshot._containers.extend(_containers_in(f"{path}.{key}" if path else key, value))
+        return snapshot
+
+    def dicts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """The path of each module, what it holds in `__dict__`, parameters, buffers, modules, and what it held."""
+        yield from self._dicts
+
+    def containers_changed(self) -> Iterator[tuple[str, Any]]:
+        """Lists, dicts and sets in attributes that do not hold the same things any more."""
+        for name, container, before in self._containers:
+            if not _same_items(container, before) and not _holds_only_computation(name, container):
+                yield name, container
+
+    def assigned(self, read: Collection[str]) -> dict[str, torch.Tensor]:
+        """Buffers and tensor attributes that forward has set to other tensors, by name. To be asked before `restore`.
+
+        Args:
+            read: names of the tensors that forward reads.
+
+        Raises:
+            CannotRecord: it has set what no graph can carry to the next step.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for slot, tensor in slots_of(self.model).items():
+            if tensor is self.slots.get(slot):
+                continue
+            if slot.kind == "parameter":
+                raise CannotRecord(
+                    f"forward sets the parameter {slot.name!r}; set parameters outside forward", is_final=True
+                )
+            if tensor.requires_grad and not (slot.kind == "attribute" and slot.name not in read):
+                raise _tied_error(f"sets {slot.name!r} to")
+            before = self.slots.get(slot)
+            is_read = before is not None and (slot.name in read or not before.numel())  # `if not self.mask.numel()`
+            if before is not None and is_read and tensor.shape != before.shape:
+                raise _reshaped_error(slot.name)
+            found[slot.name] = tensor
+        return found
+
+    def restore(self) -> None:
+        """Puts everything back and fills in what was found changed."""
+        for path, store, before in self._dicts:
+            for key in [*before, *(key for key in store if key not in before)]:
+                if key not in COMPUTATION_ATTRIBUTES and not _is_unchanged(before.get(key, self), store.get(key, self)):
+                    self.written_attributes.append(f"{path}.{key}" if path else key)
+            store.clear()
+            store.update(before)
+        for name, container, before in self._containers:
+            if not _same_items(container, before):
+                if _differ_in_tensors(container, before):
+                    self.refilled_containers.append(name)
+                elif not _holds_only_computation(name, container):
+                    self.written_attributes.append(name)
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(before)
+        for slot, kept in self._kept.items():
+            self._put_back(slot.name, kept)
+        for name, kept in self._held.items():
+            self._put_back(name, kept)
+        self._dtype_changed = torch.get_default_dtype() != self._dtype
+        torch.set_default_dtype(self._dtype)
+
+    def _put_back(self, name: str, kept: _TensorCopy) -> None:
+        if kept.tensor.requires_grad != kept.requires_grad:
+            if kept.tensor.is_leaf:
+                self.grad_switched.append(name)
+                kept.tensor.requires_grad_(kept.requires_grad)
+            else:
+                self.tied.append(name)
+                if not kept.tensor._is_view():  # which cannot be
+                    kept.tensor.detach_()
+        if kept.value is not None and kept.tensor.shape != kept.value.shape:
+            self.reshaped.append(name)
+        changed = kept.tensor._version != kept.version
+        if kept.value is None:
+            if changed:
+                self.written_parameters.append(name)
+            return
+        if kept.tensor.layout == torch.strided and not kept.alias.is_set_to(kept.tensor):
+            kept.tensor.data = kept.alias
+        # Not only where the version was raised: batch norm changes its buffers without raising it.
+        if changed or not equal_tensors(kept.tensor, kept.value):
+            with torch.no_grad():
+                kept.tensor.copy_(kept.value)
+
+    def refuse_changes(self) -> None:
+        """Raises where forward changed what a graph cannot carry."""
+        if self.written_parameters:
+            raise CannotRecord(
+                f"forward writes to the parameter {self.written_parameters[0]!r}; keep what forward changes in a "
+                "buffer (register_buffer), or change the parameter outside forward",
+                is_final=True,
+            )
+        if self.grad_switched:
+            raise CannotRecord(
+                f"forward switches gradients of {self.grad_switched[0]!r} on or off (requires_grad); do so before "
+                f"the model "
+                "is called",
+                is_final=True,
+            )
+        if self.reshaped:
+            raise _reshaped_error(self.reshaped[0])
+        if self.tied:
+            raise _tied_error(f"writes into {self.tied[0]!r}")
+        if self._dtype_changed:
+            raise CannotRecord(
+                "forward changes the default dtype; do so outside forward, or pass dtype= to the functions",
+                is_final=True,
+            )
+        if self.written_attributes:
+            raise MakesState(
+                f"forward changes the attribute {self.written_attributes[0]!r}, which is no tensor: a graph cannot "
+                "carry it from step to step; keep it in a buffer (register_buffer), or set it outside forward",
+                is_final=True,
+            )
+
+
+@contextlib.contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """A block in which parameters begin without gradients; after it each has the one that it had."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+def _reshaped_error(name: str) -> CannotRecord:
+    return MakesState(
+        f"forward gives {name!r} another shape than it had: what the first call makes of it (an observer that has seen "
+        "nothing yet, say) would be made for each micro-batch; call the model once (model(...)) before it is planned, "
+        "or give the buffer its shape when the module is made",
+        is_final=True,
+    )
+
+
+def _tied_error(does: str) -> CannotRecord:
+    return CannotRecord(
+        f"forward {does} a tensor that requires grad, which would tie one step's graph to the next; detach it",
+        is_final=True,
+    )
+
+
+@contextlib.contextmanager
+def preserve_state(model: nn.Module) -> Iterator[Snapshot]:
+    """A block after which the model and every source of random numbers are as they were before it."""
+    snapshot = Snapshot.take(model)
+    try:
+        with preserve_rng():
+            yield snapshot
+    finally:
+        snapshot.restore()
+
+
+# -- One device for model and inputs while they are traced -----------------------------------------------------------
+#
+# Inputs may be anywhere. And once a model is spread over the devices of its stages, it cannot be run as it is; for
+# another graph of it (evaluation, say) its tensors come to the CPU for the while.
+
+
+@contextlib.contextmanager
+def on_one_device(model: nn.Module) -> Iterator[torch.device | None]:
+    """The device on which the whole model is, for this block; None for a model without tensors, or without values."""
+    held = (*slots_of(model).values(), *container_tensors(model).values())
+    tensors = list({id(tensor): tensor for tensor in held}.values())
+    if not all(map(has_values, tensors)):
+        yield None  # fake ones will stand for them
+        return
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) < 2:
+        yield next(iter(devices), None)
+        return
+    with on_cpu(tensors):
+        yield torch.device("cpu")
+
+
+@contextlib.contextmanager
+def on_cpu(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The data of these tensors is on the CPU in this block. The tensors stay the same objects.
+
+    They have no gradients there: torch refuses to assign one that is on another type of device. After the block each
+    has the gradient that it had, the same object.
+    """
+    away = [(tensor, tensor.data, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
+    try:
+        for tensor, data, gradient in away:
+            if gradient is not None:
+                tensor.grad = None
+            tensor.data = data.cpu()
+        yield
+    finally:
+        for tensor, data, gradient in away:
+            tensor.data = data
+            if tensor.is_leaf:
+                tensor.grad = gradient
+
+
+def move_inputs(inputs: Any, device: torch.device | None) -> Any:
+    """The inputs on `device`, to be traced with."""
+    if device is None:
+        return inputs
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device == device or not has_values(tensor):
+            return tensor
+        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+    return map_tensor_leaves(move, inputs)

@@ -1,0 +1,46 @@
+"""Devices in a graph are those of the recording; a stage has its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.functions import opname
+
+# Functions that make a tensor from nothing, on the default device where none is given.
+_FACTORIES = frozenset(
+    "arange as_tensor asarray bartlett_window blackman_window empty empty_strided eye fft_fftfreq fft_rfftfreq full "
+    "hamming_window hann_window kaiser_window linspace logspace ones rand randint randn randperm range scalar_tensor "
+    "tensor tril_indices triu_indices zeros".split()
+)
+
+
+def set_node_device(node: fx.Node, device: torch.device) -> None:
+    """Replaces every device among the node's arguments; a factory that names none is told."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return device
+        if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
+            return type(value)(map(replaced, value))
+        return value
+
+    node.args = tuple(map(replaced, node.args))
+    node.kwargs = {key: replaced(value) for key, value in node.kwargs.items()}
+    if node.kwargs.get("device") is not None:  # a name ("cuda:0") or the number of a GPU
+        node.kwargs = {**node.kwargs, "device": device}
+    if node.op == "call_method":
+        if node.target in ("cuda", "cpu"):
+            node.target, node.args, node.kwargs = "to", (node.args[0], device), {}
+        elif node.target == "to" and len(node.args) > 1 and isinstance(node.args[1], (str, int)):
+            node.args = (node.args[0], device, *node.args[2:])
+    elif _is_factory(node) and node.kwargs.get("device") is None and device.type != "cpu":
+        node.kwargs = {**node.kwargs, "device": device}
+
+
+def _is_factory(node: fx.Node) -> bool:
+    function = node.target
+    is_torchs = str(getattr(function, "__module__", None) or "torch").startswith("torch")
+    return is_torchs and opname(function) in _FACTORIES

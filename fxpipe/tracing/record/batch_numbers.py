@@ -1,0 +1,406 @@
+"""Plain numbers that hang on the batch size: found by comparing recordings at several sizes.
+
+A model that computes with `len(x)`, `int(x.shape[0])` or `1 / x.shape[0]` has left the sizes that a recording follows
+(`sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at another
+size, the model is recorded again on other numbers of samples, as it is:
+
+    4 samples   view(lin, 4, 2, 3)   div(view, 4.0)   sqrt: mul(div, 2.0)
+    5 samples   view(lin, 5, 2, 3)   div(view, 5.0)         mul(div, 2.236...)
+    6 samples   view(lin, 6, 2, 3)   div(view, 6.0)         mul(div, 2.449...)
+
+Where all else is the same, each number that differs is one in the batch size, and nodes that compute it take its place:
+the simplest formula that gives all of the numbers seen, if need be a polynomial through them. Python could do anything
+at a size that was not seen (`min(len(x), 512)`), so the graph holds for the sizes recorded and no others; a batch of
+another size is recorded by itself.
+
+Nothing is read off the values of tensors: where some size hangs on them, so might a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.guards import is_same_value
+from fxpipe.tracing.model_state import equal_tensors
+from fxpipe.tracing.record.fit_formula import Number, SizeFormula, formula_fits, polynomial_through, simplest_formula
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, candidate_dims
+from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.pytree import flatten, redefined_class
+
+MAX_SIZES = 3  # recorded besides those that micro-batches have
+_SIZE_TARGETS = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
+MAX_FAILURES = 3  # sizes at which the model does not run, or runs other functions, after which one stops
+
+RecordFunction = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+
+
+def record_with_batch_numbers(
+    record_on: RecordFunction,
+    finish: Callable[[Traced], Traced],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Any,
+    chunks: int,
+) -> Traced:
+    """A recording, finished; if that fails as it is, with plain numbers that hang on the batch size replaced.
+
+    Raises:
+        CannotRecord: the model runs other functions at other batch sizes.
+        Exception: what `finish_process` raises.
+    """
+    recorded = record_on(args, kwargs)
+    try:
+        return finish(recorded)
+    except (TraceError, ArgumentError) as error:
+        if isinstance(error, CannotRecord):
+            raise  # it is not by the batch size that it fails
+        revised = _record_formulas(record_on, args, kwargs, in_dims, chunks)
+        if revised is None:
+            raise
+    return finish(revised)
+
+
+def _record_formulas(
+    record_on: RecordFunction, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, chunks: int
+) -> Traced | None:
+    """Another recording, right at several sizes. None: no number in it hangs on the batch size."""
+    base = record_on(args, kwargs)
+    leaves = flatten((args, kwargs))[0]
+    error: CannotRecord | None = None
+    for dims in _batch_candidates(base, in_dims):
+        compared = _compare_recordings(base, dims, leaves, record_on, chunks)
+        if isinstance(compared, CannotRecord):
+            error = error or compared
+        elif compared is not None and compared.differs:
+            place = next(p for p, dim in enumerate(dims) if dim is not None)
+            return _insert_formulas(base, compared, place, dims[place])
+        elif compared is not None:
+            break
+    if error is not None:
+        raise error
+    return None
+
+
+def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]]:
+    """Which inputs may hold the batch together, the likeliest first: `in_dims` for each leaf."""
+    asked = candidate_dims(traced.leaves, in_dims)
+    places = [p for p, dim in enumerate(asked) if dim is not None and traced.leaves[p].shape[dim]]
+    if in_dims is not None:
+        if places:
+            yield asked
+        return
+    sizes = {place: traced.leaves[place].shape[asked[place]] for place in places}  # type: ignore[index]
+    for size in sorted(dict.fromkeys(sizes.values()), key=lambda s: s == 1):
+        group = [place for place in places if sizes[place] == size]
+        for left_out in (None, *reversed(group)) if len(group) > 1 else (None,):
+            yield [dim if p in group and p != left_out else None for p, dim in enumerate(asked)]
+
+
+# -- recordings at several sizes -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ComparedRecordings:
+    """Recordings that differ in plain numbers only."""
+
+    sizes: tuple[int, ...]
+    numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
+    needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
+    differs: bool  # is there a number that hangs on the batch size?
+
+
+def _compare_recordings(
+    base: Traced, dims: Sequence[int | None], leaves: Sequence[Any], record_on: RecordFunction, chunks: int
+) -> _ComparedRecordings | CannotRecord | None:
+    place = next(p for p, dim in enumerate(dims) if dim is not None)
+    batch = base.leaves[place].shape[dims[place]]  # type: ignore[index]
+    needed = _needed_sizes(batch, chunks)
+    has_size = _rewrite_factories(base)
+    batched = dataclasses.replace(base, in_dims=tuple(dims))
+    recordings = {batch: base}
+    different: CannotRecord | None = None
+    failures = 0  # sizes at which the model does not run, or is another graph
+    for size in _sizes_to_record(batch, needed):
+        if failures == MAX_FAILURES or len(recordings) >= len(needed) + MAX_SIZES:
+            break
+        other = _record_samples(batched, leaves, batch, size, record_on)
+        if other is None:
+            failures += 1
+            continue
+        _rewrite_factories(other)
+        _align_factories(base, other)
+        if not same_size_reads(base, other):
+            continue
+        found = first_difference(base, other)
+        if found is None:
+            recordings[size] = other
+        else:
+            failures += 1
+            different = different or _other_functions_error(base, other, (batch, size), found)
+            if size in needed:
+                return different
+    if len(recordings) == 1:
+        return different
+    numbers = [tuple(numbers_in(traced)) for traced in recordings.values()]
+    differs = has_size or not all(map(same_numbers, numbers, numbers[1:]))
+    if different is not None and not differs:
+        return different
+    halves = {(batch + 1) // 2, batch // 2}
+    return _ComparedRecordings(
+        tuple(recordings), tuple(numbers), frozenset((needed | halves) & recordings.keys()), differs
+    )
+
+
+def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
+    return all(map(is_same_value, left, right))
+
+
+def _needed_sizes(batch: int, chunks: int) -> set[int]:
+    """Those of a batch and its micro-batches."""
+    parts = min(chunks, batch)
+    return {batch, batch // parts, -(-batch // parts)}
+
+
+def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
+    """Sizes to record, in order: those of micro-batches, of halves (outputs are compared on them), small ones."""
+    least = min(needed)
+    wanted = [*sorted(needed), (batch + 1) // 2, batch // 2, least + 1, least + 2, least + 3, batch + 1, batch + 2]
+    return [size for size in dict.fromkeys((*wanted, 2 * batch, 3 * batch)) if size not in (0, batch)]
+
+
+def _record_samples(
+    batched: Traced, leaves: Sequence[Any], batch: int, size: int, record_on: RecordFunction
+) -> Traced | None:
+    """The model, recorded on so many samples on which it reads the values that it has read; None if it cannot be."""
+    for start in (0, batch - size) if size < batch else (0,):
+        try:
+            other = record_on(
+                *pytree.tree_unflatten(take_samples(batched, leaves, start, start + size), batched.in_spec)
+            )
+        except Exception:
+            return None
+        if same_value_reads(batched, other):
+            return other
+    return None
+
+
+def same_value_reads(base: Traced, other: Traced) -> bool:
+    """Has forward read the same values of tensors?"""
+    reads, others = ([n.meta["read"] for n in t.graph.nodes if "read" in n.meta] for t in (base, other))
+    return len(reads) == len(others) and all(map(is_same_value, reads, others))
+
+
+def same_size_reads(base: Traced, other: Traced) -> bool:
+    """Did all comparisons of sizes that are known come out the same?"""
+    reads, others = (
+        [(r.function, r.result, r.where) for r in t.size_reads if r.function in SIZE_RELATIONS or r.function is bool]
+        for t in (base, other)
+    )
+    return all(map(operator.eq, reads, others))
+
+
+def first_difference(base: Traced, other: Traced) -> tuple[fx.Node, fx.Node] | None:
+    """The first nodes by which two recordings differ in more than numbers."""
+    order = {node: number for traced in (base, other) for number, node in enumerate(traced.graph.nodes)}
+    for node, another in zip(base.graph.nodes, other.graph.nodes, strict=False):
+        if _node_without_numbers(node, order) != _node_without_numbers(another, order):
+            return node, another
+    if len(base.graph.nodes) != len(other.graph.nodes) or base.out_spec != other.out_spec:
+        return base.graph.output_node(), other.graph.output_node()
+    for name, tensor in base.constants.items():
+        if not equal_tensors(tensor, other.constants[name]):  # numpy may have made it of the batch size
+            node = next(n for n in base.graph.nodes if n.target == name)
+            return next(iter(node.users), node), node
+    return None
+
+
+def _other_functions_error(
+    base: Traced, other: Traced, sizes: tuple[int, int], different: tuple[fx.Node, fx.Node]
+) -> CannotRecord:
+    """The error, which names the module whose Python goes over the samples, should it be kept whole."""
+    anew = redefined_class(base.out_spec, other.out_spec)
+    if anew is not None:
+        return CannotRecord(
+            f"the model returns a {anew}, a class that forward defines anew in each call, so that no two outputs are "
+            "of one kind; define it outside forward",
+            is_final=True,
+        )
+    longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
+    # Both the node that is too many and the one before it are of the loop.
+    path = _common_path(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))
+    while path and path in base.whole:  # the model itself may go on as Python, and has no module around it
+        path = path.rpartition(".")[0]
+    at = next((n for n in (longer, *different, longer.prev) if "source" in n.meta), None)
+    where = f" in module {path!r}" if path else ""
+    where += f" at {at.meta['source']}" if at is not None else ""
+    return CannotRecord(
+        f"the model runs other functions with {sizes[1]} samples than with the example's {sizes[0]}{where}: it goes "
+        "over the samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor "
+        "function over the batch, or keep the Python whole (leaf_modules=[name or class], or @fxpipe.leaf on a "
+        "function)",
+        frozenset({path}) if path else frozenset(),
+    )
+
+
+def _common_path(left: str, right: str) -> str:
+    """The path of the innermost module around two."""
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(left.split("."), right.split("."), strict=False))
+    return ".".join(part for part, _ in same)
+
+
+# -- the arguments of a graph, without its numbers -------------------------------------------------------------------
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def numbers_in(traced: Traced) -> Iterator[Number]:
+    found: list[Number] = []
+
+    def look(value: Any) -> Any:
+        if _is_number(value):
+            found.append(value)
+        return value
+
+    for node in traced.graph.nodes:
+        _map_arguments(node, look)
+    yield from found
+
+
+def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a node with `change` applied to all that is no container, in order."""
+
+    def mapped(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(mapped, value))
+        if isinstance(value, tuple):
+            items = map(mapped, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, dict):
+            return {key: mapped(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(mapped(value.start), mapped(value.stop), mapped(value.step))
+        return change(value)
+
+    return tuple(map(mapped, node.args)), {key: mapped(value) for key, value in node.kwargs.items()}
+
+
+def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
+    """Equal for two nodes that differ in numbers only."""
+
+    def bone(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return "node", order[value]
+        if _is_number(value):
+            return "number", type(value)
+        if node.op == "output" and not isinstance(value, (bool, str, type(None))):
+            return "object", type(value)  # made anew by each forward; the comparison with the model sees to it
+        return value
+
+    target = node.target
+    if callable(target):  # an autograd.Function is another object in each recording
+        name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target))
+    else:
+        name = "", target
+    return node.op, node.name, name, node.meta.get("source"), _map_arguments(node, bone)
+
+
+# -- numbers replaced by what computes them --------------------------------------------------------------------------
+
+
+def _rewrite_factories(traced: Traced) -> bool:
+    """`torch.tensor(n)` takes no symbolic number, but `torch.full((), n)` does; and so for `[value] * n`, `range(n)`.
+
+    Returns whether there is a symbolic number.
+    """
+    found = False
+    for node in traced.graph.nodes:
+        if node.target not in (torch.tensor, torch.as_tensor) or len(node.args) != 1:
+            continue
+        data = node.args[0]
+        if isinstance(data, fx.Node) and data.target in _SIZE_TARGETS:
+            found = True
+            node.target, node.args = torch.full, ((), data)
+        elif _is_number(data):
+            node.target, node.args = torch.full, ((), data)
+        elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)) and data != [0]:
+            if all(type(x) is type(data[0]) and is_same_value(x, data[0]) for x in data):
+                node.target, node.args = torch.full, ((len(data),), data[0])
+            elif list(data) == list(range(len(data))) and type(data[1]) is int:
+                node.target, node.args = torch.arange, (len(data),)
+    return found
+
+
+def _align_factories(left: Traced, right: Traced) -> None:
+    """`[0]` may be `[0] * 1` or `range(1)`: it is what it is at the other size."""
+    for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
+        for single, like in ((node, other), (other, node)):
+            if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
+                single.target, single.args = like.target, ((1,), 0) if like.target is torch.full else (1,)
+
+
+def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, dim: int | None) -> Traced:
+    """`base` with nodes for the numbers that differ; it holds for the sizes compared."""
+    sizes, formulas = _fit_formulas(compared)
+    graph = base.graph
+    first = next(node for node in graph.nodes if node.op in CALL_OPS)
+    made: dict[Any, fx.Node] = {}
+    remaining = iter(formulas)
+    for node in list(graph.nodes):
+        at = node if node.op in CALL_OPS else first
+
+        def put(value: Any, at: fx.Node = at) -> Any:
+            if not _is_number(value):
+                return value
+            formula = next(remaining)
+            return value if isinstance(formula, (int, float)) else emit(formula, at)
+
+        def emit(formula: SizeFormula, at: fx.Node) -> Any:
+            if isinstance(formula, (int, float)):
+                return formula
+            key = repr(formula)
+            if key not in made:
+                if isinstance(formula, str):
+                    call: Any = ("call_method", "size", (base.placeholders[place], dim), {}, "batch")
+                else:
+                    operands = tuple(emit(part, at) for part in formula[1:])
+                    call = ("call_function", formula[0], operands, {}, f"batch_{formula[0].__name__}")
+                with graph.inserting_before(first):
+                    made[key] = graph.create_node(*call)
+                made[key].meta.update({k: at.meta[k] for k in ("source", "module", "state")}, random=False)
+            return made[key]
+
+        node.args, node.kwargs = _map_arguments(node, put)
+    base.recorded_sizes = sizes
+    return base
+
+
+def _fit_formulas(compared: _ComparedRecordings) -> tuple[tuple[int, ...], list[SizeFormula]]:
+    """A formula for each number, and the sizes at which all of them hold.
+
+    Where no simple one holds at all sizes, one is made for those that are needed.
+    """
+    columns = [list(zip(compared.sizes, column, strict=True)) for column in zip(*compared.numbers, strict=True)]
+    found: list[SizeFormula] = []
+    holding = set(compared.sizes)
+    for points in columns:
+        needed = [point for point in points if point[0] in compared.needed]
+        formula = next(
+            f for f in (simplest_formula(points), simplest_formula(needed), polynomial_through(needed)) if f is not None
+        )
+        found.append(formula)
+        holding = {size for size, number in points if size in holding and formula_fits(formula, [(size, number)])}
+    return tuple(sorted(holding)), found

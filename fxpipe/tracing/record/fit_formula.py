@@ -1,0 +1,153 @@
+"""Formulas in the batch size that give the numbers seen at some sizes."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+Number = int | float
+# The batch size, "b"; a number; or a function and its operands: (operator.mul, 2, "b").
+SizeFormula = str | int | float | tuple[Any, ...]
+SizePoint = tuple[int, Number]  # batch size, number
+
+_PRECISION = 1e-12  # relative: Python's own operations in another order
+_DIVISORS = (2, 3, 4, 6, 8, 16)
+
+
+def formula_value(formula: SizeFormula, batch: Any) -> Any:
+    """What a formula gives; a symbolic size of a symbolic one."""
+    if isinstance(formula, tuple):
+        return formula[0](*(formula_value(part, batch) for part in formula[1:]))
+    return batch if isinstance(formula, str) else formula
+
+
+def simplest_formula(points: Sequence[SizePoint]) -> SizeFormula | None:
+    """The simplest formula that gives the number at each size, if there is a simple one.
+
+    A whole number: linear, with a division rounded down. Another: linear, to the power of 1, -1, 1/2 or -1/2.
+    """
+    if all(_same(number, points[0][1]) for _, number in points):
+        return points[0][1]
+    candidates = _integer_candidates(points) if all(type(n) is int for _, n in points) else _real_candidates(points)
+    return next((formula for formula in candidates if formula_fits(formula, points)), None)
+
+
+def polynomial_through(points: Sequence[SizePoint]) -> SizeFormula:
+    """The polynomial through all points, by Lagrange."""
+    coefficients = [Fraction(0)] * len(points)
+    for size, number in points:
+        basis = [Fraction(number)]
+        for other, _ in points:
+            if other != size:  # times (b - other) / (size - other)
+                shifted, lowered = [Fraction(0), *basis], [*(-other * c for c in basis), Fraction(0)]
+                basis = [(c + d) / (size - other) for c, d in zip(shifted, lowered, strict=True)]
+        coefficients = [c + d for c, d in zip(coefficients, basis, strict=True)]
+    if any(type(number) is float for _, number in points):
+        return _horner([float(c) for c in coefficients])
+    divisor = math.lcm(*(c.denominator for c in coefficients))
+    whole = _horner([int(c * divisor) for c in coefficients])
+    return whole if divisor == 1 else (operator.floordiv, whole, divisor)
+
+
+def formula_fits(formula: SizeFormula, points: Sequence[SizePoint]) -> bool:
+    """Does a formula give the numbers?"""
+    try:
+        return all(_same(formula_value(formula, size), number) for size, number in points)
+    except ArithmeticError:
+        return False
+
+
+def _same(left: Any, right: Number) -> bool:
+    if type(left) is not type(right):
+        return False
+    if type(right) is int:
+        return bool(left == right)
+    return left == right or (left != left and right != right) or math.isclose(left, right, rel_tol=_PRECISION)
+
+
+def _horner(coefficients: Sequence[Number]) -> SizeFormula:
+    """Those of 1, b, b², ..."""
+    while len(coefficients) > 1 and coefficients[-1] == 0:
+        coefficients = coefficients[:-1]
+    *rest, last = coefficients
+    formula: SizeFormula = last
+    for coefficient in reversed(rest):
+        formula = _plus(_times(formula, "b"), coefficient)
+    return formula
+
+
+def _times(left: SizeFormula, right: SizeFormula) -> SizeFormula:
+    if left == 1 and type(left) is int:
+        return right
+    if left == 0 and type(left) is int:
+        return 0
+    return (operator.mul, right, left) if isinstance(left, (int, float)) else (operator.mul, left, right)
+
+
+def _plus(left: SizeFormula, right: Number) -> SizeFormula:
+    if right == 0:
+        return left
+    return left + right if isinstance(left, (int, float)) else (operator.add, left, right)
+
+
+def _line_through(points: Sequence[tuple[int, Fraction]]) -> tuple[Fraction, Fraction]:
+    (x, v), (y, w) = points[0], points[1]
+    slope = (w - v) / (y - x)
+    return slope, v - slope * x
+
+
+def _integer_candidates(points: Sequence[SizePoint]) -> Iterator[SizeFormula]:
+    slope, start = _line_through([(size, Fraction(number)) for size, number in points])
+    if slope.denominator == start.denominator == 1:
+        yield _horner([int(start), int(slope)])
+    for divisor in _DIVISORS:
+        for size, number in points[:1]:
+            for over in range(divisor):
+                whole: SizeFormula = (operator.floordiv, _plus("b", over), divisor)
+                yield _plus(whole, int(number) - int(formula_value(whole, size)))
+    divisor = math.lcm(slope.denominator, start.denominator)
+    yield (operator.floordiv, _horner([int(start * divisor), int(slope * divisor)]), divisor)
+
+
+def _real_candidates(points: Sequence[SizePoint]) -> Iterator[SizeFormula]:
+    def unchanged(x: float) -> float:
+        return x
+
+    def inverse(x: float) -> float:
+        return 1 / x
+
+    def square(x: float) -> float:
+        return x * x
+
+    def inverse_square(x: float) -> float:
+        return 1 / (x * x)
+
+    powers: tuple[tuple[float, Callable[[float], float]], ...] = (
+        (1.0, unchanged), (-1.0, inverse), (0.5, square), (-0.5, inverse_square),
+    )  # fmt: skip
+    for power, back in powers:
+        if power in (0.5, -0.5) and any(number < 0 for _, number in points):
+            continue
+        if power < 0 and any(number == 0 for _, number in points):
+            continue
+        slope, start = _line_through([(size, Fraction(back(float(number)))) for size, number in points])
+        near = max(abs(start), abs(slope)) / 10**9
+        for digits in (100, 10**6, None):  # round coefficients first: what was meant is a round number
+            a, c = (x.limit_denominator(digits) if digits else x for x in (slope, start))
+            c = Fraction(0) if abs(c) < near else c
+            line: SizeFormula = _horner([float(c) if c.denominator > 1 else int(c), _coefficient(a)])
+            if power == 1.0:
+                yield line if isinstance(_coefficient(a), float) else (operator.mul, line, 1.0)
+            elif power == -1.0 and c == 0:
+                yield (operator.truediv, _coefficient(1 / a), "b") if a else 0
+            elif power == -1.0:
+                yield (operator.truediv, 1, line)
+            else:
+                yield (operator.pow, line, power)
+
+
+def _coefficient(value: Fraction) -> Number:
+    return int(value) if value.denominator == 1 else float(value)

@@ -1,0 +1,301 @@
+"""A forward that can be recorded up to some line only: from there on its Python runs in every step.
+
+    def forward(self, x):
+        h = self.encoder(x)                   # recorded, as fine as any other module
+        slot = int(self.pointer)              # a buffer that forward changes: no graph can know it
+        self.bank[slot] = h.detach().mean(0)
+        ...
+        return self.head(h) @ self.bank.t()
+
+Python cannot be entered in the middle. So a node runs forward from its first line, with the results of the calls that
+were recorded in place of these calls:
+
+    encoder = ...                                            # its nodes
+    rest = M_rest(bank, pointer, head..., encoder, x)        # forward(x), in which self.encoder(x) gives `encoder`
+
+Where the rest would be most of the model it is cut at the calls of its large modules, which are recorded as well:
+
+    encoder = ...
+    args = M_until_decoder(bank, pointer, encoder, x)        # forward(x), up to the line that calls self.decoder
+    decoder = ...                                            # its nodes
+    rest = M_rest(bank, pointer, encoder, decoder, x)
+
+The lines of forward itself, not the modules that it calls, run once in each of these nodes. What they write to buffers
+counts in the last one. So a line that writes, draws random numbers or reads a value of the samples (which would be the
+mini-batch's in the graph, and each micro-batch's own in such a node) must not be recorded as well
+(`calls_before_effects`), and one that draws, or writes to a value that it was given, must not run twice: then the rest
+stays in one piece. A run that calls other modules than the recording did is an error.
+
+The alternative, to keep the whole module as one node (`whole`), leaves nothing to cut where the module is the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe.errors import StateError
+from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.record.leaf_module import replica_of
+from fxpipe.tracing.record.module_hooks import forward_of
+from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque
+from fxpipe.tracing.record.recorder import BreakReached, RecordedCalls, Recorder
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.source_lines import line_of_function
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.utils.pytree import map_tensor_leaves
+
+MAX_OPAQUE_SHARE = 0.5  # share of the model's parameters in one node from which on it is cut at calls
+LARGE_MODULE_SHARE = 1 / 64  # share of the module's parameters in another one that makes its calls such places
+
+SegmentArguments = tuple[Sequence[Any], tuple[Any, ...], dict[str, Any]]  # results of calls, what forward is given
+
+
+@dataclass(frozen=True, slots=True)
+class _SegmentEnd:
+    """A segment ends where forward calls a module."""
+
+    name: str
+    is_inside: bool  # a block of no_grad, autocast, or the like
+    state: ThreadState = field(compare=False)  # of the thread; the recorded call has it, whoever runs the segment
+
+
+class _SegmentStop(BaseException):
+    """Forward has come to the end of the segment. Not for forward to catch."""
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.name, self.given, self.state = name, (args, kwargs), ThreadState.now()
+
+
+def call_with_graph_break(
+    recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs forward of a module: recorded up to a call, and what follows as nodes that run its Python.
+
+    Raises:
+        CannotRecord: they would not be right.
+    """
+    continued = recorder.graph_breaks[path]
+    names, results = _record_first_calls(recorder, module, path, args, kwargs)
+    stops = (
+        _large_modules(module)
+        if continued.may_split and _is_large_rest(recorder.model, module, names)
+        else frozenset[str]()
+    )
+    if not names and not stops:
+        raise CannotRecord("there is nothing that could be recorded before it, or after it")
+    shared, before = frozenset[Slot](), recorder.refusal
+    while True:
+        segment = _Segment(module, tuple(names), continued.calls, stops, shared)
+        try:
+            result = segment.record(recorder, path, continued.why, (tuple(results), args, kwargs))
+        except Exception as error:
+            recorder.refusal = before
+            raise _segment_error(path, error) from error
+        if segment.end is None:
+            return result
+        with set_thread_state(segment.end.state):
+            results.append(module.get_submodule(segment.end.name)(*result[0], **result[1]))
+        names.append(segment.end.name)
+        shared = segment.shared
+
+
+def _record_first_calls(
+    recorder: Recorder, module: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[str], list[Any]]:
+    """Records forward up to a call; names of the modules called, from this one on, and what they returned."""
+    count = recorder.graph_breaks[path].calls
+    if not count:
+        return [], []
+    prefix = recorder.prefixes[path] = RecordedCalls(count)
+    try:
+        with contextlib.suppress(BreakReached):
+            forward_of(module)(*args, **kwargs)
+    finally:
+        del recorder.prefixes[path]
+    names, results = zip(*prefix.results, strict=True)
+    return [name.removeprefix(f"{path}.") if path else name for name in names], list(results)
+
+
+def _segment_error(path: str, error: Exception) -> CannotRecord:
+    return CannotRecord(
+        f"the rest of forward of {path or 'the model'!r} cannot be run as Python: {error}", frozenset({path} - {""})
+    )
+
+
+def _is_large_rest(model: nn.Module, module: nn.Module, called: Sequence[str]) -> bool:
+    rest = {id(t): t for slot, t in slots_of(module).items() if not _is_in_modules(slot, called)}
+    return sum(t.numel() for t in rest.values()) > MAX_OPAQUE_SHARE * sum(p.numel() for p in model.parameters())
+
+
+def _large_modules(module: nn.Module) -> frozenset[str]:
+    """Modules in another one whose calls are worth to be recorded."""
+    least = LARGE_MODULE_SHARE * sum(p.numel() for p in module.parameters())
+    inner = module.named_modules()
+    return frozenset(path for path, m in inner if path and sum(p.numel() for p in m.parameters()) > least)
+
+
+def _is_in_modules(slot: Slot, names: Collection[str]) -> bool:
+    return any(slot.path == name or slot.path.startswith(f"{name}.") for name in names)
+
+
+@contextlib.contextmanager
+def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A block that may not write to these. Where it does, and where it fails, they are what they were before it."""
+    before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
+
+    def written() -> list[str]:
+        return [name for name, (version, _) in before.items() if buffers[name]._version != version]
+
+    try:
+        yield
+        if names := written():
+            raise OpaqueStateError(f"writes to {names[0]!r}, which it reads before it calls other modules")
+    except BaseException:
+        with torch.no_grad():
+            for name in written():
+                buffers[name].copy_(before[name][1])
+        raise
+
+
+class _Segment:
+    """Forward from its first line on, up to the call of one of `stops`, with results for calls of `names`, in order.
+
+    `shared`: the buffers that segments before it read, in another stage perhaps, and that none may write to.
+    """
+
+    def __init__(
+        self, module: nn.Module, names: tuple[str, ...], first: int, stops: frozenset[str], shared: frozenset[Slot]
+    ):
+        self.module, self.names, self.stops, self.shared = module, names, stops, shared
+        self.first = first  # of the names: before any other module was called
+        self._left_out = {
+            *stops,
+            *(name for name in names if name in _large_modules(module)),
+        }  # unless the first run calls it
+        self.end: _SegmentEnd | None = None  # known once it has run
+        self._has_run = False
+
+    def record(self, recorder: Recorder, path: str, why: str, arguments: SegmentArguments) -> Any:
+        """Runs as one node."""
+        with recorder.pause():
+            slots = self._slots_used(recorder, arguments)
+            run = replica_of(recorder.model, self.module, slots, self._run, tuple(self._left_out))
+        if self.end is not None:
+            self.shared |= {slot for slot in slots if slot.kind != "parameter"}
+        read_only = [(place, slot.name) for place, slot in enumerate(slots) if slot in self.shared]
+
+        def run_apart(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = list(tensors)
+            if self.end is not None:  # what it writes to buffers counts in the last segment
+                for place, _ in read_only:
+                    given[place] = given[place].clone()
+                return run(given, args, kwargs)
+            with _unwritten({name: given[place] for place, name in read_only}):
+                return run(given, args, kwargs)
+
+        name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
+        tensors = [slot.get(self.module) for slot in slots]
+        before, recorder.origin = recorder.origin, (path, line_of_function(forward_of(self.module)))
+        try:
+            result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
+        finally:
+            recorder.origin = before
+        if self.end is not None and node.meta["random"]:
+            raise CannotRecord("it draws random numbers")
+        if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
+            raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
+        if not node.meta["changes"].isdisjoint(recorder.made.storages.name(tensors[place]) for place, _ in read_only):
+            raise CannotRecord("it changes a buffer that it reads before it calls other modules")
+        node.meta.update(whole=path, why=why, continued=self.names, recorded_calls=self.first)
+        return result
+
+    def _slots_used(self, recorder: Recorder, arguments: SegmentArguments) -> tuple[Slot, ...]:
+        """The tensors that it is given: those outside of the modules that do not run, and those inside that it uses.
+
+        The first run, which tells. Of buffers a segment that is not the last one is given those that it uses: what is
+        written to them later must not come back to an earlier stage.
+        """
+        slots = slots_of(self.module)
+        outside = [slot for slot in slots if not _is_in_modules(slot, self._left_out)]
+        run = replica_of(recorder.model, self.module, (), self._run)
+        copied = map_tensor_leaves(torch.clone, arguments)
+        drawn = len(recorder.draws_from_stream)
+        with without_gradients(recorder.model), preserve_state(recorder.model):
+            recorder.external_tensors.clear()
+            run((), copied, {})
+            used = set(map(id, recorder.external_tensors))
+        del recorder.draws_from_stream[drawn:]
+        if self.end is not None:
+            outside = [slot for slot in outside if slot.kind == "parameter"]
+        return tuple(slot for slot, tensor in slots.items() if slot in outside or id(tensor) in used)
+
+    def _run(self, replica: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> Any:
+        results, args, kwargs = arguments
+        versions = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
+        answers = list(zip(self.names, results, strict=True))
+        result, end, outside = None, None, ThreadState.now()
+        try:
+            with self._answered(replica, answers):
+                result = forward_of(replica)(*args, **kwargs)
+        except _SegmentStop as stop:
+            result, end = stop.given, _SegmentEnd(stop.name, stop.state != outside, stop.state)
+        if answers or (self._has_run and end != self.end):
+            raise StateError(self._other_calls(end.name if end else None))
+        if end is not None and any(tensor._version != version for tensor, version in versions):
+            raise OpaqueStateError("writes to a value that it was given", "write to a copy (clone)")
+        if not self._has_run:
+            self.end, self._has_run = end, True
+        return result
+
+    @contextlib.contextmanager
+    def _answered(self, replica: nn.Module, answers: list[tuple[str, Any]]) -> Iterator[None]:
+        """A block in which calls of modules have these results, and then end it."""
+
+        def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            own = modules[name].__dict__
+            own.pop("_compiled_call_impl")
+            try:
+                return modules[name](*args, **kwargs)
+            finally:
+                own["_compiled_call_impl"] = call_of(name)
+
+        def call_of(name: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if answers and answers[0][0] == name:
+                    return answers.pop(0)[1]
+                if name in self.stops and not answers:
+                    raise _SegmentStop(name, args, kwargs)
+                is_first = len(answers) > len(self.names) - self.first
+                if is_first or name in self.stops or (name in self._left_out and self._has_run):
+                    raise StateError(self._other_calls(name))
+                self._left_out.discard(name)
+                return run(name, args, kwargs)
+
+            return call
+
+        # Where torch looks for what a module was compiled to, before its hooks and its forward.
+        modules = {name: replica.get_submodule(name) for name in (*self.names, *self.stops)}
+        try:
+            for name, module in modules.items():
+                module.__dict__["_compiled_call_impl"] = call_of(name)
+            yield
+        finally:
+            for module in modules.values():
+                module.__dict__.pop("_compiled_call_impl", None)
+
+    def _other_calls(self, name: str | None) -> str:
+        expected = f"calls {self.end.name!r}" if self.end else "returns"
+        does = f"calls {name!r}" if name else "returns"
+        return (
+            f"forward {does} after {', '.join(map(repr, self.names)) or 'no other module'}, where it {expected} when "
+            "it was traced: which modules it calls depends on values that only a stage knows; put these lines into a "
+            "module inside, which is kept whole"
+        )

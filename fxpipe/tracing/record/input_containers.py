@@ -1,0 +1,115 @@
+"""Containers among the inputs that forward changes: a graph holds tensors, and the caller's dict would stay as it was.
+
+aux["h"] = h
+aux["log"].append(1)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.record.module_hooks import original_module
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
+from fxpipe.tracing.traced import InputLeaf, equal_constants
+from fxpipe.utils.pytree import flatten_with_paths, preserve_objects
+
+# -- How forward calls its inputs, and the user the leaves in them: `x`, `xs[1]`, `batch['ids']` ---------------------
+
+
+def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
+    """The argument of forward that holds a leaf of (args, kwargs)."""
+    first = path[1]
+    if not isinstance(first, pytree.SequenceKey):
+        return str(first.key)  # type: ignore[attr-defined]
+    place, parameters = first.idx, list(inspect.signature(original_module(model).forward).parameters.values())
+    for number, parameter in enumerate(parameters[: place + 1]):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{place - number}]"
+    return parameters[place].name if place < len(parameters) else f"args[{place}]"
+
+
+def leaf_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
+    """A leaf of (args, kwargs) as the user would write it."""
+    return argument_name(model, path) + "".join(map(str, path[2:]))
+
+
+def changed_input_item(
+    model: nn.Module, tree: Any, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec
+) -> str | None:
+    """What forward has put into, taken out of, or replaced in a container among its inputs, as the user would write it.
+
+    Args:
+        tree: (args, kwargs) as they are after forward.
+        leaves, values, spec: what they were made of.
+    """
+    paths, new_spec = flatten_with_paths(tree)
+    now = {leaf_name(model, path): value for path, value in paths}
+    old = {leaf.path: x if leaf.is_tensor else leaf.constant for leaf, x in zip(leaves, values, strict=True)}
+    for name in (*now, *old):
+        if name not in now or name not in old or not _is_same_leaf(old[name], now[name]):
+            return name
+    return None if new_spec == spec else "the structure"
+
+
+def changed_container_error(name: str, line: str = UNKNOWN_LINE) -> CannotRecord:
+    """The error to raise; no other way would make it right."""
+    where = "" if line == UNKNOWN_LINE else f" at {line}"
+    return CannotRecord(
+        f"forward changes {name} in an object that it was given as an input{where}, and a graph cannot: the caller's "
+        "object would stay as it was. Let forward return what it makes, or put it into a copy (dict(batch)); for what "
+        "is kept from step to step give a tensor that forward writes to (state.copy_(h)), or use buffers; for a cache: "
+        "leave it out, and forward makes one",
+        is_final=True,
+    )
+
+
+def _is_same_leaf(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return left is right
+    return equal_constants(left, right)
+
+
+def line_of_change(model: nn.Module, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec) -> str:
+    """The user's line that changes a container among the inputs; unknown where no line of the user's does.
+
+    Runs the model and looks after each line of the user's code, so that it takes a while.
+    """
+    tree = pytree.tree_unflatten(values, spec)
+    lines: dict[FrameType, int] = {}
+    result = UNKNOWN_LINE
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal result
+        if result == UNKNOWN_LINE and frame in lines and changed_input_item(model, tree, leaves, values, spec):
+            result = f"{frame.f_code.co_filename}:{lines[frame]}"
+        lines[frame] = frame.f_lineno
+        return look if result == UNKNOWN_LINE else None
+
+    def enter(frame: FrameType, event: str, _: Any) -> Any:
+        return look if result == UNKNOWN_LINE and is_user_file(frame.f_code.co_filename) else None
+
+    args, kwargs = tree
+    with preserve_state(model), preserve_objects(spec), _sys_trace(enter), contextlib.suppress(Exception):
+        model(*args, **kwargs)
+    return result
+
+
+@contextlib.contextmanager
+def _sys_trace(function: Any) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(function)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -1,0 +1,230 @@
+"""What the first forward of a model makes and no later one changes: it is made before the model is traced.
+
+    if self.padding is None: self.padding = (...)       an attribute that is set once
+    self.cache[x.device] = bias                         what is put into a dict, and found there
+    self.attn = a.detach()                              an attribute that was not there
+
+Tracing puts everything back, and a graph of the first call would make these in every step, or could not. So the model
+is called once, what it has made stays, and the next call is recorded. Values of tensors that were there before are put
+back: statistics count what training shows the model, and nothing else.
+
+That is right where the first call does what a later one does. So both are compared, on the samples that made the state
+and on others: a forward that takes its first statistics or scales from the first batch does something else on these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.interpreter import copy_of_input
+from fxpipe.tracing.model_state import MODULE_DICT_KEYS, Snapshot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.module_attributes import AttributeGuard
+from fxpipe.tracing.record.module_hooks import run_model
+from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.equivalence import is_close
+from fxpipe.utils.pytree import preserve_objects
+
+
+@dataclass(frozen=True, slots=True)
+class _LazyItem:
+    """What a call has put into a `__dict__`, a store of buffers, a list or a dict of the model."""
+
+    name: str
+    owner: dict[str, Any] | None  # of the attribute; None: a container is filled
+    key: str
+    value: Any  # the attribute, or a copy of the container
+    container: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _LazyCall:
+    outputs: list[Any]
+    tensors: dict[str, torch.Tensor]  # of the model, after it
+    made: list[_LazyItem] | None  # None: it has done what cannot be kept
+
+
+@dataclass(frozen=True, slots=True)
+class LazyState:
+    """What was made, and what had been there."""
+
+    made: tuple[_LazyItem, ...]
+    before: tuple[tuple[Any, bool | None], ...]
+
+    @property
+    def attributes(self) -> tuple[AttributeGuard, ...]:
+        """Those that are no tensors: other ones, made for other inputs, are another graph's."""
+        return tuple(
+            AttributeGuard.now(m.owner, m.key) for m in self.made if m.owner is not None and not _is_tensor(m.value)
+        )
+
+    def remove(self) -> None:
+        _remove_items(self.made, self.before)
+
+
+def new_attributes(traced: Traced) -> list[str]:
+    """Those that forward sets and the model does not have, or has as a None that forward asks for."""
+    asked = {(id(kept.owner), kept.name) for kept in traced.attributes_read if kept.value is None}
+    found = []
+    for name in traced.assigned:
+        path, _, key = name.rpartition(".")
+        own, buffers = (module := traced.model.get_submodule(path)).__dict__, module._buffers
+        if (key not in own and key not in buffers) or ((id(own), key) in asked and own.get(key) is None):
+            found.append(name)
+    return found
+
+
+def make_lazy_state(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None
+) -> LazyState | None:
+    """Calls the model, and leaves in it what the first call makes and no later one changes.
+
+    Returns:
+        What was made; None where each call makes something else, or none makes anything.
+
+    Raises:
+        CannotRecord: the first call computes something else than a later one; names what it makes.
+    """
+    if is_faked():
+        return None
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    others = _other_samples(values, candidate_dims(leaves, in_dims))
+    try:
+        first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
+        made = first.made
+        if not made:
+            return None
+        before = [(_copy(m.container), None) if m.owner is None else _current_item(m.owner, m.key) for m in made]
+        _put_items(made)
+        later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
+    except Exception:
+        return None  # the model will say so itself
+    if later.made == [] and later_of_others.made == []:
+        if (
+            _calls_agree(first, later)
+            and _calls_agree(first_of_others, later_of_others)
+            and not _values_agree(values, others)
+        ):
+            return LazyState(tuple(made), tuple(before))
+        is_once = True
+    else:
+        is_once = False
+    _remove_items(made, before)
+    if is_once:
+        raise CannotRecord(
+            f"forward makes {made[0].name!r} when it is first called, and what it computes or keeps then is not what "
+            "it computes later, or that cannot be told from these samples; call the model once (model(...)) before it "
+            "is planned",
+            is_final=True,
+        )
+    return None
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _other_samples(values: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+    """Other samples: the first one again and again, of half its size."""
+
+    def other(value: torch.Tensor, dim: int) -> torch.Tensor:
+        one = value.detach().narrow(dim, 0, 1).expand_as(value).clone()
+        return (one * 0.5 if one.is_floating_point() else one).requires_grad_(value.requires_grad)
+
+    return [value if dim is None else other(value, dim) for value, dim in zip(values, dims, strict=True)]
+
+
+def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -> _LazyCall:
+    with preserve_state(model) as snapshot, without_gradients(model), preserve_objects(spec):
+        torch.manual_seed(0)
+        args, kwargs = pytree.tree_unflatten(list(map(copy_of_input, values)), spec)
+        result = run_model(model, args, kwargs)
+        outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in pytree.tree_leaves(result)]
+        tensors = {slot.name: tensor.detach().clone() for slot, tensor in slots_of(model).items()}
+        return _LazyCall(outputs, tensors, _new_items(snapshot))
+
+
+def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
+    found = []
+    for path, owner, before in snapshot.dicts():
+        if before.keys() - owner.keys():
+            return None
+        for key, value in owner.items():
+            if key in before and (value is before[key] or _is_set_to(value, before[key])):
+                continue
+            if key in before and type(value) is type(before[key]) and _is_equal(value, before[key]):
+                continue
+            if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
+                return None
+            kept = value.detach() if isinstance(value, torch.Tensor) else value
+            found.append(_LazyItem(f"{path}.{key}" if path else key, owner, key, kept))
+    for name, container in snapshot.containers_changed():
+        if not MODULE_DICT_KEYS.isdisjoint(name.split(".")):  # hooks
+            return None
+        items = container.values() if isinstance(container, dict) else container
+        if any(_is_tensor(item) and item.requires_grad for item in items):
+            return None
+        found.append(_LazyItem(name, None, "", _copy(container), container))
+    return found
+
+
+def _is_set_to(value: Any, before: Any) -> bool:
+    """Another tensor where there was one: a state. Where that was empty nobody had made it yet."""
+    return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    return isinstance(left, (bool, int, float, complex, str, tuple)) and bool(left == right)
+
+
+def _copy(container: Any) -> Any:
+    return type(container)(container) if type(container) in (list, dict, set) else list(container)
+
+
+def _current_item(owner: dict[str, Any], key: str) -> tuple[Any, bool | None]:
+    return owner.get(key), key in owner
+
+
+def _put_items(made: Sequence[_LazyItem]) -> None:
+    for one in made:
+        if one.owner is not None:
+            one.owner[one.key] = one.value
+        else:
+            _fill(one.container, one.value)
+
+
+def _remove_items(made: Sequence[_LazyItem], before: Sequence[tuple[Any, bool | None]]) -> None:
+    for one, (value, was_there) in zip(made, before, strict=True):
+        if one.owner is None:
+            _fill(one.container, value)
+        elif was_there:
+            one.owner[one.key] = value
+        else:
+            del one.owner[one.key]
+
+
+def _fill(container: Any, items: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+
+
+def _values_agree(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return all(is_close(a, b) for a, b in zip(left, right, strict=True))
+
+
+def _calls_agree(left: _LazyCall, right: _LazyCall) -> bool:
+    if len(left.outputs) != len(right.outputs) or left.tensors.keys() != right.tensors.keys():
+        return False
+    return _values_agree(left.outputs, right.outputs) and _values_agree(
+        [*left.tensors.values()], [*right.tensors.values()]
+    )

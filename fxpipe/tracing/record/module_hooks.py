@@ -1,0 +1,115 @@
+"""Hooks on modules: which are computation, and what calls them.
+
+Those of torch itself (weight_norm) and those by which transformers collects hidden states only compute: they are
+recorded as if they stood in forward. All others are the user's and run in every step:
+
+- on the model itself, for the mini-batch, in the caller's thread, around the whole pipeline (backward hooks, too);
+- on a module inside, for each micro-batch, in the thread of its stage, as a node of the graph; once more where a
+  micro-batch is recomputed. They also run while a graph is recorded, compared with the model and measured. A module
+  with backward hooks, or whose hooks use its tensors, is kept whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from fxpipe.errors import StateError
+
+_COMPUTATION_MODULES = ("torch.nn.utils", "transformers.utils.output_capturing")
+COMPUTATION_ATTRIBUTES = frozenset({"_output_capturing_hooks_installed"})  # attributes by which such hooks are known
+
+CallHook = Callable[[Any, tuple[Any, ...]], Any]  # (hook, its arguments after the module) -> what it returns
+
+
+def is_computation_hook(hook: Any) -> bool:
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(home).startswith(_COMPUTATION_MODULES)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Is it what `torch.compile` has made of another module?"""
+    return type(module).__module__ == "torch._dynamo.eval_frame"
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """A module; of a compiled one the module that it was made from."""
+    return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """What a module runs, its hooks aside, where nothing is compiled."""
+    return original_module(module) if is_compiled_module(module) else module.forward
+
+
+def user_hooks_of(model: nn.Module) -> list[Any]:
+    """The user's hooks on the model itself."""
+    stores = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
+    return [hook for store in stores for hook in store.values() if not is_computation_hook(hook)]
+
+
+def run_with_user_hooks(
+    model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a model's user hooks around `run`, which runs the model for a mini-batch.
+
+    Raises:
+        StateError: it has a backward hook of the old kind.
+    """
+    if model._backward_hooks and model._is_full_backward_hook is False:
+        raise StateError(
+            "the model has a hook by register_backward_hook, which sees the gradients of its last function only; use "
+            "register_full_backward_hook"
+        )
+
+    def call(hook: Any, given: tuple[Any, ...]) -> Any:
+        return None if is_computation_hook(hook) else hook(model, *given)
+
+    if not model._backward_hooks and not model._backward_pre_hooks:
+        return run_with_hooks(model, run, call, args, kwargs)
+    # Of backward hooks torch's own class takes care, as in `nn.Module.__call__`.
+    watching = BackwardHook(model, list(model._backward_hooks.values()), list(model._backward_pre_hooks.values()))
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return run(*watching.setup_input_hook(args), **kwargs)
+
+    return watching.setup_output_hook(run_with_hooks(model, watched, call, args, kwargs))
+
+
+def run_with_hooks(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: CallHook,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """What `nn.Module.__call__` does around `forward`, with `call` for each hook."""
+    given: tuple[Any, ...]
+    for key, hook in list(module._forward_pre_hooks.items()):
+        with_kwargs = key in module._forward_pre_hooks_with_kwargs
+        given = (args, kwargs) if with_kwargs else (args,)
+        found = call(hook, given)
+        if found is not None and with_kwargs:
+            args, kwargs = found
+        elif found is not None:
+            args = found if isinstance(found, tuple) else (found,)
+    result = forward(*args, **kwargs)
+    for key, hook in list(module._forward_hooks.items()):
+        given = (args, kwargs, result) if key in module._forward_hooks_with_kwargs else (args, result)
+        found = call(hook, given)
+        result = result if found is None else found
+    return result
+
+
+def run_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Callable[..., Any] | None = None
+) -> Any:
+    """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself."""
+
+    def call(hook: Any, given: tuple[Any, ...]) -> Any:
+        return hook(model, *given) if is_computation_hook(hook) else None
+
+    return run_with_hooks(model, forward or forward_of(model), call, args, kwargs)

@@ -1,0 +1,360 @@
+"""Python that runs in every step: each call of it is one node of the graph.
+
+Functions that the user marks as leaves, hooks, what `torch.func` makes of a function, modules kept whole (`whole`).
+Such a node is a function of the tensors among its arguments, in whatever structure they come. That it uses nothing else
+is verified: the autograd graph of its first run must end in what it was given, it may touch no other tensor that
+forward or the model has, and nothing else of the model may have changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.autograd import leaves_below
+from fxpipe.errors import StateError
+from fxpipe.tracing.model_state import (
+    equal_tensors,
+    preserve_rng,
+    python_rng_state,
+    same_python_rng_state,
+    slots_of,
+    without_gradients,
+)
+from fxpipe.tracing.record.recorded_sizes import RecordedSize
+from fxpipe.tracing.record.recorder import Recorder
+from fxpipe.tracing.record.uncomputed_tensors import refuse_without_values
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.tensors import hidden_tensors, storage_of, tensors_in
+from fxpipe.utils.pytree import StructureError, flatten_dataclasses, leaves_by_structure
+
+F = TypeVar("F", bound=Callable[..., Any])
+# What runs: (tensors that its node is given beside the arguments, arguments, keyword arguments) -> its result.
+OpaqueRun = Callable[[Sequence[torch.Tensor], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Active(threading.local):
+    recorder: Recorder | None = None
+
+
+active = _Active()  # which recorder records in this thread
+
+
+class OpaqueStateError(Exception):
+    """What runs as one node has kept something for its next run, or for others."""
+
+    def __init__(self, what: str, remedy: str = "keep what forward changes in a buffer (register_buffer)"):
+        super().__init__(what)
+        self.remedy = remedy
+
+
+def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Calls a hook of a module as one node. One that uses tensors of the module needs the module whole."""
+
+    def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hook(module, *args)
+
+    name = getattr(hook, "__name__", type(hook).__name__)
+    hooks = [store for key, store in module.__dict__.items() if key.endswith("_hooks")]
+    before = [dict(store) for store in hooks]
+    try:
+        label = f"hook_{name}" if name.isidentifier() else "hook"
+        result, node = call_opaque(recorder, run, label, [], given, {}, in_module=True)
+    finally:
+        for store, items in zip(hooks, before, strict=True):  # it may have taken itself off: that is for a step to do
+            store.clear()
+            store.update(items)
+    node.meta["hook"] = True
+    return result
+
+
+def call_transform(recorder: Recorder, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls what `torch.func` has made of a function as one node."""
+
+    def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+        return function(*a, **k)
+
+    return call_opaque(recorder, run, name, [], args, kwargs, in_module=True)[0]
+
+
+def leaf(function: F) -> F:
+    """Marks a function that a graph shall call as it is, as one node, instead of what it does.
+
+        @fxpipe.leaf
+        def route(tokens, scores): ...      # reads values, calls a library: anything
+
+    It is given tensors (in tuples, lists and dicts, too) and gives such back, of the same structure every time. It runs
+    for each micro-batch, on the stage's device and with gradients.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder = active.recorder
+        if recorder is None or recorder.paused:
+            return function(*args, **kwargs)
+
+        def run(_: Sequence[torch.Tensor], a: tuple[Any, ...], k: dict[str, Any]) -> Any:
+            return function(*a, **k)
+
+        return call_opaque(recorder, run, getattr(function, "__name__", "leaf"), [], args, kwargs)[0]
+
+    return call  # type: ignore[return-value]
+
+
+def call_opaque(
+    recorder: Recorder,
+    run: OpaqueRun,
+    name: str,
+    tensors: list[torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_module: bool = False,
+    final: bool = True,
+) -> tuple[Any, fx.Node]:
+    """Runs something and leaves a node `name(tensors, leaves of the arguments)`, which makes the result's leaves.
+
+    Args:
+        in_module: what it uses from outside it may be given where the module that calls it is kept whole.
+        final: it is one node because the user wants it so, and what is refused ends the search.
+    """
+
+    def refuse(what: str, remedy: str) -> CannotRecord:
+        error = recorder.refuse(f"runs {name}, kept whole, which {what}", remedy, whole=in_module)
+        error.is_final = final and not in_module
+        return error
+
+    leaves, spec = flatten_dataclasses((args, kwargs), lambda x: isinstance(x, (torch.Tensor, RecordedSize)))
+    has_objects = pytree.tree_structure((args, kwargs)) != spec  # which the node makes anew
+    nodes: list[Any] = []
+    fixed: dict[int, Any] = {}  # arguments that are no matter of a graph
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, (torch.Tensor, RecordedSize)):
+            nodes.append(recorder.node_argument(leaf))
+            continue
+        if type(leaf) in (int, float):  # may hang on the batch size
+            nodes.append(leaf)
+            continue
+        if any(recorder.knows(t) for t in hidden_tensors(leaf)):
+            raise refuse(
+                f"is given a {type(leaf).__module__}.{type(leaf).__qualname__} that holds tensors",
+                "give it tensors in tuples, lists, dicts or dataclasses",
+            )
+        nodes.append(None)
+        fixed[place] = leaf
+    node_args = (tuple(map(recorder.node_of, tensors)), tuple(nodes))
+    first: list[Any] = []
+
+    def whole(given: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+        filled = [fixed.get(place, value) for place, value in enumerate(values)]
+        a, k = pytree.tree_unflatten(filled, spec)
+        try:
+            made, made_spec = flatten_dataclasses(run(given, a, k), _is_tensor)
+        except OpaqueStateError as error:
+            if not first:
+                raise
+            raise StateError(
+                f"{name}, kept whole, {error}, which it did not when it was traced; keep it in a buffer "
+                "(register_buffer)"
+            ) from None
+        if not first:
+            if has_objects and _is_changed((a, k), spec, filled):
+                raise OpaqueStateError("changes an object that it is given", "make a new one, and return it")
+            first.extend((made_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in made]))
+        elif made_spec != first[0] or not all(map(_is_as_before, made, first[1])):
+            raise StateError(
+                f"{name} gives another kind of output than when it was traced; let it give tensors of the same "
+                "structure every time"
+            )
+        return tuple(made)
+
+    whole.__name__ = whole.__qualname__ = name
+    whole.__module__ = __name__
+    # On values cut from what was before them, so that the graph of what runs ends in what it was given.
+    with recorder.pause():
+        own = list(map(_parameter_copy, tensors))
+        plain, ends = _cut_graph(leaves)
+        storages = list(map(storage_of, own))
+        others = _tensors_not_given(recorder.model, [*own, *(x for x in plain if isinstance(x, torch.Tensor))])
+        buffers = [(t, t.detach().clone()) for t in tensors if not isinstance(t, nn.Parameter)]
+    recorder.note_python_rng()
+    before, applied = python_rng_state(), recorder.applied_inside
+    recorder.external_tensors.clear()
+    try:
+        made, random = recorder.run(whole, (own, plain), {})
+    except OpaqueStateError as error:
+        raise refuse(str(error), error.remedy) from error
+    outside = list(recorder.external_tensors)
+    rolled = not same_python_rng_state(before, python_rng_state())
+    recorder.skip_python_rng()
+    if recorder.applied_inside != applied:
+        refuse_without_values("an autograd.Function is applied in what is kept whole")
+    with recorder.pause():
+        own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, made, [*own, *ends])
+        strangers = _external_tensors(made, [*own, *ends])
+        if strangers and not any(recorder.name_of(t) for t in strangers):  # made inside, or kept somewhere?
+            drawn = len(recorder.draws_from_stream)
+            again = recorder.run(
+                whole, (list(map(_parameter_copy, tensors)), _cut_graph(list(map(_clone, leaves)))[0]), {}
+            )[0]
+            strangers = [t for t in strangers if id(t) in {id(other) for other in _external_tensors(again, [])}]
+            del recorder.draws_from_stream[drawn:]
+            recorder.skip_python_rng()
+        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and mine._version]
+        changed_buffers = [t for t, old in buffers if not equal_tensors(t, old)]
+        written = [key for key, tensor, version in others if tensor._version != version]
+        has_run_backward = any(t.grad is not None for t in (*own, *ends))
+        moved = list(map(storage_of, own)) != storages
+    if outside:
+        raise refuse(
+            f"uses {_tensor_names(recorder, outside)} from outside (a closure, a patched method)",
+            "use tensors of the module itself (self.weight), or give them as arguments",
+        )
+    if strangers:
+        raise refuse(
+            f"uses {_tensor_names(recorder, strangers)} from outside (a closure, a patched method)",
+            "use tensors of the module itself (self.weight), or give them as arguments",
+        )
+    if changed:
+        raise refuse(
+            f"writes to the parameter {recorder.name_of(changed[0])!r}",
+            "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward",
+        )
+    if written:
+        raise refuse(f"writes to {written[0]!r} outside of it", "keep what it changes in a buffer (register_buffer)")
+    if own_gradients:
+        raise recorder.refuse(
+            f"runs {name}, kept whole, with an autograd.Function whose backward runs backward and fills `.grad` itself",
+            "let it be given the parameters and return their gradients (torch.autograd.grad in place of backward), or "
+            "call the modules in it as usual: the pipeline recomputes by itself (checkpoint=)",
+            whole=False,
+        )
+    if has_run_backward:
+        raise recorder.refuse(f"runs {name}, kept whole, which runs backward", "do so outside forward", whole=False)
+    if moved:
+        raise refuse("sets the data of a tensor", "write to it (copy_)")
+    if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):
+        raise refuse(
+            "returns an object that holds tensors and is unknown to torch",
+            "return tuples, lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)",
+        )
+    node = recorder.add("call_function", whole, node_args)
+    node.meta.update(random=random or rolled, dice=rolled, opaque=True, constants=(fixed, spec))
+    node.meta["changes"] |= {recorder.made.storages.name(t) for t in changed_buffers}
+    recorder.keep(made, node)
+    return pytree.tree_unflatten(made, first[0]), node
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_changed(given: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
+    """Has what runs put something else into its arguments?"""
+    try:
+        return any(now is not leaf for now, leaf in zip(leaves_by_structure(given, spec), leaves, strict=True))
+    except StructureError:
+        return True
+
+
+def _parameter_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The end of a graph with the value of a parameter or a buffer. A parameter must not be written to: a copy is."""
+    value = tensor.detach()
+    return (value.clone() if isinstance(tensor, nn.Parameter) else value).requires_grad_(tensor.requires_grad)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class _GraphCut(torch.autograd.Function):
+    """Makes a tensor the child of `end`, a leaf, in place: it may be written to, as what a module makes may."""
+
+    @staticmethod
+    def forward(ctx: Any, end: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(0), gradient  # so that a backward inside of what runs leaves `end.grad`
+
+
+def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    """The same values in the same memory, without what made them; and where their graphs end."""
+    values: list[Any] = []
+    ends: list[torch.Tensor] = []
+    for value in leaves:
+        if isinstance(value, RecordedSize):
+            values.append(value.value)
+        elif not isinstance(value, torch.Tensor):
+            values.append(value)
+        elif value.grad_fn is None:
+            values.append(value.detach().requires_grad_(value.requires_grad))
+            ends.append(values[-1])
+        else:
+            ends.append(torch.empty(0, requires_grad=True))
+            with torch.enable_grad():
+                values.append(_GraphCut.apply(ends[-1], value.detach()))
+    return values, ends
+
+
+def _is_as_before(now: Any, before: Any) -> bool:
+    """Is this leaf of the output the one of the recording? Objects that cannot be compared are new every time.
+
+    `before` is `torch.Tensor` for any tensor.
+    """
+    if isinstance(now, torch.Tensor):
+        return before is torch.Tensor
+    if type(now) is not type(before):
+        return False
+    if getattr(type(now), "__eq__", None) is object.__eq__:
+        return True
+    same: Any = now == before
+    return bool(same.all()) if hasattr(same, "all") else bool(same) or now is before or (now != now) is True
+
+
+def _tensors_not_given(model: nn.Module, given: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+    """The tensors of a model that are not given, by name, and their versions."""
+    own = {storage_of(t) for t in given}
+    found = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
+    return [(name, tensor, tensor._version) for name, tensor in found if storage_of(tensor) not in own]
+
+
+def _external_tensors(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What requires grad and was used to make something, but was not given."""
+    known = {id(t) for t in given}
+    used = [x for t in tensors_in(tuple(made)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_below(t))]
+    return [x for x in used if id(x) not in known]
+
+
+def _puts_gradients(model: nn.Module, made: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
+    """Does the backward of what has run put gradients into leaves, where a stage would not find them?
+
+    An autograd.Function may run backward in its backward, as those of reversible networks do.
+    """
+    roots = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in ends if t.requires_grad]
+    if not roots or not leaves:
+        return False
+    parameters = list(model.parameters())
+    with preserve_rng(), without_gradients(model), contextlib.suppress(Exception):  # a step will raise it
+        torch.autograd.grad(roots, leaves, list(map(torch.ones_like, roots)), retain_graph=True, allow_unused=True)
+        return any(t.grad is not None for t in (*parameters, *ends))
+    return False
+
+
+def _tensor_names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
+    def name(tensor: torch.Tensor) -> str:
+        if recorder.knows(tensor):
+            return "a tensor that forward has made"
+        found = recorder.name_of(tensor)
+        return repr(found) if found is not None else "a tensor of its own"
+
+    return ", ".join(sorted(set(map(name, tensors))))

@@ -1,0 +1,233 @@
+"""What a function mode does not see, followed while a model is recorded, in the recording thread only:
+
+- calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
+  module, which has to run in every step;
+- `torch.vmap`, which becomes one node: under it torch functions are given batches that look like samples;
+- applications of an `autograd.Function`, through whatever alias: each becomes one node that keeps its backward.
+  `torch.utils.checkpoint` is called through, with its functions of that kind: recompute is the pipeline's own business;
+- attributes of modules that forward reads (`dropout.p`): with others it is another graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._functorch import apis
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from fxpipe._torch.autograd_functions import Apply, FunctionClass, has_context, intercept_apply
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.tracing.model_state import MODULE_DICT_KEYS
+from fxpipe.tracing.record.graph_break import call_with_graph_break
+from fxpipe.tracing.record.leaf_module import call_leaf_module
+from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
+from fxpipe.tracing.record.opaque_call import active, call_hook, call_transform
+from fxpipe.tracing.record.recorder import Recorder, RunningModule
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.utils.locks import ForkSafeLock
+
+_apis: Any = apis
+PATCH_TURN = ForkSafeLock()  # one recording at a time puts its patches in and takes them out
+
+
+@contextlib.contextmanager
+def patch_for_recording(recorder: Recorder) -> Iterator[None]:
+    """A block in which modules and autograd functions tell the recorder."""
+    here = threading.get_ident()
+    PATCH_TURN.acquire()
+    outer, active.recorder = active.recorder, recorder
+    module_call = nn.Module.__call__
+
+    def is_elsewhere() -> bool:
+        return threading.get_ident() != here or recorder.paused > 0
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_elsewhere():
+            return module_call(module, *args, **kwargs)
+        return _call_module(recorder, module, args, kwargs)
+
+    def apply(plain: Apply, function: FunctionClass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is CheckpointFunction and threading.get_ident() == here and recorder.paused:
+            raise recorder.refuse(
+                "uses torch.utils.checkpoint(use_reentrant=True) in what is kept whole",
+                "use checkpoint(..., use_reentrant=False), or none: the pipeline recomputes by itself",
+                whole=False,
+            )
+        if is_elsewhere():
+            recorder.applied_inside += threading.get_ident() == here
+            return plain(function, *args, **kwargs)
+        if function is CheckpointFunction:
+            return args[0](*args[2:])
+        if function.__module__ == CheckpointFunction.__module__:  # keeps inputs for a recompute (torch 2.11; not 2.13)
+            return recorder.run(plain, (function, *args), kwargs)[0]
+        node_args, node_kwargs = recorder.node_argument(args), recorder.node_argument(kwargs)
+        result, random = recorder.run(plain, (function, *args), kwargs)
+        _add_application(recorder, plain, function, node_args, node_kwargs, result, random)
+        return result
+
+    def getattribute(module: nn.Module, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        # Of modules in plain lists `training` as well: `flags` does not know them.
+        if (
+            name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
+        ) and not is_elsewhere():
+            own = object.__getattribute__(module, "__dict__")  # not what its class has: see `flags`
+            if name in own:
+                recorder.note_attribute(own, name)
+        return value
+
+    map_batch: Any = _apis.vmap_impl
+
+    def vmap(function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
+        settings, args = settings_and_args[:4], settings_and_args[4:]  # in_dims, out_dims, randomness, chunk_size
+        if is_elsewhere() or torch._C._functorch.peek_interpreter_stack() is not None:
+            return map_batch(function, *settings, *args, **kwargs)
+        return call_transform(recorder, "vmap", functools.partial(map_batch, function, *settings), args, kwargs)
+
+    _apis.vmap_impl = vmap
+    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        with intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
+            yield
+    finally:
+        del nn.Module.__getattribute__
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        _apis.vmap_impl = map_batch
+        active.recorder = outer
+        PATCH_TURN.release()
+
+
+class _HiddenApplications:
+    """Records an application that reaches C by a way of its own, from inside: when C calls forward."""
+
+    def __init__(self, recorder: Recorder, is_elsewhere: Callable[[], bool]):
+        self._recorder, self._is_elsewhere = recorder, is_elsewhere
+
+    def is_watching(self) -> bool:
+        return not self._is_elsewhere()
+
+    def forward(
+        self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
+    ) -> Any:
+        recorder = self._recorder
+        context, given = (args[:1], args[1:]) if has_context(function) else ((), args)
+        node_args, node_kwargs = recorder.node_argument(given), recorder.node_argument(kwargs)
+        result, random = recorder.run(forward, args, kwargs)
+        # An input that is returned as it is C would return as another object, which nobody knows. Not what forward
+        # writes to; where there is no context yet, nobody can tell.
+        kept = {id(t) for ctx in context for t in ctx.dirty_tensors or ()}
+        returned = {id(t) for t in tensors_in((given, kwargs)) if context} - kept
+        with recorder.pause():
+            result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
+        node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
+        node.meta["state"] = state
+        for tensor in tensors_in(result):  # C is going to give it its node
+            recorder.made.expect_backward(tensor, function.__name__)
+        return result
+
+    def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
+        with self._recorder.pause():
+            return setup(*args)
+
+
+def _apply(function: FunctionClass, *args: Any, **kwargs: Any) -> Any:
+    return function.apply(*args, **kwargs)
+
+
+def _add_application(
+    recorder: Recorder, apply: Apply, function: FunctionClass, args: Any, kwargs: Any, result: Any, random: bool
+) -> fx.Node:
+    """The node of an `autograd.Function`, a plain function with its name, for the code of the graph."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return apply(function, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__module__ = function.__module__
+    node = recorder.add("call_function", call, args, kwargs)
+    node.meta["random"] = random
+    recorder.keep(result, node)
+    return node
+
+
+def _call_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _run_module(recorder, module, args, kwargs)
+    recorder.note_call(recorder.paths.get(id(module), recorder.module), result)
+    return result
+
+
+def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    path = recorder.paths.get(id(module), recorder.module)
+    if path in recorder.whole and recorder.paths.get(id(module)):
+        return call_leaf_module(recorder, module, path, args, kwargs)
+    recorder.note_python_rng()
+    recorder.stack.append(RunningModule.now(path, module))
+    try:
+        forward = forward_of(module)
+        if path in recorder.graph_breaks and recorder.paths.get(id(module)) == path:
+            forward = _forward_with_break(recorder, module, path)
+        if module is recorder.model:
+            return run_model(module, args, kwargs, forward)
+        _refuse_backward_hooks(recorder, module)
+
+        def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
+            return hook(module, *given) if is_computation_hook(hook) else call_hook(recorder, module, hook, given)
+
+        return run_with_hooks(module, forward, call_one, args, kwargs)
+    except BaseException:
+        recorder.module_of_error = recorder.module_of_error or path
+        raise
+    finally:
+        recorder.note_python_rng()
+        recorder.stack.pop()
+
+
+def _forward_with_break(recorder: Recorder, module: nn.Module, path: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return call_with_graph_break(recorder, module, path, args, kwargs)
+
+    return forward
+
+
+def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
+    hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    if hooks:
+        is_inner = module is not recorder.model
+        raise recorder.refuse(
+            f"has the backward hook {hooks[0]!r}",
+            "remove it (hook.remove())" + ("" if is_inner else ", or put it on a module inside"),
+            whole=is_inner,
+        )
+
+
+# -- The general paths of libraries: those they take for compilers, without looking at values ------------------------
+#
+# Many libraries look into a mask and take a faster path where it hides nothing, but not while a compiler is at work. In
+# this block both questions are answered yes, in this thread only: with `is_compiling` alone some of them call
+# higher-order operators.
+
+_QUESTIONS = ("is_compiling", "is_exporting")
+
+
+@contextlib.contextmanager
+def compile_mode() -> Iterator[None]:
+    here, before = threading.get_ident(), {name: getattr(torch.compiler, name) for name in _QUESTIONS}
+
+    def answer(original: Callable[[], bool]) -> bool:
+        return threading.get_ident() == here or original()
+
+    try:
+        for name, original in before.items():
+            setattr(torch.compiler, name, functools.partial(answer, original))
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(torch.compiler, name, original)

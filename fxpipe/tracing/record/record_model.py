@@ -1,0 +1,287 @@
+"""Recording: a model runs once on example inputs and becomes a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.cache_key import module_flags, requires_grad_flags, tensor_guards_of
+from fxpipe.tracing.fake_tensors import in_fake_mode
+from fxpipe.tracing.forward_rng import OwnGenerators
+from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
+from fxpipe.tracing.model_state import Snapshot, preserve_state
+from fxpipe.tracing.print_calls import end_first_run
+from fxpipe.tracing.record.input_containers import (
+    argument_name,
+    changed_container_error,
+    changed_input_item,
+    leaf_name,
+    line_of_change,
+)
+from fxpipe.tracing.record.patches import patch_for_recording
+from fxpipe.tracing.record.recorded_sizes import RecordedSize
+from fxpipe.tracing.record.recorder import GraphBreak, Recorder
+from fxpipe.tracing.record.uncomputed_tensors import UncomputedMode
+from fxpipe.tracing.record.unrecordable import CannotRecord, python_rng_error, refuse_model
+from fxpipe.tracing.source_lines import UNKNOWN_LINE
+from fxpipe.tracing.traced import InputLeaf, Traced, signature_of
+from fxpipe.utils.progress import progress
+from fxpipe.utils.python_objects import contains_any
+from fxpipe.utils.pytree import (
+    flatten_output,
+    flatten_with_paths,
+    preserve_objects,
+    refuse_hidden_tensors,
+    refuse_layout,
+)
+
+_ERASABLE = (  # nodes that may be there for nobody
+    torch.empty,  # of a checkpoint (torch 2.11; not 2.13)
+    "size",  # of `x.shape`, which leaves a node for each dimension
+    "stride",
+    operator.getitem,
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.floordiv,
+    operator.mod,
+)
+
+
+def input_leaves(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[InputLeaf, ...], Any, list[Any]]:
+    """The flattened inputs: what they are, their tree, and their values."""
+    paths, spec = flatten_with_paths((args, kwargs))
+    leaves = []
+    for path, value in paths:
+        head, text = argument_name(model, path), leaf_name(model, path)
+        if isinstance(value, torch.Tensor):
+            refuse_layout(f"input {text}", value)
+            leaves.append(InputLeaf(True, head, text, None, value.dtype, tuple(value.shape), value.requires_grad))
+        else:
+            refuse_hidden_tensors(f"input {text}", value)
+            leaves.append(InputLeaf(False, head, text, copy_as_leaf(value)))
+    return tuple(leaves), spec, [value for _, value in paths]
+
+
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[..., Any] | None = None,
+    held: Mapping[str, torch.Tensor] | None = None,
+    whole: Mapping[str, str] | None = None,
+    continued: Mapping[str, GraphBreak] | None = None,
+    seed: int = 0,
+    hollow: bool = False,
+    disguised: Collection[Any] = (),
+) -> Traced:
+    """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
+
+    Args:
+        model, args, kwargs: what is recorded.
+        run: (recorder, *args, **kwargs) -> output: what runs in the model's place (a graph of it, made in another way).
+        held: tensors that `run` keeps and the model does not, by name.
+        whole: paths of modules to keep whole, and why.
+        continued: paths of modules whose forward is one node behind some call, behind which, and why.
+        seed: of the numbers that forward draws and reads.
+        disguised: sizes and texts that look other than they are (`recording.untracked`).
+        hollow: nothing is computed that hangs on parameters (`recording.hollow`); for models on the CPU.
+
+    Raises:
+        CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
+            remedy.
+        TraceError: forward does what no graph can carry.
+        Exception: whatever the model raises on these inputs, with a note.
+    """
+    refuse_model(model)
+    with progress("recording", None) as step:
+
+        def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+            recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised)
+            try:
+                found = _record_once(recorder, args, kwargs, run, hollow)
+                if not recorder.must_save:
+                    return found
+            except Exception:
+                if not recorder.must_save:
+                    raise
+            return attempt(hashable, forgets=False)
+
+        hashable = False
+        try:
+            traced, foreign = attempt(hashable)
+        except _HashedSizeError:
+            hashable = True
+            traced, foreign = attempt(hashable)
+        if foreign:
+            for (tensor, error), (other, _) in zip(foreign, attempt(hashable)[1], strict=True):
+                if tensor is not other:
+                    raise error
+        return traced
+
+
+class _HashedSizeError(Exception):
+    """The model takes a size as a key, and cannot do without."""
+
+
+def _record_once(
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, hollow: bool
+) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
+    """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
+    model = recorder.model
+    model_flags = module_flags(model)
+    leaves, spec, values = input_leaves(model, args, kwargs)
+    copies = list(map(copy_of_input, values))
+    for place, (leaf, copy) in enumerate(zip(leaves, copies, strict=True)):
+        if leaf.is_tensor:
+            recorder.placeholder(f"in_{place}", copy)
+    run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
+    layouts = list(map(_layout, copies))
+    own_dice = OwnGenerators(model)
+    try:
+        with preserve_state(model) as snapshot, preserve_objects(spec):
+            with UncomputedMode(model) if hollow else in_fake_mode(), patch_for_recording(recorder), recorder:
+                result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
+            changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
+            _refuse_reshaped(recorder, leaves, layouts, copies)
+            named = snapshot.assigned(recorder.read_names())
+            assigned = {name: recorder.node_of(tensor) for name, tensor in named.items()}
+            tied = {name for name, tensor in named.items() if tensor.requires_grad}
+            for name in [name for name in tied if not _depends_on_inputs(assigned[name])]:
+                del assigned[name]  # made anew by each forward, as weight_norm does: nobody would see what is put there
+        if changed is not None:  # the objects are as they were: it can be seen where it happens
+            line = UNKNOWN_LINE if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
+            raise changed_container_error(changed, line)
+        own_dice.refuse_drawn()
+        if recorder.refusal is not None:  # forward has swallowed it
+            raise recorder.refusal
+        snapshot.refuse_changes()
+        _refuse_refilled(snapshot, recorder)
+        if recorder.python_rng_modules:
+            raise python_rng_error(
+                frozenset() if "" in recorder.python_rng_modules else frozenset(recorder.python_rng_modules)
+            )
+        outputs, out_spec = _flat_output(recorder, result)
+        recorder.graph.output((tuple(_output_argument(recorder, o) for o in outputs), assigned))
+    except TraceError:
+        raise
+    except Exception as error:
+        if recorder.refusal is not None:
+            raise recorder.refusal from error
+        if recorder.was_hashed:
+            raise _HashedSizeError from error
+        where = f" in module {recorder.module_of_error!r}" if recorder.module_of_error else ""
+        error.add_note(f"fxpipe: the model raised this{where} when it was run on the example inputs to trace it")
+        raise
+    finally:
+        recorder.end()
+        end_first_run()
+    traced = Traced(
+        model,
+        recorder.graph,
+        leaves,
+        spec,
+        out_spec,
+        model_flags,
+        ThreadState.now(),
+        recorder.constants,
+        tuple(recorder.size_reads),
+        # Without those of modules that forward makes, and sets up after it has read them.
+        tuple(kept for kept in recorder.attributes_read.values() if kept.holds()),
+        tensor_guards_of(model, recorder.read_names()),
+        requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
+        seed=recorder.seed,
+        draws_from_stream=tuple(recorder.draws_from_stream),
+        marks=tuple(recorder.marks),
+        tied=frozenset(tied & assigned.keys()),
+        texts=tuple(recorder.texts),
+        ended_modules=tuple(recorder.ended_modules),
+    )
+    erase_unused_nodes(traced, keeping=("size", operator.getitem))  # of sizes it is not yet known which are values
+    traced.signature = signature_of(traced.graph)
+    return traced, recorder.unknown_tensors
+
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.stride()) if isinstance(value, torch.Tensor) else ()
+
+
+def _refuse_reshaped(
+    recorder: Recorder, leaves: Sequence[InputLeaf], layouts: Sequence[tuple[Any, ...]], copies: Sequence[Any]
+) -> None:
+    """What forward writes to an input can be written back, another shape cannot (`x.t_()`, `x.resize_(...)`)."""
+    for leaf, layout, copy in zip(leaves, layouts, copies, strict=True):
+        if layout != _layout(copy):
+            line = recorder.node_of(copy).meta.get("source")  # of the last function that returned it
+            raise CannotRecord(
+                f"forward changes the shape or the strides of the input {leaf.path}"
+                f"{f' at {line}' if line else ''}, and the caller's tensor would stay as it was; use a function "
+                "that gives a new tensor (x.t(), x.reshape(...))",
+                is_final=True,
+            )
+
+
+def _depends_on_inputs(node: fx.Node) -> bool:
+    seen, todo = {node}, [node]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+    return any(source.op == "placeholder" for source in seen)
+
+
+def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:
+    """What forward puts into a list, for later modules to take, is of this forward. The next must not find it."""
+    for name in snapshot.refilled_containers:
+        if any(constant.startswith(f"{name}.") for constant in recorder.constants):
+            raise CannotRecord(
+                f"forward takes tensors out of {name!r} and puts others in: a graph cannot carry them from step to "
+                "step; keep them in buffers (register_buffer)",
+                is_final=True,
+            )
+
+
+def _flat_output(recorder: Recorder, result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    try:
+        return flatten_output(result, lambda item: _is_recorded(recorder, item))
+    except ArgumentError as error:
+        raise TraceError(f"the model returns what cannot be an output of a graph: {error}") from error
+
+
+def _output_argument(recorder: Recorder, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return recorder.node_of(value)
+    if isinstance(value, RecordedSize):
+        return recorder.node_argument(value)
+    if contains_any(value, lambda item: _is_recorded(recorder, item)):
+        raise TraceError(
+            f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and cannot be "
+            "taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
+            "(torch.utils._pytree.register_pytree_node)"
+        )
+    return value
+
+
+def _is_recorded(recorder: Recorder, value: Any) -> bool:
+    """A tensor or a size that differs from run to run?"""
+    if isinstance(value, RecordedSize):
+        return value.recorder is recorder
+    return isinstance(value, torch.Tensor) and recorder.knows(value)
+
+
+def erase_unused_nodes(traced: Traced, keeping: Collection[Any] = ()) -> None:
+    """Erases nodes that are there for nobody."""
+    needed = {n for read in traced.size_reads for n in read.operands if isinstance(n, fx.Node)}
+    for node in reversed(list(traced.graph.nodes)):
+        if node.target in _ERASABLE and node.target not in keeping and not node.users and node not in needed:
+            traced.graph.erase_node(node)

@@ -1,0 +1,601 @@
+"""The recorder: a function mode under which a model runs once, and every torch function it calls becomes a graph node.
+
+Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of
+`torch.nn`: the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a
+function mode does not see is handled as well (`following`), since forgetting it gives a graph that is silently wrong:
+
+- `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
+- A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
+- Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
+- A read of a tensor's value returns the real value and leaves a node with `meta["read"]`, the value: see `guards`.
+- A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
+  library keeps. Else something made it that the mode does not see, and it is refused (`refusals`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from fxpipe._torch.functions import (
+    CONSTANT_TYPES,
+    GRADIENT_ATTRIBUTES,
+    PLAIN_TYPES,
+    SPLIT_FUNCTIONS,
+    TENSOR_ATTRIBUTES,
+    TEXT_METHODS,
+    VALUE_READS,
+    holds_numbers,
+    is_tensor_method,
+    is_torch_nn_leaf,
+    label_of,
+    leaves_no_node,
+    opname,
+    takes_only_arrays,
+)
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
+from fxpipe._torch.thread_state import ThreadState
+from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
+from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
+from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
+from fxpipe.tracing.module_attributes import AttributeGuard
+from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
+from fxpipe.tracing.record.recorded_sizes import (
+    RecordedShape,
+    RecordedSize,
+    SizeRead,
+    SourcePlace,
+    length,
+    unwrap_sizes,
+)
+from fxpipe.tracing.record.tensor_registry import TensorNames, TensorRegistry
+from fxpipe.tracing.record.uncomputed_tensors import refuse_uncomputed
+from fxpipe.tracing.record.unrecordable import (
+    CannotRecord,
+    calls_before_effects,
+    refusal_of_call,
+    refusal_of_parameter_write,
+)
+from fxpipe.tracing.source_lines import is_argument_validation, user_line
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import TracedGraph
+from fxpipe.utils.progress import ProgressStep, ignore_progress
+
+DISGUISED_DIGITS = str.maketrans("0123456789", "1234567890")
+
+
+class RunningModule(NamedTuple):
+    """A module that runs."""
+
+    path: str
+    module: nn.Module
+    in_transform: bool  # of torch.func
+
+    @classmethod
+    def now(cls, path: str, module: nn.Module) -> RunningModule:
+        return cls(path, module, torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+class GraphBreak(NamedTuple):
+    """Where a module is one node: behind so many of the calls that it makes."""
+
+    calls: int
+    why: str
+    may_split: bool = False  # the rest may be several nodes, between calls of other modules
+
+
+class BreakReached(BaseException):
+    """The last call that is recorded has returned. Not for forward to catch."""
+
+
+@dataclass(slots=True)
+class RecordedCalls:
+    """The recorded calls of a module that is continued behind them."""
+
+    count: int
+    results: list[tuple[str, Any]] = field(default_factory=list)  # path of the module called, what it returned
+
+    def add(self, path: str, result: Any) -> None:
+        """Raises `BreakReached` after the last one."""
+        self.results.append((path, result))
+        if len(self.results) == self.count:
+            raise BreakReached
+
+
+class Recorder(TorchFunctionMode):
+    """Records what runs while it is active. `fxpipe.tracing.record.record_model` is the way to use it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: Mapping[str, torch.Tensor] | None = None,
+        whole: Mapping[str, str] | None = None,
+        continued: Mapping[str, GraphBreak] | None = None,
+        seed: int = 0,
+        hashable: bool = False,
+        step: ProgressStep = ignore_progress,
+        forgets: bool = True,
+        disguised: Collection[Any] = (),
+    ):
+        """
+        Args:
+            model: what is recorded.
+            held: tensors that whatever runs in the model's place keeps by itself, by name: constants of the graph.
+            whole: paths of modules to keep whole, and why.
+            continued: paths of modules whose forward is one node behind some call, behind which, and why.
+            seed: of the numbers that forward draws and reads.
+            hashable: sizes can be keys.
+            step: to be called for each node.
+            forgets: functions of torch save nothing for backward.
+            disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
+                to code that no recording can follow (`untracked`).
+        """
+        super().__init__()
+        self.model = model
+        self.graph = TracedGraph()
+        self.recording, self._step = True, step
+        self.hashable, self.was_hashed = hashable, False
+        self.whole, self.graph_breaks = whole or {}, continued or {}
+        self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
+        self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
+        self.size_reads: list[SizeRead] = []
+        self.disguised = frozenset(disguised)
+        self.texts: list[SourcePlace] = []  # where a tensor was made a text
+        self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
+        self.asks_for_gradients = False  # has forward gone by which tensors require grad?
+        self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
+        self.unknown_tensors: list[
+            tuple[torch.Tensor, CannotRecord]
+        ] = []  # those of unknown origin, should they be refused
+        self.refusal: CannotRecord | None = None
+        self.module_of_error: str | None = None
+        self.origin: tuple[str, str] | None = None  # module path and source line, where what runs is not the user's
+        self.python_rng_modules: set[str] = set()  # paths of modules that drew Python's or numpy's random numbers
+        self._dice = python_rng_state()
+        self._changed: frozenset[int] = frozenset()  # storages that the last call has written to
+        self.stack: list[RunningModule] = []
+        self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
+        self.paused = 0
+        self.applied_inside = 0  # how many autograd.Functions have been applied while nothing is recorded
+        self.external_tensors: list[
+            torch.Tensor
+        ] = []  # tensors of the model, or recorded, used while nothing is recorded
+        self.marks: list[str] = []  # source lines of `fxpipe.cut()`
+        self.ended_modules: list[str] = []  # paths of modules, as they end
+        self.seed, self.draws = seed, DrawStream(seed)
+        self.draws_from_stream: list[bool] = []  # of each draw: was it taken from the stream?
+        self.made = TensorRegistry()
+        self._forgetting = NoSavedTensors() if forgets else None
+        self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
+        self._origins = TensorNames(model, held or {})
+        self._attribute_nodes: dict[str, fx.Node] = {}
+        self._parameters = {
+            p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.layout == torch.strided
+        }
+        self._default_dtype = torch.get_default_dtype()
+
+    def end(self) -> None:
+        """Lets go of all values: sizes live on, in caches of libraries."""
+        self.recording = False
+        self.made.clear()
+
+    @property
+    def must_save(self) -> bool:
+        """Has forward asked for something that has not been saved?"""
+        return self._forgetting is not None and self._forgetting.was_read
+
+    def note_python_rng(self) -> None:
+        """To be called where another module begins to run: has this one drawn Python's random numbers?"""
+        now = python_rng_state()
+        if not same_python_rng_state(self._dice, now):
+            self.python_rng_modules.add(self.module)
+        self._dice = now
+
+    def skip_python_rng(self) -> None:
+        """What has been drawn since is drawn in every step."""
+        self._dice = python_rng_state()
+
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that runs."""
+        return self.origin[0] if self.origin else self.stack[-1].path if self.stack else ""
+
+    @property
+    def source(self) -> str:
+        """The user's line that runs."""
+        return self.origin[1] if self.origin else user_line()
+
+    def note_call(self, path: str, result: Any) -> None:
+        """The module under `path` has returned to the one that has called it."""
+        self.ended_modules.append(path)
+        if not self.stack or path == self.module:
+            return
+        self._calls[self.module] += 1
+        if self.module in self.prefixes:
+            self.prefixes[self.module].add(path, result)
+
+    # -- values to nodes ---------------------------------------------------------------------------------------------
+
+    def note_attribute(self, owner: dict[str, Any], name: str) -> None:
+        """Forward reads an attribute of a module, whose `__dict__` is `owner`."""
+        key = (id(owner), name)
+        if key not in self.attributes_read and not isinstance(owner[name], torch.Tensor):
+            self.attributes_read[key] = AttributeGuard.now(owner, name)
+
+    def placeholder(self, name: str, tensor: torch.Tensor) -> None:
+        node = self.graph.placeholder(name)
+        node.meta["dim"] = tensor.dim()
+        self.keep(tensor, node)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return self.made.node(tensor) is not None
+
+    def read_names(self) -> frozenset[str]:
+        """Names of the model's tensors that were read."""
+        return frozenset(self._attribute_nodes)
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """Under which name the model holds a tensor by itself."""
+        return self._origins.own(tensor)
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        made = self.made.node(tensor)
+        if made is not None:
+            self._refuse_unexplained(tensor, made)
+            return made
+        name = self._origins.own(tensor)
+        if name is None:
+            name = self._origins.other(tensor) or self._foreign(tensor)
+            if tensor.requires_grad:
+                raise self.refuse(
+                    f"uses {name!r}, a tensor that requires grad in a plain container",
+                    "register it (nn.Parameter, nn.ParameterList, register_buffer)",
+                    whole=False,
+                )
+            self.constants[name] = tensor
+        if name not in self._attribute_nodes:
+            node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            node.meta["storages"] = frozenset({self.made.storages.name(tensor)})
+            self._attribute_nodes[name] = node
+        return self._attribute_nodes[name]
+
+    def _foreign(self, tensor: torch.Tensor) -> str:
+        """The name of a tensor that neither the graph nor the model has made."""
+        if isinstance(tensor, nn.Parameter):
+            raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
+        what = f"({tuple(tensor.shape)}, {tensor.dtype})"
+        if tensor.requires_grad and tensor.is_leaf:
+            raise self.refuse(
+                f"uses a tensor that requires grad and is not the model's {what}",
+                "make it a parameter of the module (nn.Parameter), or give it as an input",
+                whole=False,
+            )
+        error = self._error(
+            f"uses a tensor of unknown origin {what}",
+            "make it with a torch function in forward (torch.tensor; not torch.FloatTensor, numpy, nor a compiled "
+            "or scripted function), or keep it in the module (register_buffer)",
+        )
+        if tensor.requires_grad:
+            self.refusal = self.refusal or error
+            raise error
+        self.unknown_tensors.append((tensor, error))
+        return self._origins.add(tensor)
+
+    def node_argument(self, value: Any) -> Any:
+        """A value as the argument of a node."""
+        if isinstance(value, torch.Tensor):
+            return self.node_of(value)
+        if isinstance(value, RecordedSize):
+            return value.node if value.recorder is self else value.value
+        if isinstance(value, (RecordedShape, torch.Size)):
+            return tuple(map(self.node_argument, value))
+        if isinstance(value, tuple):
+            items = map(self.node_argument, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if isinstance(value, list):
+            return list(map(self.node_argument, value))
+        if type(value) is dict:
+            return {key: self.node_argument(item) for key, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.node_argument, (value.start, value.stop, value.step)))
+        if isinstance(value, CONSTANT_TYPES):
+            return value
+        for kind in PLAIN_TYPES:  # without what a subclass adds: numpy.float64, enumerations
+            if isinstance(value, kind):
+                return value if type(value) is kind else kind.__call__(value)
+        if type(value).__module__ == "numpy" and not getattr(value, "shape", ()) and hasattr(value, "item"):
+            return self.node_argument(value.item())
+        raise self.refuse(
+            f"passes a {type(value).__module__}.{type(value).__qualname__} to a torch function",
+            "convert it to a tensor or a plain number first",
+        )
+
+    def add(self, op: str, target: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> fx.Node:
+        path = self.module
+        is_all_of_module = bool(self.stack) and is_torch_nn_leaf(self.stack[-1].module)
+        label = label_of(path, opname(target), args, is_all_of_module)
+        node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
+        node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
+        node.meta["marks"], node.meta["calls"] = len(self.marks), self._calls[path]
+        node.meta["ended"] = len(self.ended_modules)
+        node.meta["changes"], self._changed = self._changed, frozenset()
+        self._step()
+        return node
+
+    def keep(self, value: Any, node: fx.Node) -> None:
+        """Remembers which node made the tensors in `value`."""
+        if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise self.refuse(
+                    "makes a nested tensor, whose sizes are those of its samples",
+                    "use padded tensors and a mask, or make it in a module inside the model, which is kept whole",
+                )
+            self.made.add(value, node)
+        elif isinstance(value, (Mapping, tuple, list)):
+            for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+                if any(True for _ in tensors_in(item)):
+                    part = self.graph.create_node(
+                        "call_function", operator.getitem, (node, key), name=f"{node.name}_{key}"
+                    )
+                    part.meta.update(node.meta, random=False, changes=frozenset())
+                    self.keep(item, part)
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    def _sizes(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
+        numbers = tensor.shape if method == "size" else tensor.stride()
+        if not self.knows(tensor):
+            return numbers  # a tensor of the model: its sizes do not change
+        node = self.node_of(tensor)
+        return RecordedShape(
+            RecordedSize(
+                number, self._size_node(node, method, i, number), self, number + ((node.name, i) in self.disguised)
+            )
+            for i, number in enumerate(numbers)
+        )
+
+    def _size_node(self, node: fx.Node, method: str, dim: int, number: int) -> fx.Node:
+        key = (node, method, dim)
+        if key not in self._size_nodes:
+            self._size_nodes[key] = self.add("call_method", method, (node, dim))
+            self._size_nodes[key].meta["asked"] = number
+        return self._size_nodes[key]
+
+    def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
+        """Notes that Python goes by how long a dimension is."""
+        if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
+            self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
+
+    def add_size(self, function: Callable[..., Any], *operands: Any) -> fx.Node:
+        return self.add("call_function", function, tuple(map(self.node_argument, operands)))
+
+    def read_size(self, function: Callable[..., Any], operands: tuple[Any, ...], result: Any) -> None:
+        self.size_reads.append(
+            SizeRead(
+                function,
+                tuple(map(self.node_argument, operands)),
+                result,
+                self.source,
+                self.module,
+                self._calls[self.module],
+            )
+        )
+
+    # -- torch functions ---------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = opname(func)
+        if self.paused:
+            return self._unrecorded(func, args, kwargs)
+        if name in TEXT_METHODS:
+            return self._text(func, args, kwargs)
+        if leaves_no_node(name):
+            return self._plainly(func, args, kwargs)
+        if name in ("__get__", "__set__"):
+            return self._attribute(func, name, args)
+        if name in ("size", "stride"):
+            sizes = self._sizes(args[0], name)
+            dim = (*args[1:], *kwargs.values())
+            return sizes if not dim or dim[0] is None else sizes[dim[0]]
+        if name in ("numel", "nelement"):
+            return math.prod(self._sizes(args[0], "size"))
+        if name == "__len__":
+            self._read_length(args[0], 0)
+            return self._plainly(func, args, kwargs)
+        self._refuse_unrecordable(func, name, args, kwargs)
+        if SPLIT_FUNCTIONS.get(name) == 2 and isinstance((*args, 1)[1], torch.Tensor):
+            self.__torch_function__(torch.Tensor.__index__, (), args[1:2])  # into so many pieces
+        if name in SPLIT_FUNCTIONS and args and not isinstance((*args, 1)[1], (list, tuple)):
+            self._read_length(args[0], kwargs.get("dim", (*args, 0, 0)[SPLIT_FUNCTIONS[name]]))
+        if name == "__iter__":
+            parts, _ = self.run(torch.Tensor.unbind, (args[0], 0), {})
+            self.keep(parts, self.add("call_method", "unbind", (self.node_of(args[0]), 0)))
+            return iter(parts)
+        if takes_only_arrays(args, kwargs):
+            result, _ = self.run(func, args, kwargs)
+            for tensor in tensors_in(result):
+                self._origins.add(tensor)  # what numpy made of values that were read, or of nothing
+            return result
+        node_args, node_kwargs = self.node_argument(args), self.node_argument(kwargs)
+        result, random = self.run(func, args, kwargs)
+        if not any(True for _ in tensors_in(result)) and (name in VALUE_READS or holds_numbers(result)):
+            self._read(func, name, node_args, node_kwargs, result)
+            return result
+        if result is not None and not any(True for _ in tensors_in(result)):
+            return result  # text, a dtype
+        if name == "__setitem__":
+            node = self.add("call_function", operator.setitem, node_args, node_kwargs)
+        else:
+            node = self._call(func, name, node_args, node_kwargs)
+            if random and is_scalar_draw(args, kwargs, result):
+                node.meta["draw"] = True
+                self.draws_from_stream.append(True)
+                result = self.draws.take(lambda: func(*args, **kwargs))
+            self.keep(result, node)
+        node.meta["random"] = random or might_draw(func, args, kwargs, result)
+        return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
+        with self.pause():  # a custom op applies autograd.Functions of its own
+            before = generator_states()
+            versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
+            with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
+                result = self._plainly(func, args, kwargs)
+            changed = [t for t, version in versions if t._version != version]
+            for tensor in filter(self.knows, changed):
+                self.made.expect_backward(tensor)
+            self._changed = frozenset(map(self.made.storages.name, changed))
+            return result, not same_generator_states(before, generator_states())
+
+    def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a function inside of what is one node; notes its draws, which are not of the stream.
+
+        And what it uses of the model's, or of what forward has made: the node would not be given it.
+        """
+        given = list(tensors_in((args, kwargs)))
+        if given:
+            self.external_tensors += [t for t in given if self.knows(t) or self.name_of(t)]
+            return self._plainly(func, args, kwargs)
+        before = generator_states()
+        result = self._plainly(func, args, kwargs)
+        if is_scalar_draw(args, kwargs, result) and not same_generator_states(before, generator_states()):
+            self.draws_from_stream.append(False)
+        return result
+
+    def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a function returns, if it can do without values that fake and hollow tensors do not have."""
+        name = opname(func)
+        try:
+            if name in VALUE_READS:
+                refuse_uncomputed(tensors_in((args, kwargs)))
+            if self.disguised:
+                return func(*unwrap_sizes(args), **unwrap_sizes(kwargs))
+            return func(*args, **kwargs)
+        except Exception as error:
+            if is_faked() and name == "__format__":
+                return repr(args[0])  # text for people, who asked for so many digits
+            if not (isinstance(error, NEEDS_VALUES_ERRORS) or (is_faked() and name in VALUE_READS)):
+                raise
+            found = self._error(
+                f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
+                "trace it with values, or take the decision outside forward",
+            )
+            self.refusal = self.refusal or CannotRecord(str(found))  # no module kept whole would have them
+            raise self.refusal from error
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block in which nothing is recorded."""
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        if is_tensor_method(func, name):
+            return self.add("call_method", name, args, kwargs)
+        return self.add("call_function", func, args, kwargs)
+
+    def _read(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        """A node that reads `value`: the graph holds where it reads the same again."""
+        if type(value).__module__ == "numpy":  # the model gets the array, the guard compares a list
+            node = self.add("call_method", "tolist", args[:1])
+            node.meta["read"] = value.tolist()
+        else:
+            node = self._call(func, name, args, kwargs)
+            node.meta["read"] = value
+        node.meta.update(text=name.strip("_"), validates=is_argument_validation())
+
+    def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
+        text = self._plainly(func, args, kwargs)
+        self.texts.append(SourcePlace(self.module, self.source, self._calls[self.module]))
+        return text.translate(DISGUISED_DIGITS) if len(self.texts) - 1 in self.disguised else text
+
+    def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
+        attribute = func.__self__.__name__
+        if name == "__set__" and attribute == "requires_grad" and args[1] and self.knows(args[0]):
+            self.__torch_function__(torch.Tensor.requires_grad_, (), args[:1])
+            return None
+        if name == "__set__" and attribute == "_backward_hooks" and args[1] is None:
+            return func(*args)  # by C, of what an autograd.Function has written to
+        if name == "__set__":
+            raise self.refuse(
+                f"sets the attribute `.{attribute}` of a tensor",
+                "use a function that gives a new tensor",
+                whole=self.knows(args[0]),
+            )
+        if attribute == "shape":
+            return self._sizes(args[0], "size")
+        value = func(*args)
+        self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
+        if attribute == "grad" and value is not None:
+            raise self.refuse("reads a gradient", "read gradients outside forward", whole=False)
+        if attribute == "grad_fn" and value is not None:
+            return GradFnProxy(value, self._refuse_hook)
+        if attribute in TENSOR_ATTRIBUTES and value is not None:
+            self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
+        return value
+
+    # -- what is refused ---------------------------------------------------------------------------------------------
+
+    def _error(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
+        where = f" in module {self.module!r}" if self.module else ""
+        path = next((r.path for r in reversed(self.stack) if not r.in_transform), "")
+        modules = frozenset({path}) if whole and path else frozenset[str]()
+        calls = {self.module: calls_before_effects(self.graph, self.module, self._calls[self.module])}
+        return CannotRecord(f"the model{where} {what} at {self.source}; {remedy}", modules, not whole, calls=calls)
+
+    def refuse(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
+        """The error to raise; kept, should forward swallow it. `whole`: would keeping the module whole help?"""
+        error = self._error(what, remedy, whole)
+        self.refusal = self.refusal or error
+        return error
+
+    def _refuse_hook(self) -> None:
+        error = self.refuse(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY)
+        error.calls.clear()  # the node may be of what came before, which runs elsewhere if forward is continued
+        raise error
+
+    def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
+        name = self.made.unexpected_backward(tensor)
+        if name is None:
+            return
+        path = node.meta["module"]
+        self.refusal = self.refusal or CannotRecord(
+            f"the model{f' in module {path!r}' if path else ''} applies {name} at {node.meta['source']}, a function "
+            "with a backward of its own, in a way that recording does not see: its inside would be recorded instead; "
+            f"call {name}.apply, or a custom operator (torch.library)",
+            frozenset({path}) if path else frozenset(),
+        )
+        raise self.refusal
+
+    def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
+        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
+        is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._origins.other(args[0]))
+        if is_models and not in_transform:
+            raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
+        if torch.get_default_dtype() != self._default_dtype:
+            raise self.refuse(
+                "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
+            )
+        found = refusal_of_call(func, name, args, kwargs) or refusal_of_parameter_write(
+            func, args, kwargs, self._parameters
+        )
+        if found is not None:
+            raise self.refuse(*found)

@@ -1,0 +1,126 @@
+"""Recording on a few samples of the example, where the whole of it would give the same graph.
+
+A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
+the model is recorded on the samples of one micro-batch; and once more on them, on the mini-batch and on one sample more
+without arithmetic, on hollow tensors (`hollow`) or, on a GPU, on fake ones. Where all these recordings are the same, to
+the last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
+samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
+micro-batches.
+
+Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, or
+values that hang on its parameters, hooks of the user's and tables that are kept from call to call outside the modules
+(which should meet no tensors without values), a graph that turns out not to be the model's. That also has the right
+words for what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
+from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.record.batch_numbers import (
+    first_difference,
+    numbers_in,
+    same_numbers,
+    same_size_reads,
+    same_value_reads,
+)
+from fxpipe.tracing.record.module_hooks import is_computation_hook
+from fxpipe.tracing.record.record_model import input_leaves
+from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
+from fxpipe.tracing.traced import Traced, runs_python
+from fxpipe.tracing.verify.equivalence import slice_samples
+
+LONG_RECORDING = 0.25  # seconds of a recording
+
+
+def record_small_batch(
+    model: nn.Module,
+    record_on: Callable[..., Traced],
+    finish: Callable[[Traced], Traced],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_dims: Any,
+    chunks: int,
+) -> Traced | None:
+    """A recording on as many samples as a micro-batch has, finished; None where it takes all samples.
+
+    Args:
+        record_on: (args, kwargs, hollow=False) -> a recording; see `record`.
+    """
+    if is_faked() or _has_hooks(model):
+        return None
+    with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
+        leaves, spec, values = input_leaves(model, args, kwargs)
+        dims = candidate_dims(leaves, in_dims)
+        sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+        if len(sizes) != 1:
+            return None  # which input holds samples is found on all of them
+        (batch,) = sizes
+        samples = max(2, -(-batch // min(chunks, batch)))  # a single one has shapes of its own
+        if samples >= batch:
+            return None
+
+        def given(size: int) -> Any:
+            return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
+
+        def without_arithmetic(inputs: Any) -> Traced:
+            if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
+                return record_on(*inputs, hollow=True)
+            with with_fake_tensors(model, inputs, always=True) as fakes:  # a hollow tensor would take memory of the GPU
+                return record_on(*fakes)
+
+        start = time.perf_counter()
+        traced = record_on(*given(samples))
+        if time.perf_counter() - start < LONG_RECORDING:
+            return None  # fake tensors would take longer than all samples do
+        if any(map(runs_python, traced.nodes)):
+            return None
+        if traced.constants.keys() - container_tensors(model).keys():  # tables of its own, maybe one for each size
+            return None
+        # The first size once more: a model that remembers what it met does something else the second time. It is seen
+        # before tensors without values meet tables of other sizes, in which they would stay.
+        if not all(_is_same_recording(traced, without_arithmetic(given(size))) for size in (samples, batch, batch + 1)):
+            return None
+        traced.leaves, traced.recorded_samples = leaves, samples
+        return finish(traced)
+    return None
+
+
+def _has_hooks(model: nn.Module) -> bool:
+    """Of the user's, on a module within the model?"""
+    stores = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(
+        not is_computation_hook(hook)
+        for module in model.modules()
+        if module is not model
+        for store in stores
+        for hook in getattr(module, store).values()
+    )
+
+
+def _is_same_recording(base: Traced, other: Traced) -> bool:
+    if (
+        first_difference(base, other) is not None
+        or not same_size_reads(base, other)
+        or not same_value_reads(base, other)
+    ):
+        return False
+    if len(base.constants) != len(other.constants) or base.draws_from_stream != other.draws_from_stream:
+        return False
+    if any(_tensor_kind(tensor) != _tensor_kind(other.constants[name]) for name, tensor in base.constants.items()):
+        return False
+    numbers, others = tuple(numbers_in(base)), tuple(numbers_in(other))
+    return len(numbers) == len(others) and same_numbers(numbers, others)
+
+
+def _tensor_kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.layout

@@ -1,0 +1,180 @@
+"""Recording without arithmetic: tensors that have memory and no values.
+
+What a recording wants of a large mini-batch is which functions run, with which numbers. Fake tensors would tell that
+without arithmetic, but libraries see that they are fake and take other ways, and nobody can read one. So here tensors
+are real, and just not computed:
+
+    ids ──▶ ids > 0 ──▶ .all()            hangs on inputs and buffers alone: computed, and may be read
+     └────▶ embedding(weight, ids) ──▶ …  hangs on a parameter: *hollow*, memory that nobody has written to
+
+Shapes and strides of a hollow tensor are those that fake tensors say. A view is the real one, and so is memory that two
+tensors share; what is written in place stays as it was. Memory that is not touched takes none of a CPU's. What forward
+reads of a mini-batch is therefore what it would read, and that is all that a graph may hang on (`guards`): to read a
+hollow tensor is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpipe.errors import TraceError
+from fxpipe.tracing.fake_tensors import draws_nothing
+from fxpipe.tracing.tensors import tensors_in
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What fake tensors tell of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        if tensor.layout != torch.strided:
+            raise _uncomputed_error(f"a tensor of the layout {tensor.layout} is used")
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+
+class _Current(threading.local):
+    mode: UncomputedMode | None = None
+
+
+_current = _Current()
+
+
+class UncomputedMode(TorchDispatchMode):
+    """The mode under which what hangs on the parameters of a model on the CPU is not computed."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self._fakes = FakeTensorMode()
+        self._outer: UncomputedMode | None = None
+        self._storages: dict[int, StorageWeakRef] = {}  # hollow ones, by names that no other gets meanwhile
+        self._told: dict[Hashable, Any] = {}  # by call: what it makes. Equal blocks make equal calls
+        for parameter in model.parameters():
+            self._hollow_out(parameter)
+
+    def __enter__(self) -> UncomputedMode:
+        self._outer, _current.mode = _current.mode, self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        _current.mode = self._outer
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Is it hollow?"""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not any(map(self.has, tensors_in((args, kwargs)))) or _is_view(func):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func._schema, args, kwargs):
+                torch.rand(())  # it would have moved the generator
+            written = _written_tensors(func._schema, args, kwargs)
+            if written:
+                for tensor in written:
+                    self._hollow_out(tensor)
+                return _returned_tensors(func._schema, written)
+            return pytree.tree_map_only(_Layout, self._made, self._tell(func, args, kwargs))
+
+    def _tell(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call makes, with layouts in place of tensors."""
+        key = func, _argument_key(args), _argument_key(kwargs)
+        if key not in self._told:
+            fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
+            with self._fakes:
+                made = func(*fake_args, **fake_kwargs)
+            self._told[key] = pytree.tree_map_only(FakeTensor, _Layout.of, made)
+        return self._told[key]
+
+    def _hollow_out(self, tensor: torch.Tensor) -> None:
+        if tensor.layout == torch.strided:
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same layout in memory."""
+        layout = _Layout.of(tensor)
+        bare = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+        return FakeTensor(self._fakes, bare, layout.device)
+
+    def _made(self, layout: _Layout) -> torch.Tensor:
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+        self._hollow_out(tensor)
+        return tensor
+
+
+def is_uncomputed(tensor: torch.Tensor) -> bool:
+    return _current.mode is not None and _current.mode.has(tensor)
+
+
+def refuse_uncomputed(tensors: Iterable[torch.Tensor]) -> None:
+    """To be called before values are read in a way that no mode sees.
+
+    Raises:
+        DataDependentOutputException: one of them has none.
+    """
+    if any(map(is_uncomputed, tensors)):
+        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def refuse_without_values(what: str) -> None:
+    """Raises where nothing is computed that depends on parameters: what is done there needs values."""
+    if _current.mode is not None:
+        raise _uncomputed_error(what)
+
+
+def _uncomputed_error(what: str) -> TraceError:
+    return TraceError(f"forward cannot be recorded without arithmetic, since {what}; record it with values")
+
+
+def _argument_key(value: Any) -> Hashable:
+    """Equal for arguments of calls that make the same."""
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, nn.Parameter):
+            raise _uncomputed_error(f"a {type(value).__name__} is used")
+        return _Layout.of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_argument_key, value))
+    if isinstance(value, dict):
+        return tuple((key, _argument_key(item)) for key, item in value.items())
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    is_another = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return is_another or torch.Tag.inplace_view in func.tags
+
+
+def _written_tensors(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that a function writes to, in order."""
+    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    named = (given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return [tensor for value in named for tensor in tensors_in(value)]
+
+
+def _returned_tensors(schema: Any, written: list[torch.Tensor]) -> Any:
+    """What a function returns that returns, if anything, what it has written to."""
+    if not schema.returns:
+        return None
+    if not all(r.alias_info is not None for r in schema.returns) or len(schema.returns) != len(written):
+        raise _uncomputed_error(f"{schema.name} returns other tensors than those that it writes to")
+    return written[0] if len(written) == 1 else tuple(written)

@@ -1,0 +1,216 @@
+"""What a recording cannot carry, and the error that says so.
+
+Most of it can be kept in the graph by keeping the module that does it whole: its Python then runs in every step, as one
+node. What that would not make right (writing to a parameter, drawing from a generator of its own) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as torch_module
+
+from fxpipe._torch.functions import opname, overload_writes
+from fxpipe.errors import TraceError
+from fxpipe.tracing.tensors import tensors_in
+
+
+class CannotRecord(TraceError):
+    """Recording has failed.
+
+    `modules` are the paths of those that would have to be kept whole. `is_final`: no other way would make it right.
+    `in_stages`: a value was read that only the stages know. `calls`: by path of a module that could be recorded up to
+    there, the calls of others that it had made, and that need not be made again.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        modules: frozenset[str] = frozenset(),
+        is_final: bool = False,
+        in_stages: bool = False,
+        calls: Mapping[str, int] | None = None,
+    ):
+        super().__init__(message)
+        self.modules, self.is_final, self.in_stages = modules, is_final, in_stages
+        self.calls = dict(calls or {})
+
+
+class MakesState(CannotRecord):
+    """Forward makes or changes what is no tensor, or was empty; maybe in its first call only."""
+
+
+def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
+    """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice.
+
+    Nor must a value of the samples be read twice: a graph goes by the mini-batch's, Python behind it by each
+    micro-batch's own, and a step that mixes both is neither's.
+    """
+    own = [node for node in graph.nodes if node.meta.get("module") == path]
+    limits: list[int] = [node.meta["calls"] for node in own if node.meta.get("random") or node.meta.get("changes")]
+    of_samples = _of_samples(graph)
+    limits += [node.meta["calls"] for node in own if "read" in node.meta and node in of_samples]
+    return min([calls, *limits])
+
+
+def _of_samples(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that depend on inputs by more than their sizes; on a 0-dim input, which is every micro-batch's, none do."""
+    found: set[fx.Node] = set()
+    written: set[int] = set()  # storages
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_of = node.meta.get("dim", 1) > 0
+        else:
+            sources = node.all_input_nodes
+            is_size = node.target in ("size", "stride") and not node.meta.get("of_values")
+            is_of = not is_size and any(
+                n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources
+            )
+            if is_of:
+                written |= node.meta.get("changes", frozenset())
+        if is_of:
+            found.add(node)
+    return found
+
+
+def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
+    """The error where these modules draw Python's or numpy's random numbers, or, without any, the model itself."""
+    instead = "draw with torch (torch.rand, torch.randint) instead"
+    if not modules:
+        instead += ", or in a module inside the model, which recording keeps whole (leaf_modules=[name or class])"
+    return CannotRecord(
+        "forward draws from Python's or numpy's random numbers, which would be the same ones in every step; " + instead,
+        modules,
+        is_final=not modules,
+    )
+
+
+OPAQUE_REMEDY = ", or in a module inside the model, which recording keeps whole (tracer='auto')"
+
+# Functions that are refused: what they do, and whether a module that calls them may be kept whole.
+_REFUSED = {
+    "register_hook": "puts a hook on a tensor",
+    "register_post_accumulate_grad_hook": "puts a hook on a tensor",
+    "retain_grad": "keeps the gradient of a tensor",
+    "backward": "runs backward",
+}
+# Of these, what export and symbolic tracing drop.
+_LOST_BY_IMPORT = frozenset("register_hook register_post_accumulate_grad_hook retain_grad".split())
+_IN_PLACE = frozenset(
+    "__setitem__ __ior__ __iand__ __ixor__ __ilshift__ __irshift__ __imod__ __iadd__ __isub__ __imul__ __itruediv__ "
+    "__idiv__ __ifloordiv__ __ipow__ setitem".split()
+)
+
+
+def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments that a function, or the method of this name, is going to write to, as far as can be told."""
+    if isinstance(function, torch._ops.OpOverload):
+        yield from overload_writes(function, args, kwargs)
+        return
+    name = opname(function)
+    if name == "requires_grad_":
+        return
+    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or kwargs.get("inplace"):
+        yield from args[:1] or tuple(kwargs.values())[:1]
+    if (
+        name in ("embedding", "embedding_bag")
+        and kwargs.get("max_norm", (*args, None, None, None, None)[3]) is not None
+    ):
+        yield from args[1:2]  # it scales the rows in place
+    yield kwargs.get("out")
+
+
+def refusal_of_call(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, str, bool] | None:
+    """What is wrong with a call, its remedy, and whether keeping the module whole would make it right."""
+    if name in _REFUSED:
+        return _REFUSED[name], "do so outside forward", True
+    if name == "requires_grad_" and not (*args[1:], *kwargs.values(), True)[0] and args[0].requires_grad:
+        return (
+            "switches off gradients of a tensor in forward",
+            "do so before the model is called, or use detach()",
+            False,
+        )
+    if isinstance(kwargs.get("generator"), torch.Generator):
+        return (
+            "draws from a random generator of its own",
+            "draw from torch's default one (leave out generator=)",
+            False,
+        )
+    if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
+        return "runs autograd inside forward", "do so outside forward", True
+    if name == "_pack_padded_sequence":
+        return "packs a sequence, whose sizes hang on lengths", "use padded tensors and a mask", True
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
+    return None
+
+
+def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """What a call does that a graph made in another way does not do, and its remedy."""
+    found = refusal_of_call(func, name, args, kwargs)
+    if found is None or (found[2] and name not in _LOST_BY_IMPORT):
+        return None
+    what, remedy, _ = found
+    if name in _LOST_BY_IMPORT:
+        remedy += OPAQUE_REMEDY
+    return what, remedy
+
+
+def refusal_of_parameter_write(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[int, str]
+) -> tuple[str, str, bool] | None:
+    """The same for a call that writes to a parameter; `parameters` are known by their storages."""
+    for tensor in tensors_in(tuple(written_arguments(function, args, kwargs))):
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in parameters:
+            return (
+                f"writes to the parameter {parameters[tensor.untyped_storage()._cdata]!r}",
+                "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward (by "
+                "calling the model once in this mode, where only the first call does)",
+                False,
+            )
+    return None
+
+
+# -- Models that cannot be recorded as they are, found before anything runs ------------------------------------------
+
+_GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises, with everything about `model` that stands in the way."""
+    found = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
+    if found:
+        raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(found), is_final=True)
+
+
+def _global_hooks() -> Iterator[str]:
+    for kind in _GLOBAL_HOOKS:
+        for hook in getattr(torch_module, f"_global_{kind}").values():
+            yield f"the hook {hook!r}, put on all modules, would not run in the pipeline; remove it (handle.remove())"
+
+
+def _wrong_modules(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        kind = type(module)
+        name = f"module {path!r} ({kind.__name__})" if path else f"the model ({kind.__name__})"
+        if not path.isascii() and path.encode(errors="replace").decode() != path:
+            yield f"{name} has a lone surrogate in its name, which no file and no code can hold; give it another name"
+        if isinstance(module, torch.jit.ScriptModule):
+            yield f"{name} is TorchScript, whose functions cannot be seen; use the Python module it was made from"
+        elif kind.__module__ == "fxpipe.pipeline_module":
+            yield f"{name} is a pipe itself; use the module it was made from (pipe.model)"
+        elif kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed.")):
+            yield f"{name} is a wrapper for several processes or devices; use the module inside (wrapped.module)"
+
+
+def _wrong_tensors(model: nn.Module) -> Iterator[str]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            yield f"{name!r} is not initialized; call the model once on example inputs first"
+        elif tensor.is_inference():
+            yield f"{name!r} was made in inference mode and cannot be changed any more; make the model outside of it"

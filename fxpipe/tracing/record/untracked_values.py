@@ -1,0 +1,70 @@
+"""Values that leave torch unseen: found by recording once more, with others in their place.
+
+A size that depends on values may go where no method of it is asked (`range(len)`, an index of a list, a text), and so
+does a tensor that is made a text. Nobody sees what becomes of it there. But forward can be shown another one: sizes
+and texts are *disguised*, torch functions still get what they are. A recording that comes out the same has not gone
+by them; most texts are for people. Where it comes out different, a size becomes a read like others (`guards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+from torch import fx
+
+from fxpipe.tracing.record.batch_numbers import first_difference, numbers_in, same_numbers, same_value_reads
+from fxpipe.tracing.record.record_model import erase_unused_nodes
+from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace, length
+from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
+from fxpipe.tracing.shapes.symbolic_shapes import add_size_read
+from fxpipe.tracing.traced import Traced
+
+
+def read_untracked_values(traced: Traced) -> None:
+    """Adds a read for each size that depends on values and that forward has gone by unseen.
+
+    Raises:
+        CannotRecord: forward goes by the text of a tensor.
+    """
+    again, traced.again = traced.again, None
+    sizes: dict[Hashable, fx.Node] = {
+        (node.args[0].name, node.args[1]): node
+        for node in traced.graph.nodes
+        if node.target == "size" and node.meta.get("of_values")
+    }
+    texts = range(len(traced.texts))
+    if again is not None and (sizes or texts):
+        plain = again(())
+        if not _is_same_recording(plain, again, (*sizes, *texts)):
+            places = {key: SourcePlace.of(node) for key, node in sizes.items()}
+            places |= {number: traced.texts[number] for number in texts}
+            for place in dict.fromkeys(places.values()):
+                keys = [key for key in places if places[key] == place]
+                if not _is_same_recording(plain, again, keys):
+                    _add_reads(traced, [sizes[key] for key in keys if key in sizes], place)
+    erase_unused_nodes(traced)
+
+
+def _is_same_recording(plain: Traced, again: Callable[[Collection[Any]], Traced], keys: Collection[Hashable]) -> bool:
+    """Does forward do the same where these sizes and texts are disguised?"""
+    try:
+        other = again(keys)
+    except Exception:  # an index that is out of range, a text that is no number
+        return False
+    numbers, others = tuple(numbers_in(plain)), tuple(numbers_in(other))
+    is_same = first_difference(plain, other) is None and same_value_reads(plain, other)
+    return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
+
+
+def _add_reads(traced: Traced, sizes: Collection[fx.Node], place: SourcePlace) -> None:
+    module, line, calls = place
+    if not sizes:
+        raise CannotRecord(
+            f"the model{f' in module {module!r}' if module else ''} goes by the text of a tensor at {line}; read the "
+            "number itself (int, float, item), or keep the decision in tensors (torch.where, masks)",
+            frozenset({module}) if module else frozenset(),
+            calls={module: calls_before_effects(traced.graph, module, calls)},
+        )
+    for size in sizes:
+        add_size_read(traced, SizeRead(length, size.args, size.meta["asked"], line, module, calls))  # type: ignore[arg-type]

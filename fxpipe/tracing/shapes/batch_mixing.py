@@ -1,0 +1,431 @@
+"""Where samples surely act on each other, found from the graph, for outputs that keep the batch.
+
+Values tell by chance: a gate that is zero at first hides what it lets through later, a graph with random numbers of
+its own cannot be compared, a single sample shows nothing. The graph knows of
+
+- a *statistic*, a reduction over the samples (`h.mean(0)`, `h.t() @ h`), that comes back to each of them, as in
+  `h - h.mean(0)`;
+- a function along the dimension that holds the samples: `h.softmax(0)`, `h.cumsum(0)`, attention over them;
+- products of all samples with all that are summed up again: `(h @ h.t()).softmax(-1) @ h`.
+
+From there it is followed to the outputs, through functions that surely keep it. Some may take it out again: a
+normalisation takes out a shift or a scale that is one number for all it normalises, a difference or a quotient what
+both sides have, a mask, an index or a function that is not known here whatever they like. Behind these the walk says
+nothing, and values decide (`checking.gathering`). Nor does it where forward keeps a statistic in a buffer: that is
+batch norm written out, which sees micro-batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.shapes.batch_reductions import base_opname, goes_along_samples
+from fxpipe.tracing.traced import Traced, runs_python
+from fxpipe.tracing.verify.effects import Effects
+
+_SUMS = frozenset("add radd sub rsub subtract".split())
+_PRODUCTS = frozenset("mul rmul multiply div divide true_divide truediv rtruediv rdiv".split())
+_CANCELLING = frozenset("sub rsub subtract div divide true_divide truediv rtruediv rdiv".split())
+_REDUCTIONS = frozenset(
+    "sum nansum mean nanmean amax amin max min var std var_mean std_mean norm vector_norm logsumexp".split()
+)
+_ALONG = frozenset("softmax log_softmax softmin cumsum cumprod logcumsumexp normalize sort".split())
+_PRODUCTS_OF_MATRICES = frozenset("matmul mm bmm".split())
+_MAPS = frozenset("linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d".split())
+_NORMS = frozenset("layer_norm rms_norm group_norm instance_norm softmax log_softmax normalize".split())
+_OF_LAST = frozenset("layer_norm rms_norm softmax log_softmax".split())
+_ELEMENTWISE = frozenset(
+    "relu relu6 gelu silu sigmoid tanh elu selu celu leaky_relu prelu softplus mish hardswish hardsigmoid logsigmoid "
+    "exp expm1 log log1p log2 log10 sqrt rsqrt reciprocal abs neg negative square pow sin cos erf clamp clamp_min "
+    "dropout alpha_dropout clone detach contiguous to float half double bfloat16 type_as nan_to_num".split()
+)
+_SHAPING = frozenset(
+    "view view_as reshape flatten unflatten squeeze unsqueeze permute transpose t movedim swapaxes expand expand_as "
+    "repeat".split()
+)
+_POOLS = frozenset("avg_pool1d avg_pool2d max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d".split())
+_TAKING = frozenset("getitem select narrow".split())
+_OF_SIZES = frozenset(
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()
+)
+_STEPS = frozenset("sign round floor ceil trunc heaviside fix".split())  # of floats, but hardly of the samples
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+_IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div"}
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A value of which each sample's part surely depends on other samples."""
+
+    origin: fx.Node  # where they met
+    shifts: frozenset[fx.Node] = frozenset()  # what was reduced to what was added to it
+    scales: frozenset[fx.Node] = frozenset()  # to what it was multiplied with
+    varies: bool = True  # by more than one number for all along the last dimension: no normalisation takes that out
+    is_whole: bool = True  # in all of its elements
+
+    @property
+    def reductions(self) -> frozenset[fx.Node]:
+        return self.shifts | self.scales
+
+    def with_(self, other: Mixed) -> Mixed:
+        return Mixed(
+            self.origin,
+            self.shifts | other.shifts,
+            self.scales | other.scales,
+            self.varies and other.varies,
+            self.is_whole or other.is_whole,
+        )
+
+
+def refuse_mixing(traced: Traced) -> None:
+    """Refuses outputs that hold the batch, and in which samples surely act on each other.
+
+    Raises:
+        ArgumentError: there is one; names the user's line.
+    """
+    mixing = _Mixing(traced)
+    for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+        if not isinstance(output, fx.Node) or not isinstance(dim, int) or place in traced.told:
+            continue
+        origin = mixing.origin_of(output)
+        if origin is not None:
+            raise ArgumentError(
+                f"output {place} ({output.name}, {output.meta['shapes'][0]}, made at "
+                f"{output.meta.get('source', 'the input')}): samples act on each other at {origin.meta['source']} "
+                f"({origin.name} goes over the samples), so the outputs of micro-batches, put together, are not the "
+                "output of the batch. Compute it for each sample by itself (another dimension), or use chunks by "
+                "running the micro-batches yourself; say with out_dims how the outputs go together (a dimension, "
+                "'stack', 'mean', 'sum') if it is meant for micro-batches, or with in_dims what holds the batch"
+            )
+
+
+class _Mixing:
+    """One walk over a graph."""
+
+    def __init__(self, traced: Traced):
+        assert traced.effects is not None
+        self.traced, self.effects = traced, traced.effects
+        self.valued, self.live = set[fx.Node](), set[fx.Node]()  # hang on values of samples; as floats that vary
+        self.statistics: dict[fx.Node, frozenset[fx.Node]] = {}  # -> of what values they are reductions
+        self.reductions: dict[fx.Node, fx.Node] = {}  # such a value -> the node that reduces it
+        self.mixed: dict[fx.Node, Mixed] = {}
+        self.grams: dict[fx.Node, fx.Node] = {}  # all samples with all -> where they met
+        self.touched = set[fx.Node]()  # samples may have met in these
+        self.running = _kept_in_buffers(traced, self.effects)
+        for place, node in traced.placeholders.items():
+            if traced.in_dims[place] is not None:
+                self.valued.add(node)
+                if _is_floating(node):
+                    self.live.add(node)
+        for place, node in enumerate(self.effects.nodes):
+            self._visit(node, self.effects.written_classes[place])
+
+    def origin_of(self, output: fx.Node) -> fx.Node | None:
+        if output in self.mixed:
+            return self.mixed[output].origin
+        return self._origin(self.statistics[output]) if output in self.statistics else None
+
+    def _origin(self, reduced: frozenset[fx.Node]) -> fx.Node:
+        return self.reductions[min(reduced, key=str)]
+
+    # -- one node ------------------------------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node, written: Iterable[int]) -> None:
+        sources = node.all_input_nodes
+        name = _name(node)
+        is_known = not (runs_python(node) or "number" in node.meta or "read" in node.meta)
+        if is_known and not self.valued.isdisjoint(sources) and name not in _OF_SIZES:
+            self.valued.add(node)
+            is_looked_up = node.target is F.embedding or name == "embedding"
+            carries = not self.live.isdisjoint(sources) and name not in _STEPS and not _is_times_zero(node, name)
+            if _is_floating(node) and (is_looked_up or carries):
+                self.live.add(node)
+        is_touched = not self.touched.isdisjoint(sources)
+        if node in self.live:
+            is_touched = self._follow(node, name, sources) or is_touched
+        if is_touched:
+            self.touched.add(node)
+        changed = set(written)
+        if changed:
+            self._forget(node, changed, is_touched)
+
+    def _forget(self, node: fx.Node, changed: set[int], is_touched: bool) -> None:
+        """What has been written to is something else."""
+        for other in [n for n, alias in self.effects.alias.items() if alias in changed and n is not node]:
+            self.live.discard(other)
+            self.statistics.pop(other, None)
+            self.mixed.pop(other, None)
+            self.grams.pop(other, None)
+            if is_touched:
+                self.touched.add(other)
+
+    def _follow(self, node: fx.Node, name: str, sources: list[fx.Node]) -> bool:
+        """Notes what is sure of a node; returns whether samples meet there."""
+        if (meets := self._meet(node, name, sources)) is not None:
+            return meets
+        known = [s for s in sources if s in self.mixed or s in self.statistics or s in self.grams]
+        if not known:
+            return False
+        if any(s in self.touched and s not in known for s in sources):
+            return True
+        if any(s in self.grams for s in known):
+            self._follow_gram(node, name, sources)
+        elif all(s in self.statistics for s in known):
+            self._follow_statistic(node, name, sources, known)
+        elif len(node.meta["shapes"]) == 1 and len(self._batch_dims(node)) == 1:
+            mixed = self._follow_mixed(node, name, sources, known)
+            if mixed is not None:
+                self.mixed[node] = mixed
+        elif all(s in self.mixed for s in known) and name in ("chunk", "split", "unbind", *_ATTENTION_NAMES):
+            self.mixed[node] = self._merged(known)
+        return True
+
+    # -- where samples meet --------------------------------------------------------------------------------------------
+
+    def _meet(self, node: fx.Node, name: str, sources: list[fx.Node]) -> bool | None:
+        """Whether they meet in a node for the first time; None: they do not."""
+        tensors = [s for s in sources if s.meta.get("shapes") and "number" not in s.meta]
+        if not tensors or any(s in self.touched and s not in self.mixed for s in tensors):
+            return None
+        source = tensors[0]
+        if name in _REDUCTIONS and tensors == [source] and source in self.live:
+            if len(self._batch_dims(source)) == 1 and not self._batch_dims(node):
+                if node in self.running:
+                    return False
+                self._add_statistic(node, source)
+                return True
+        elif name in _ALONG and tensors == [source] and source in self.live:
+            if len(self._batch_dims(source)) == 1 and goes_along_samples(node):
+                self.mixed[node] = Mixed(node, varies=_last(node) > 1)
+                return True
+        elif node.target in _ATTENTION:
+            return self._meet_in_attention(node)
+        elif name in _PRODUCTS_OF_MATRICES and all(s in self.live and len(self._batch_dims(s)) == 1 for s in tensors):
+            dims = self._batch_dims(node)
+            if len(dims) == 2 and dims[1] == len(node.meta["shapes"][0].shape) - 1:
+                self.grams[node] = node
+                return True
+            if not dims:
+                if node in self.running:
+                    return False
+                self._add_statistic(node, source)
+                return True
+        return None
+
+    def _add_statistic(self, node: fx.Node, source: fx.Node) -> None:
+        """One number for all may be taken out again by whatever normalises."""
+        if _elements(node) > 1:
+            while _name(source) in _ELEMENTWISE | _SHAPING and isinstance(source.args[0], fx.Node):
+                source = source.args[0]
+            self.statistics[node] = frozenset({source})
+            self.reductions.setdefault(source, node)
+
+    def _meet_in_attention(self, node: fx.Node) -> bool | None:
+        if node.target is F.scaled_dot_product_attention:
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+            given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+            masks: tuple[Any, ...]
+            masks, place = (given.get("attn_mask"),), -2
+        else:
+            given = dict(inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments)
+            masks, place = (given.get("attn_mask"), given.get("key_padding_mask")), 0
+        key, value = given["key"], given["value"]
+        if any(mask is not None for mask in masks) or not {key, value} <= self.live:
+            return None
+        dims = len(key.meta["shapes"][0].shape)
+        if self._batch_dims(key) != [place % dims] or self._batch_dims(value) != [place % dims]:
+            return None
+        self.mixed[node] = Mixed(node, varies=_last(node) > 1)
+        return True
+
+    # -- what becomes of it --------------------------------------------------------------------------------------------
+
+    def _follow_statistic(self, node: fx.Node, name: str, sources: list[fx.Node], known: list[fx.Node]) -> None:
+        reductions = frozenset[fx.Node]().union(*(self.statistics[s] for s in known))
+        others = [s for s in sources if s not in known]
+        is_even = all("number" in s.meta or not self._batch_dims(s) for s in others)
+        is_part = name == "getitem" and len(known[0].meta["shapes"]) > 1
+        if (is_part or name in _SHAPING) and node.args[0] in known:
+            self.statistics[node] = reductions
+        elif is_even and self.valued.isdisjoint(s for s in others if "number" not in s.meta):
+            keeps = name in _ELEMENTWISE | _MAPS or (name in _SUMS | _PRODUCTS and len(known) == 1)
+            if keeps and node.args and node.args[0] in (known if name in _MAPS else sources) and _elements(node) > 1:
+                self.statistics[node] = reductions
+        elif name in _SUMS | _PRODUCTS and (len(known), len(node.args), len(others)) == (1, 2, 1):
+            self._meet_again(node, known[0], name in _SUMS)
+
+    def _meet_again(self, node: fx.Node, statistic: fx.Node, is_sum: bool) -> None:
+        """A statistic comes back to the samples."""
+        if len(self._batch_dims(node)) != 1:
+            return
+        reductions, nothing = self.statistics[statistic], frozenset[fx.Node]()
+        varies = 1 < _last(statistic) == _last(node)
+        shifts, scales = (reductions, nothing) if is_sum else (nothing, reductions)
+        self.mixed[node] = Mixed(self._origin(reductions), shifts, scales, varies)
+
+    def _follow_gram(self, node: fx.Node, name: str, sources: list[fx.Node]) -> None:
+        """Products of all samples with all: scaled, weighed by a softmax, summed up again."""
+        gram, *others = sources
+        if gram not in self.grams or any(s in self.grams for s in others):
+            return
+        if name in _PRODUCTS_OF_MATRICES and len(others) == 1 and others[0] in self.live:
+            dims = len(others[0].meta["shapes"][0].shape)
+            if self._batch_dims(others[0]) == [dims - 2] and len(self._batch_dims(node)) == 1:
+                self.mixed[node] = Mixed(self.grams[gram], varies=_last(node) > 1)
+        elif all("number" not in s.meta and s not in self.valued for s in others):
+            is_scaled = name in _PRODUCTS and node.args and node.args[0] is gram
+            if is_scaled or name in ("softmax", "dropout", "to", "float"):
+                self.grams[node] = self.grams[gram]
+
+    def _follow_mixed(self, node: fx.Node, name: str, sources: list[fx.Node], known: list[fx.Node]) -> Mixed | None:
+        first: Any = node.args[0] if node.args else None
+        if name in _SUMS | _PRODUCTS:
+            return self._joined(name, node, known)
+        if name in ("cat", "concat", "stack"):
+            return self._put_together(node, sources, known)
+        if node.target is F.multi_head_attention_forward or node.target is F.scaled_dot_product_attention:
+            return self._merged(known) if all(s in self.mixed for s in known) else None
+        if name in _PRODUCTS_OF_MATRICES and all(s in self.mixed for s in known):
+            merged = self._merged(known)
+            is_map = len(known) == 1 and first in known
+            return replace(merged, varies=merged.varies or len(known) > 1 or (is_map and bool(merged.shifts)))
+        if first not in self.mixed or len(known) > 1:
+            return None
+        mixed = self.mixed[first]
+        if name in _MAPS:
+            return replace(mixed, varies=mixed.varies or bool(mixed.shifts), is_whole=True)
+        if name in _NORMS or name == "batch_norm":
+            return self._normalised(node, name, mixed)
+        if name in _ELEMENTWISE or name in _POOLS:
+            return mixed
+        if name == "masked_fill" or name in ("sum", "mean"):
+            keeps = name == "masked_fill" or _keeps_last(node, first)
+            return mixed if keeps and mixed.is_whole else None
+        if name in _SHAPING:
+            keeps = _last(node) == _last(first)
+            return replace(mixed, varies=mixed.varies and (keeps or not mixed.reductions))
+        if name in _TAKING:
+            is_part_of_tuple = len(first.meta["shapes"]) > 1
+            have = [self._batch_sizes(n) for n in (node, first)]
+            return mixed if is_part_of_tuple or (mixed.is_whole and have[0] == have[1]) else None
+        return None
+
+    def _joined(self, name: str, node: fx.Node, known: list[fx.Node]) -> Mixed | None:
+        if len(node.args) != 2 or any(key != "alpha" or value == 0 for key, value in node.kwargs.items()):
+            return None
+        if len(known) == 1:
+            return self.mixed[known[0]]
+        statistics = [s for s in known if s in self.statistics]
+        mixed = self._merged([s for s in known if s in self.mixed])
+        if not statistics:
+            one, two = (self.mixed[s] for s in known)
+            may_cancel = name in _CANCELLING and (one.origin is two.origin or one.reductions & two.reductions)
+            return None if may_cancel else mixed
+        reductions = self.statistics[statistics[0]]
+        if name in _SUMS:
+            return None if reductions & mixed.shifts else replace(mixed, shifts=mixed.shifts | reductions)
+        return None if reductions & mixed.scales else replace(mixed, scales=mixed.scales | reductions)
+
+    def _put_together(self, node: fx.Node, sources: list[fx.Node], known: list[fx.Node]) -> Mixed | None:
+        tensors = [s for s in sources if "number" not in s.meta]
+        if not all(s in self.mixed for s in known) or any(
+            self._batch_sizes(s) != self._batch_sizes(node) for s in tensors
+        ):
+            return None
+        merged = self._merged(known)
+        return merged if len(tensors) == len(known) else replace(merged, is_whole=False, varies=False)
+
+    def _normalised(self, node: fx.Node, name: str, mixed: Mixed) -> Mixed | None:
+        if name == "batch_norm":
+            arguments = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs).arguments
+            return None if arguments.get("training") else mixed
+        if not mixed.is_whole or _last(node) <= 1:
+            return None
+        if not mixed.reductions:
+            return mixed if mixed.varies else None
+        is_of_last = name in _OF_LAST and (name in ("layer_norm", "rms_norm") or _dim(node) in (-1, _dims(node) - 1))
+        return mixed if mixed.varies and is_of_last else None
+
+    def _merged(self, known: list[fx.Node]) -> Mixed:
+        merged, *others = (self.mixed[s] for s in known)
+        for other in others:
+            merged = merged.with_(other)
+        return merged
+
+    # -- shapes --------------------------------------------------------------------------------------------------------
+
+    def _batch_dims(self, node: fx.Node) -> list[int]:
+        """Dimensions of the first tensor that hold samples."""
+        shapes = node.meta.get("shapes", ())
+        return [d for d, size in enumerate(shapes[0].shape) if size.free_symbols] if shapes else []
+
+    def _batch_sizes(self, node: fx.Node) -> list[sympy.Expr]:
+        shapes = node.meta.get("shapes", ())
+        return [size for size in shapes[0].shape if size.free_symbols] if shapes else []
+
+
+_ATTENTION_NAMES = ("multi_head_attention_forward",)
+
+
+def _kept_in_buffers(traced: Traced, effects: Effects) -> set[fx.Node]:
+    """Nodes of which forward keeps something in the model."""
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"} - {None}
+    todo = [n for n in traced.assigned.values() if isinstance(n, fx.Node)]
+    todo += [node for node, classes in zip(effects.nodes, effects.written_classes, strict=True) if classes & states]
+    found = set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo.extend(node.all_input_nodes)
+    return found
+
+
+def _name(node: fx.Node) -> str:
+    name = base_opname(node)
+    return _IN_PLACE.get(name, name.removesuffix("_"))
+
+
+def _is_floating(node: fx.Node) -> bool:
+    shapes = node.meta.get("shapes", ())
+    return bool(shapes) and bool(shapes[0].dtype.is_floating_point)
+
+
+def _is_times_zero(node: fx.Node, name: str) -> bool:
+    return name in ("mul", "rmul", "multiply") and any(
+        isinstance(arg, (int, float)) and arg == 0 for arg in (*node.args, *node.kwargs.values())
+    )
+
+
+def _elements(node: fx.Node) -> float:
+    """Of one sample."""
+    return float(sympy.Mul(*(size for size in node.meta["shapes"][0].shape if size.is_number)))
+
+
+def _last(node: Any) -> float:
+    """The size of the last dimension; 1 where that holds samples."""
+    shape = node.meta["shapes"][0].shape
+    return float(shape[-1]) if shape and shape[-1].is_number else 1.0
+
+
+def _dims(node: fx.Node) -> int:
+    return len(node.meta["shapes"][0].shape)
+
+
+def _dim(node: fx.Node) -> Any:
+    return node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+
+
+def _keeps_last(node: fx.Node, source: Any) -> bool:
+    """Does a sum leave the last dimension alone?"""
+    dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    dims = dims if isinstance(dims, (tuple, list)) else (dims,)
+    return all(isinstance(d, int) and d % _dims(source) != _dims(source) - 1 for d in dims)

@@ -1,0 +1,700 @@
+"""What of an output without the batch is a sum or mean over samples, found from the graph.
+
+Walks back from the output to the first values that hold the batch. What has reduced those are its *pieces*:
+
+- a sum over samples (`sum`, `reduction="sum"`): those of micro-batches add up;
+- a mean over as many elements of each sample (`mean` over batch and length, `F.mse_loss`): a mean weighted by size;
+- a mean over elements that count (`F.cross_entropy`, of which padding is ignored; `loss[mask].mean()`): its total and
+  its count are pieces, both sums;
+- what does not depend on samples: the same for all.
+
+In between stand functions of pieces (`total / count.clamp(min=1)`, `ce + 0.01 * aux`), whatever they are: the output
+of the mini-batch is the same function of the pieces of the mini-batch. Where the function is plain, a mean of
+means or a sum of sums, the outputs go together as such. What the walk does not know is `UnknownReductionError`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.functions import opname
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
+from fxpipe.utils.output_combination import (
+    CombinationCall,
+    CombinationRef,
+    OutputCombination,
+    cross_entropy_divisor,
+    element_count,
+    sum_from_mean,
+)
+
+MAX_PIECE_ELEMENTS = 1 << 14  # of a piece, or of what is made of pieces: it is made in the caller's thread
+
+_ELEMENTWISE_LOSSES = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+    F.hinge_embedding_loss,
+    F.multilabel_soft_margin_loss,
+    F.multilabel_margin_loss,
+)
+_COUNTED_LOSSES = (F.cross_entropy, F.nll_loss)
+_SAMPLE_LOSSES = (
+    F.gaussian_nll_loss,
+    F.multi_margin_loss,
+    F.margin_ranking_loss,
+    F.cosine_embedding_loss,
+    F.triplet_margin_loss,
+    F.ctc_loss,
+)  # means over samples of what each gives
+_DIVIDED_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # whose means with `weight=` are over the sum of these
+_LINEAR = frozenset(
+    "neg negative pos sum mean getitem select unsqueeze squeeze reshape view view_as flatten unflatten to float double "
+    "half bfloat16 type type_as contiguous clone detach expand expand_as permute transpose t unbind alias diagonal "
+    "positive ravel".split()
+)  # linear in their first argument
+_JOINING = frozenset(("stack", "cat", "concat"))  # linear in all that they join
+_OTHER = frozenset(
+    "pow square exp exp2 expm1 log log1p log2 log10 sqrt rsqrt abs clamp clamp_min clamp_max maximum minimum max min "
+    "amax amin where sigmoid tanh relu softplus softmax log_softmax logsumexp reciprocal eq ne gt lt ge le isnan isinf "
+    "isfinite nan_to_num prod norm std var dot matmul floor_divide floordiv remainder round floor ceil sign "
+    "logical_and logical_or logical_not and or invert not zeros_like ones_like full_like masked_fill argmax argmin any "
+    "all int long bool cumsum sort topk median".split()
+)
+_SUMS = frozenset(("add", "radd", "sub", "rsub", "subtract"))
+_PRODUCTS = frozenset(("mul", "rmul", "multiply"))
+_QUOTIENTS = frozenset(("truediv", "div", "divide", "true_divide", "rtruediv", "rdiv"))
+_ARITHMETIC = _SUMS | _PRODUCTS | _QUOTIENTS | frozenset(("pow", "rpow"))
+_FUNCTIONS = _LINEAR | _JOINING | _OTHER | {"full"} | _SUMS | _PRODUCTS | _QUOTIENTS
+_REDUCING = frozenset(
+    "sum nansum mean nanmean count_nonzero prod var std var_mean std_mean norm vector_norm logsumexp dot".split()
+)
+_ALONG_DIM = frozenset(
+    "softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp logsumexp normalize flip "
+    "roll sort msort argsort diff".split()
+)
+_DIM_FOLLOWS = frozenset(("normalize", "roll", "gumbel_softmax", "diff"))  # another argument
+_IN_PLACE = {"iadd": operator.add, "isub": operator.sub, "imul": operator.mul, "itruediv": operator.truediv}
+_IN_PLACE |= {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
+
+# Of a polynomial in the pieces: for each term its degree in what varies, and with which power of the number of samples
+# it would grow. A mean over samples is (1, 0), a sum (1, 1), a count that is always the same for a sample (0, 1).
+Terms = frozenset[tuple[int, int]]
+CONSTANT_TERMS, MEAN_TERMS, SUM_TERMS, SIZE_TERMS = (frozenset({term}) for term in ((0, 0), (1, 0), (1, 1), (0, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """A value that a micro-batch hands out."""
+
+    node: fx.Node
+    how: str | None
+    terms: Terms
+
+
+class UnknownReductionError(Exception):
+    """The graph does not tell. The text says where."""
+
+
+@dataclass(slots=True)
+class ReducedOutput:
+    """An output as a function of pieces."""
+
+    pieces: list[OutputPiece] = field(default_factory=list)
+    calls: list[tuple[CombinationCall, str]] = field(default_factory=list)  # and their plain names
+    values: dict[fx.Node, int] = field(
+        default_factory=dict
+    )  # node -> number of a piece (from 0) or call (from -1 down)
+
+    def numbered_calls(self) -> list[CombinationCall]:
+        """The calls, with references to pieces first and calls after them."""
+
+        def put(value: Any) -> Any:
+            return (
+                CombinationRef(_number(value.number, len(self.pieces))) if isinstance(value, CombinationRef) else value
+            )
+
+        return [
+            CombinationCall(
+                c.function, _map_nested(c.args, put), {k: _map_nested(v, put) for k, v in c.kwargs.items()}, c.state
+            )
+            for c, _ in self.calls
+        ]
+
+    def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
+        """Of the output; None where it is no polynomial."""
+        found: list[Terms | None] = list(of_pieces)
+        for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
+            found.append(_terms_of(name, call, found))
+        return found[-1]
+
+
+def _number(number: int, pieces: int) -> int:
+    return number if number >= 0 else pieces - 1 - number
+
+
+def _map_nested(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(_map_nested(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_nested(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def _refs(value: Any) -> Iterator[CombinationRef]:
+    if isinstance(value, CombinationRef):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _refs(item)
+    elif isinstance(value, Mapping):
+        yield from _refs(list(value.values()))
+
+
+# -- polynomials -----------------------------------------------------------------------------------------------------
+
+
+def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -> Terms | None:
+    def of(value: Any) -> Terms | None:
+        if isinstance(value, CombinationRef):
+            return known[value.number]
+        return (
+            _joined([known[ref.number] for ref in _refs(value)]) if any(True for _ in _refs(value)) else CONSTANT_TERMS
+        )
+
+    everything = _joined([known[ref.number] for ref in _refs((call.args, call.kwargs))])
+    if everything is None:
+        return None
+    if name in _JOINING:
+        return everything
+    if name == "full":  # of a number: `torch.tensor(len(x))` is recorded so
+        return of(call.args[1])
+    if name in _LINEAR:
+        rest = (call.args[1:], call.kwargs)
+        return (
+            everything if _joined([known[ref.number] for ref in _refs(rest)]) in (frozenset(), CONSTANT_TERMS) else None
+        )
+    is_plain = not any(True for _ in _refs(call.kwargs)) and not (name in _QUOTIENTS and call.kwargs)
+    if name in (_SUMS | _PRODUCTS | _QUOTIENTS) and len(call.args) == 2 and is_plain:
+        left, right = map(of, call.args)
+        if left is None or right is None:
+            return None
+        if name in _SUMS:
+            return left | right
+        if name in _PRODUCTS:
+            return _product(left, right)
+        if name in ("rtruediv", "rdiv"):
+            left, right = right, left
+        return _product(left, frozenset((0, -scale) for _, scale in right)) if _is_one_constant(right) else None
+    return CONSTANT_TERMS if everything == CONSTANT_TERMS else None
+
+
+def _joined(terms: Sequence[Terms | None]) -> Terms | None:
+    found: Terms = frozenset()
+    for one in terms:
+        if one is None:
+            return None
+        found |= one
+    return found
+
+
+def _product(left: Terms, right: Terms) -> Terms | None:
+    found = frozenset((d + e, s + t) for d, s in left for e, t in right)
+    return found if all(degree <= 1 for degree, _ in found) else None
+
+
+def _is_one_constant(terms: Terms) -> bool:
+    return len(terms) == 1 and all(degree == 0 for degree, _ in terms)
+
+
+# -- the walk --------------------------------------------------------------------------------------------------------
+
+
+class ReductionWalk:
+    """Back from outputs without the batch. `dependent`: the nodes that depend on batched inputs."""
+
+    def __init__(self, traced: Traced, dependent: set[fx.Node]):
+        self.traced, self.batch_dependent = traced, dependent
+        self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
+        self.changed = frozenset[int]().union(*(node.meta.get("changes", frozenset()) for node in traced.graph.nodes))
+        self.mixed = self._mixed()
+        self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self.added: list[fx.Node] = []
+        self.handed_out: dict[fx.Node, str | None] = {}  # the pieces of all combinations, and how they go together
+
+    def reduced(self, output: fx.Node) -> ReducedOutput:
+        """Raises Unknown."""
+        found = ReducedOutput()
+        if self._is_changed_between(output, self.traced.graph.output_node()):
+            raise _unknown_reduction(output, "which is changed in place before it is returned")
+        self._visit(output, found)
+        return found
+
+    def combination(self, output: fx.Node, place: int) -> OutputCombination | str:
+        """How the output goes together: "mean", "sum", or a function of pieces, which are then in the graph.
+
+        Raises:
+            Unknown: the graph does not tell.
+        """
+        found = self.reduced(output)
+        terms = found.terms([piece.terms for piece in found.pieces])
+        if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
+            return "mean"
+        if terms is not None and terms == SUM_TERMS:
+            return "sum"
+        return self._combination(found, output, place)
+
+    def finish(self) -> None:
+        """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs."""
+        output = self.traced.graph.output_node()
+        if self.handed_out:
+            output.args = ((*output.args[0][:2], tuple(self.handed_out)),)  # type: ignore[index, misc]
+        self.traced.piece_dims = tuple(self.handed_out.values())
+        for node in reversed(self.added):
+            if not node.users:
+                self.traced.graph.erase_node(node)
+
+    def _combination(self, found: ReducedOutput, output: fx.Node, place: int) -> OutputCombination:
+        known = [self._is_known(piece) for piece in found.pieces]
+        varying = [
+            CONSTANT_TERMS if is_known else piece.terms for piece, is_known in zip(found.pieces, known, strict=True)
+        ]
+        nodes = [self._handed_out(piece.node) for piece in found.pieces]
+        for piece, node in zip(found.pieces, nodes, strict=True):
+            self.handed_out.setdefault(node, piece.how)
+        order, first = [*self.handed_out], len(self.traced.outputs)
+        return OutputCombination(
+            place,
+            tuple(first + order.index(node) for node in nodes),
+            tuple(piece.how for piece in found.pieces),
+            tuple(found.numbered_calls()),
+            tuple(known),
+            found.terms(varying) is not None,
+            f"output {place} ({output.name}, made at {output.meta.get('source', 'the input')})",
+        )
+
+    def _mixed(self) -> set[fx.Node]:
+        """Nodes in which samples have met: a sum over them is none of what each gives by itself.
+
+        What has been reduced over samples, or made of their number, meets them again (`x - x.mean(0)`); or a function
+        goes along the dimension that holds them (`x.softmax(0)`).
+        """
+        reduced, mixed = set[fx.Node](), set[fx.Node]()
+        for node in self.traced.graph.nodes:
+            if node.op not in CALL_OPS or node not in self.batch_dependent or "number" in node.meta:
+                continue
+            sources, name = node.all_input_nodes, base_opname(node)
+            is_met = not reduced.isdisjoint(sources) or (name in _ARITHMETIC and any(map(self._is_size, sources)))
+            if self._holds_batch(node):
+                if is_met or not mixed.isdisjoint(sources) or (name in _ALONG_DIM and goes_along_samples(node)):
+                    mixed.add(node)
+                continue
+            if not mixed.isdisjoint(sources):
+                mixed.add(node)
+            is_reducing = name in _REDUCING or node.target in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES)
+            if is_met or (is_reducing and any(map(self._holds_batch, sources))) or _is_tensor(node):
+                reduced.add(node)
+        return mixed
+
+    def _is_size(self, node: fx.Node) -> bool:
+        number = node.meta.get("number")
+        return number is not None and bool(number.free_symbols)
+
+    # -- nodes ---------------------------------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node, found: ReducedOutput) -> None:
+        if node in found.values:
+            return
+        number = node.meta.get("number")
+        if node not in self.batch_dependent:
+            self._piece(node, None, CONSTANT_TERMS, found)
+        elif number is not None:
+            if sympy.cancel(number / self.traced.batch).free_symbols:
+                raise _unknown_reduction(node, "which is a number that does not simply grow with the batch")
+            self._piece(node, "sum", SIZE_TERMS, found)
+        elif self._reduction(node, found):
+            return
+        else:
+            self._function(node, found)
+
+    def _piece(self, node: fx.Node, how: str | None, terms: Terms, found: ReducedOutput) -> None:
+        if _elements(node) > MAX_PIECE_ELEMENTS:
+            raise _unknown_reduction(node, "which is large")
+        found.values[node] = len(found.pieces)
+        found.pieces.append(OutputPiece(node, how, terms))
+
+    def _counted_piece(
+        self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], found: ReducedOutput
+    ) -> None:
+        """A mean over what counts: its total and its count are pieces."""
+        total, number = self._total_and_count(node, count, args)
+        self._piece(total, "sum", SUM_TERMS, found)
+        self._piece(number, "sum", SUM_TERMS, found)
+        operands = (CombinationRef(found.values[total]), CombinationRef(found.values[number]))
+        # Divided, then given the digits of the mean.
+        self._call("truediv", operator.truediv, operands, {}, node, found)
+        if total.meta["shapes"][0].dtype != node.meta["shapes"][0].dtype:
+            self._call(
+                "to",
+                torch.Tensor.to,
+                (CombinationRef(found.values[node]), node.meta["shapes"][0].dtype),
+                {},
+                node,
+                found,
+            )
+
+    def _call(
+        self,
+        name: str,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        node: fx.Node,
+        found: ReducedOutput,
+    ) -> None:
+        found.calls.append((CombinationCall(function, args, kwargs, node.meta["state"]), name))
+        found.values[node] = -len(found.calls)
+
+    def _elements_piece(self, node: fx.Node, source: fx.Node, found: ReducedOutput) -> None:
+        """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
+        mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
+        if isinstance(mask, fx.Node) and [s.dtype for s in mask.meta["shapes"]] == [torch.bool]:
+            chosen = source.all_input_nodes[0].meta["shapes"][0].shape
+            if mask.meta["shapes"][0].shape == chosen:
+                return self._counted_piece(node, torch.count_nonzero, (mask,), found)
+        return self._counted_piece(node, element_count, (source,), found)
+
+    def _function(self, node: fx.Node, found: ReducedOutput) -> None:
+        """A function of values that are known as functions of pieces."""
+        name = base_opname(node)
+        in_place = _IN_PLACE.get(name)
+        if node.op not in CALL_OPS or runs_python(node) or node.meta.get("random") or self._holds_batch(node):
+            raise _unknown_reduction(node, "which is no known function of sums and means over samples")
+        if in_place is not None:
+            if not self._is_last_of(node, node.args[0]):
+                raise _unknown_reduction(node, "which changes a value that is used again")
+            name = name.removeprefix("i") if name.startswith("i") else name.removesuffix("_")
+        elif node.meta.get("changes") or name not in _FUNCTIONS:
+            raise _unknown_reduction(node, "which is no known function of sums and means over samples")
+        if _elements(node) > MAX_PIECE_ELEMENTS:
+            raise _unknown_reduction(node, "which is large")
+        for source in node.all_input_nodes:
+            if not self._is_constant(source):
+                if self._is_changed_between(source, node):
+                    raise _unknown_reduction(source, "which is changed in place before it is used")
+                self._visit(source, found)
+
+        def put(value: Any) -> Any:
+            if isinstance(value, slice):
+                if any(isinstance(part, fx.Node) for part in (value.start, value.stop, value.step)):
+                    raise _unknown_reduction(node, "which takes a part whose bounds are computed")
+                return value
+            if not isinstance(value, fx.Node):
+                return value
+            return int(value.meta["number"]) if self._is_constant(value) else CombinationRef(found.values[value])
+
+        args = _map_nested(tuple(node.args), put)
+        kwargs = {key: _map_nested(value, put) for key, value in node.kwargs.items()}
+        function = in_place or (getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target)
+        self._call(name, function, args, kwargs, node, found)
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        number = node.meta.get("number")
+        return number is not None and not number.free_symbols
+
+    def _is_changed_between(self, source: fx.Node, user: fx.Node) -> bool:
+        storages = source.meta.get("storages", frozenset())
+        if self.changed.isdisjoint(storages):
+            return False
+        first, last = self.order.get(source, -1), self.order.get(user, len(self.order))
+        return any(
+            first < place < last and not storages.isdisjoint(node.meta.get("changes", frozenset()))
+            for node, place in self.order.items()
+        )
+
+    def _is_last_of(self, node: fx.Node, changed: Any) -> bool:
+        """Does nobody use a value after this node has changed it?"""
+        later = self.order.get(node, 0)
+        return (
+            isinstance(changed, fx.Node)
+            and all(user is node or self.order.get(user, -1) < later for user in changed.users if user.op in CALL_OPS)
+            and changed not in self.traced.outputs
+        )
+
+    def _holds_batch(self, node: fx.Node) -> bool:
+        return any(size.free_symbols for shape in node.meta.get("shapes", ()) for size in shape.shape)
+
+    # -- reductions ----------------------------------------------------------------------------------------------------
+
+    def _reduction(self, node: fx.Node, found: ReducedOutput) -> bool:
+        """Adds the pieces of a node that reduces over samples; False where it is none."""
+        if not node.all_input_nodes or node.op not in CALL_OPS or self._holds_batch(node):
+            return False
+        source = node.args[0] if node.args else next(iter(node.kwargs.values()))
+        if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(node.meta.get("shapes", ())) != 1:
+            return False
+        if source in self.mixed:
+            return self._reduction_of_product(node, source, found)
+        self._refuse_mixed(node)
+        name = base_opname(node)
+        if name in ("sum", "nansum", "mean", "count_nonzero"):
+            even = self._is_reduced_over_samples(node, source)
+            if even is None:
+                return False
+            if name != "mean":
+                self._piece(node, "sum", SUM_TERMS, found)
+            elif even:
+                self._piece(node, "mean", MEAN_TERMS, found)
+            else:
+                if node.meta["shapes"][0].shape:
+                    return False
+                self._elements_piece(node, source, found)
+            return True
+        given = _loss_arguments(node)
+        if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
+            return False
+        even = self._is_even(source)
+        if even is None or given["reduction"] not in ("mean", "sum", "batchmean"):
+            return False
+        if node.target in _SAMPLE_LOSSES:
+            return self._loss_of_samples(node, source, given["reduction"], even, found)
+        return self._loss(node, source, given, even, found)
+
+    def _reduction_of_product(self, node: fx.Node, source: fx.Node, found: ReducedOutput) -> bool:
+        """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
+        name, how = base_opname(source), base_opname(node)
+        if how not in ("sum", "mean") or name not in _PRODUCTS | _QUOTIENTS or len(source.args) != 2 or source.kwargs:
+            raise _unknown_reduction(source, "in which samples have met already")
+        samples, factor = source.args
+        if name in _PRODUCTS and not (isinstance(samples, fx.Node) and self._holds_batch(samples)):
+            samples, factor = factor, samples
+        if not isinstance(factor, fx.Node) or self._holds_batch(factor) or _elements(factor) > 1:
+            raise _unknown_reduction(source, "in which samples have met already")
+        shapes = samples.meta.get("shapes", ()) if isinstance(samples, fx.Node) else ()
+        is_reversed = name in ("rtruediv", "rdiv") or not node.args
+        if is_reversed or [s.shape for s in shapes] != [source.meta["shapes"][0].shape]:
+            raise _unknown_reduction(source, "in which samples have met already")
+        if node not in self._counted:
+            with self.traced.graph.inserting_after(node):
+                new = self.traced.graph.create_node(node.op, node.target, (samples, *node.args[1:]), node.kwargs)
+            new.meta.update({k: v for k, v in node.meta.items() if k != "storages"}, storages=frozenset())
+            self.added.append(new)
+            self.batch_dependent.add(new)
+            if samples in self.mixed:
+                self.mixed.add(new)
+            self._counted[node] = new, new
+        new = self._counted[node][0]
+        self._visit(new, found)
+        self._visit(factor, found)
+        refs = (CombinationRef(found.values[new]), CombinationRef(found.values[factor]))
+        self._call(name, operator.mul if name in _PRODUCTS else operator.truediv, refs, {}, node, found)
+        return True
+
+    def _loss(self, node: fx.Node, source: fx.Node, given: dict[str, Any], even: bool, found: ReducedOutput) -> bool:
+        target, reduction = given.get("target"), given["reduction"]
+        shape = source.meta["shapes"][0].shape
+        if not isinstance(target, fx.Node) or not target.meta.get("shapes"):
+            return False
+        is_counted = node.target in _COUNTED_LOSSES
+        others = target.meta["shapes"][0]
+        if is_counted and (len(shape) < 2 or shape[1].free_symbols):
+            return False
+        if not is_counted and others.shape != shape and node.target is not F.multilabel_margin_loss:
+            return False  # broadcast: each sample against each, it may be
+        if reduction == "sum":
+            self._piece(node, "sum", SUM_TERMS, found)
+        elif reduction == "batchmean":
+            is_mean = bool(shape[0].free_symbols)
+            if is_mean and not even:
+                return False
+            self._piece(node, "mean" if is_mean else "sum", MEAN_TERMS if is_mean else SUM_TERMS, found)
+        elif is_counted and not others.dtype.is_floating_point:
+            weight = given.get("weight")
+            if isinstance(weight, fx.Node) and weight in self.batch_dependent:
+                return False
+            self._counted_piece(node, cross_entropy_divisor, (target, weight, given["ignore_index"]), found)
+        elif given.get("weight") is not None and node.target in _DIVIDED_BY_WEIGHTS:
+            self._counted_piece(node, torch.sum, (given["weight"],), found)
+        elif even:
+            self._piece(node, "mean", MEAN_TERMS, found)
+        else:
+            self._elements_piece(node, source, found)
+        return True
+
+    def _loss_of_samples(
+        self, node: fx.Node, source: fx.Node, reduction: str, even: bool, found: ReducedOutput
+    ) -> bool:
+        first = self._batch_dim(source)
+        others = [other for other in node.all_input_nodes if other.meta.get("shapes") and self._holds_batch(other)]
+        if node.target is not F.ctc_loss and any(self._batch_dim(other) != first for other in others):
+            return False  # broadcast: each sample against each
+        if reduction == "sum":
+            self._piece(node, "sum", SUM_TERMS, found)
+        elif even:
+            self._piece(node, "mean", MEAN_TERMS, found)
+        else:
+            return False
+        return True
+
+    def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
+        """Where the batch is, and its size."""
+        shape = node.meta["shapes"][0].shape
+        return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
+
+    def _refuse_mixed(self, node: fx.Node) -> None:
+        """Raises Unknown where something else that a reduction is given, weights say, comes from other samples."""
+        for other in node.all_input_nodes:
+            is_reduced = other in self.batch_dependent and _is_tensor(other) and not self._holds_batch(other)
+            if other in self.mixed or is_reduced:
+                raise _unknown_reduction(other, "in which samples have met already")
+
+    def _is_even(self, node: fx.Node) -> bool | None:
+        """Has it as many elements for each sample? None where it holds samples in several dimensions, say."""
+        shape = node.meta["shapes"][0].shape
+        sizes = [size for size in shape if size.free_symbols]
+        if len(sizes) != 1:
+            return None
+        if not sympy.cancel(sizes[0] / self.traced.batch).free_symbols:
+            return True
+        return None if self.traced.batch in sizes[0].free_symbols else False
+
+    def _is_reduced_over_samples(self, node: fx.Node, source: fx.Node) -> bool | None:
+        """`_is_even` of what is reduced."""
+        if len(source.meta["shapes"]) != 1:
+            return None
+        return self._is_even(source)  # the result holds no batch, so that its dimension is among those that are gone
+
+    # -- nodes for the pieces ------------------------------------------------------------------------------------------
+
+    def _total_and_count(
+        self, mean: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...]
+    ) -> tuple[fx.Node, fx.Node]:
+        if mean not in self._counted:
+            weight = args[1] if count is cross_entropy_divisor else None
+            dtype = weight.meta["shapes"][0].dtype if isinstance(weight, fx.Node) else torch.int64
+            number = self._add_after(mean, count, args, dtype)
+            wide = torch.promote_types(mean.meta["shapes"][0].dtype, torch.float32)
+            if dtype.is_floating_point:
+                wide = torch.promote_types(wide, dtype)
+            total = self._add_after(number, sum_from_mean, (mean, number), wide)
+            self._counted[mean] = total, number
+        return self._counted[mean]
+
+    def _handed_out(self, node: fx.Node) -> fx.Node:
+        """The node whose value is handed out: a copy, where something changes the value later."""
+        if self.changed.isdisjoint(node.meta.get("storages", frozenset())) or "number" in node.meta:
+            return node
+        if node not in self._copies:
+            self._copies[node] = self._add_after(node, torch.clone, (node,), node.meta["shapes"][0].dtype)
+        return self._copies[node]
+
+    def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
+        from fxpipe.tracing.shapes.symbolic_shapes import TensorShape
+
+        graph = self.traced.graph
+        if node.op in CALL_OPS:
+            with graph.inserting_after(node):
+                new = graph.call_function(function, args)
+            like = node
+        else:
+            like = next(n for n in graph.nodes if n.op in CALL_OPS)
+            with graph.inserting_before(like):
+                new = graph.call_function(function, args)
+        kept: dict[str, Any] = {
+            key: like.meta[key] for key in ("source", "module", "state", "marks") if key in like.meta
+        }
+        shape = node.meta["shapes"][0].shape if function is torch.clone else ()
+        new.meta.update(kept, random=False, changes=frozenset(), storages=frozenset())
+        new.meta["shapes"] = (TensorShape(shape, dtype),)
+        self.added.append(new)
+        if any(source in self.batch_dependent for source in new.all_input_nodes):
+            self.batch_dependent.add(new)
+        return new
+
+    def _is_known(self, piece: OutputPiece) -> bool:
+        """Does it come from inputs alone, so that the mini-batch's is known before a step?"""
+        return piece.how is not None and all(map(self._is_of_inputs, dependencies_of(piece.node)))
+
+    def _is_of_inputs(self, node: fx.Node) -> bool:
+        if "number" in node.meta:
+            return True
+        if not self.changed.isdisjoint(node.meta.get("storages", frozenset())):
+            return False  # it may be read before it is changed, or after
+        if node.op == "get_attr":
+            return not isinstance(attribute_tensor(self.traced, node), torch.nn.Parameter)
+        is_work = node.op in CALL_OPS and not (runs_python(node) or node.meta.get("random") or "read" in node.meta)
+        return is_work or node.op == "placeholder"
+
+
+def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
+    """What a node is computed from, itself included. Of sizes that are numbers nothing more is needed."""
+    found: dict[fx.Node, None] = {}
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found[node] = None
+            if "number" not in node.meta:
+                todo.extend(node.all_input_nodes)
+    return found
+
+
+def goes_along_samples(node: fx.Node) -> bool:
+    """Does a function of one dimension (`softmax`, `cumsum`) go along one that holds samples?"""
+    name, shapes = base_opname(node), node.all_input_nodes[0].meta.get("shapes", ())
+    if len(shapes) != 1:
+        return False
+    rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
+    given = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
+    if given is None:
+        given = {"normalize": 1, "msort": 0}.get(name, -1)
+        if name == "roll":
+            return True  # all elements in one row
+    shape = shapes[0].shape
+    dims = [dim for dim in pytree.tree_leaves(given) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
+    return any(shape[dim].free_symbols for dim in dims)
+
+
+def base_opname(node: fx.Node) -> str:
+    """`add` of `operator.add`, `torch.add`, `Tensor.__add__` and `aten.add.Tensor`."""
+    name = opname(node.target)
+    return name.strip("_") if name.startswith("__") else name
+
+
+def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of a loss function of torch by name."""
+    if node.target not in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES, *_SAMPLE_LOSSES):
+        return None
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _elements(node: fx.Node) -> float:
+    sizes = [sympy.Mul(*shape.shape) for shape in node.meta.get("shapes", ())]
+    return sum(float(size) if size.is_number else 0.0 for size in sizes)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return bool(node.meta.get("shapes")) and "number" not in node.meta
+
+
+def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:
+    return UnknownReductionError(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}")

@@ -1,0 +1,69 @@
+"""Pieces of combinations that come from inputs alone, labels and masks: computed of the mini-batch before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.tracing.interpreter import NodeValues, run_all_nodes
+from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.shapes.batch_reductions import dependencies_of
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputPieces:
+    """What computes them."""
+
+    traced: Traced
+    device: torch.device  # where the loss is
+    program: tuple[fx.Node, ...]
+    pieces: Mapping[int, fx.Node]  # by place among all that micro-batches hand out
+
+    @classmethod
+    def of(cls, traced: Traced, device: torch.device) -> InputPieces:
+        handed_out = traced.handed_out
+        places = {
+            place
+            for combination in traced.combinations
+            for place, is_known in zip(combination.pieces, combination.is_known, strict=True)
+            if is_known
+        }
+        used = {node for place in places for node in dependencies_of(handed_out[place])}
+        program = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in traced.graph.nodes:
+            if node not in used:
+                continue
+            if "number" in node.meta:
+                copies[node] = program.placeholder(node.name)
+                copies[node].meta["number"] = node.meta["number"]
+                continue
+            copies[node] = program.node_copy(node, copies.__getitem__)
+            set_node_device(copies[node], device)
+        return cls(traced, device, tuple(program.nodes), {place: copies[handed_out[place]] for place in places})
+
+    def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
+        """By place, of the mini-batch with these flattened inputs."""
+
+        def given(node: fx.Node) -> Any:
+            if "number" in node.meta:
+                return int(node.meta["number"].subs(self.traced.batch, batch))
+            return leaves[self.traced.place_of(node)].detach().to(self.device)
+
+        def attribute(node: fx.Node) -> torch.Tensor:
+            return attribute_tensor(self.traced, node).detach().to(self.device)
+
+        def work(node: fx.Node, values: NodeValues) -> Any:
+            with set_thread_state(node.meta["state"]), torch.no_grad():
+                return call_node(node, values.__getitem__)
+
+        if not self.pieces:
+            return {}
+        values = run_all_nodes(self.program, given, attribute, work)
+        return {place: values[node] for place, node in self.pieces.items()}

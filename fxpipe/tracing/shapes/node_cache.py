@@ -1,0 +1,129 @@
+"""Calls that make alike values: a model of many equal blocks makes a shape once, not once for each block.
+
+To run a function on fake tensors with symbolic sizes takes milliseconds. What comes out hangs on nothing but the
+function, its constants, the state of the thread, and what can be told of the fake tensors among its arguments (sizes,
+strides, dtype, ...). So each value gets a *number*, the same one for values of which the same can be told, and a call
+is known by its function, constants and the numbers of its arguments. A call that is known is not run again: its value
+is handed out again, the very object.
+
+Handing out one object for several values is right as long as nobody changes what can be told of it. A function that
+does (`unsqueeze_`, `resize_`) is noticed when it runs first, and the graph is then run again without this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+_PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+
+
+class ChangedInPlaceError(Exception):
+    """A function has changed the sizes or strides of its argument, which may stand for several values."""
+
+
+class NodeCache:
+    """What has been made so far. Every value that it was given must live as long as this does."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._number_of: dict[int, int] = {}  # id of a value -> its number
+        self._made: dict[Hashable, Any] = {}
+
+    def number(self, value: Any) -> int:
+        """The same for values of which the same can be told."""
+        if id(value) not in self._number_of:
+            self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
+        return self._number_of[id(value)]
+
+    def add(self, key: Hashable, value: Any) -> None:
+        self._made[key] = value
+
+    def known(self, key: Hashable) -> Any:
+        """The value under this key, or None."""
+        return self._made.get(key)
+
+    def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
+        """What a call is known by; None for one that cannot be known."""
+        key = (
+            node.op,
+            function_key(node.target),
+            self._frozen(node.args, values),
+            self._frozen(node.kwargs, values),
+            node.meta["state"],
+        )
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def keep(self, node: fx.Node, key: Hashable | None, value: Any, values: Mapping[fx.Node, Any]) -> None:
+        """Remembers what a call has made.
+
+        Raises:
+            ChangedInPlaceError: it has changed its arguments as well.
+        """
+        arguments = [values[n] for n in node.all_input_nodes]
+        if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
+            raise ChangedInPlaceError
+        # A size that hangs on values is another one in each call.
+        if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
+            self._made[key] = value
+
+    def _frozen(self, argument: Any, values: Mapping[fx.Node, Any]) -> Hashable:
+        if isinstance(argument, fx.Node):
+            return fx.Node, self.number(values[argument])
+        if isinstance(argument, (tuple, list)):
+            return type(argument), tuple(self._frozen(item, values) for item in argument)
+        if isinstance(argument, dict):
+            return dict, tuple((key, self._frozen(item, values)) for key, item in argument.items())
+        if isinstance(argument, slice):
+            return slice, tuple(self._frozen(a, values) for a in (argument.start, argument.stop, argument.step))
+        return type(argument), argument  # with its type: 1, 1.0 and True are equal
+
+
+def function_key(target: Any) -> Hashable:
+    """Calls of one `autograd.Function` are closures, one for each place: the same code over the same objects."""
+    if isinstance(target, FunctionType) and target.__closure__:
+        return target.__code__, tuple(id(cell.cell_contents) for cell in target.__closure__)
+    return target  # type: ignore[no-any-return]
+
+
+def tensor_key(tensor: torch.Tensor) -> Hashable | None:
+    """What can be told of a tensor of the model besides its values; None for one of a special kind."""
+    if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return None
+    sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return torch.Tensor, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), sizes
+
+
+def _value_key(value: Any) -> Hashable:
+    """All that a function can tell of a fake value; of what is not known here, that it is this object."""
+    if type(value) is FakeTensor and value.layout == torch.strided and value.constant is None:
+        sizes = tuple(map(_expression, (value.storage_offset(), *value.shape, *value.stride())))
+        return FakeTensor, value.dtype, value.device, value.is_conj(), value.is_neg(), sizes
+    if isinstance(value, torch.SymInt):
+        return torch.SymInt, _expression(value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_value_key, value))
+    if type(value) in _PLAIN:
+        return type(value), value
+    return id(value)
+
+
+def _expression(size: Any) -> Hashable:
+    return size.node.expr if isinstance(size, torch.SymInt) else size  # type: ignore[no-any-return]
+
+
+def _unbacked_sizes(value: Any) -> set[Any]:
+    try:
+        return set(free_unbacked_symbols(value))
+    except AssertionError:  # a container of another kind
+        return {id(value)}

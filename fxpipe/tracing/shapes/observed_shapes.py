@@ -1,0 +1,276 @@
+"""Sizes that fake tensors cannot tell, seen in real runs.
+
+A function whose Python reads values (inside an `autograd.Function`, or in a module that is kept whole), a custom
+operator that has no rule for fake tensors, a view of `x[mask]`: what they make can only be seen. So the graph is run on
+real values with three numbers of samples n, and each size is fitted by a * n + c: two runs give a and c, the third must
+agree.
+
+Which inputs hold samples is not known for certain then: a mask of shape [T, T] looks batched where T happens to equal
+the batch size. All that may be are varied together; where the graph refuses that, fewer of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import StateError, TraceError
+from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, equal_constants
+
+MAX_CHOICES = 32  # of inputs to vary
+
+
+@dataclass(frozen=True, slots=True)
+class AffineSize:
+    """A size that is `slope * n + offset` for n samples."""
+
+    slope: int
+    offset: int
+
+    def of(self, n: Any) -> Any:
+        return n * self.slope + self.offset if self.slope else self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedTensor:
+    """A tensor as it was seen: in one run with numbers, over all runs with formulas."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def fake(self, n: Any) -> torch.Tensor:
+        """A tensor like this for n samples. To be called under a fake mode, where n is a symbol."""
+        shape, stride = ([size.of(n) for size in sizes] for sizes in (self.shape, self.stride))
+        if len(stride) < len(shape):  # not known, or it has none
+            return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(shape, stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What nodes made in real runs, and of what inputs the samples were varied."""
+
+    varied: tuple[int, ...]  # places among the input leaves
+    fixed: frozenset[int]  # places of inputs that may hold samples by their sizes, but cannot vary
+    made: dict[fx.Node, Any]  # trees of SeenTensor with formulas, numbers as formulas, and constants
+
+    def fake(self, node: fx.Node, n: Any) -> Any:
+        """What `node` makes of n samples. To be called under a fake mode."""
+        return pytree.tree_map_only((ObservedTensor, AffineSize), lambda seen: _fake(seen, n), self.made[node])
+
+
+def _fake(seen: Any, n: Any) -> Any:
+    return seen.fake(n) if isinstance(seen, ObservedTensor) else seen.of(n)
+
+
+def observe_shapes(
+    traced: Traced, values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]], node: fx.Node
+) -> Observation:
+    """Runs the graph with several numbers of samples, as far as it goes, and fits what each node makes.
+
+    The model and all random states stay as they are.
+
+    Args:
+        values: flattened inputs.
+        dims: place of an input -> the dimension that may hold the samples.
+        groups: places of inputs that have the same number of samples, each a group.
+        node: the one that is asked for. What can be said of others comes with it.
+
+    Raises:
+        TraceError: there is no way to vary the number of samples, or what `node` makes is no such formula.
+    """
+    why = "no input that it hangs on has samples that could be varied"
+    if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
+        raise TraceError("it can only be seen in a real run, and the inputs hold no values")
+    if not groups:
+        run = _observe_graph(traced, values, node)
+        return Observation((), frozenset(), _fit_all((0, 1), (run, run), node))
+    for varied in itertools.islice(_choices(values, dims, groups), MAX_CHOICES):
+        samples = values[varied[0]].shape[dims[varied[0]]]
+        for numbers in _sample_counts(samples):
+            try:
+                runs = [_observe_graph(traced, _resized(values, dims, varied, n), node) for n in numbers]
+            except Exception as error:
+                why = f"in real runs with {_listed(numbers)} samples: {type(error).__name__}: {error}"
+                if isinstance(error, StateError) and _is_of_values(traced, values, dims, varied, node):
+                    raise TraceError(why) from error
+                continue
+            try:
+                made = _fit_all(numbers, runs, node)
+            except _NoFormula as error:
+                why = f"in real runs with {_listed(numbers)} samples {error}; sizes must grow evenly with the samples"
+                if _is_of_values(traced, values, dims, varied, node):
+                    raise TraceError(why) from error  # with fewer inputs varied it would look fixed
+                break  # at multiples it may look as if there were one
+            return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, made)
+    raise TraceError(why)
+
+
+# -- which samples ---------------------------------------------------------------------------------------------------
+
+
+def _choices(
+    values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, ...]]:
+    """What to vary: as many groups as there are, then fewer; only together what has the same size."""
+    for count in range(len(groups), 0, -1):
+        for chosen in itertools.combinations(groups, count):
+            places = tuple(place for group in chosen for place in group)
+            if len({values[place].shape[dims[place]] for place in places}) == 1:
+                yield places
+
+
+def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
+    """How many samples to run with.
+
+    One less and twice as many: a number of rows that are chosen by value may look like a formula at neighbours, but
+    not at both. Multiples are for models that take their batch in pairs.
+    """
+    first = (samples, samples - 1, 2 * samples) if samples > 2 else (samples, samples + 1, samples + 2)
+    return [first, (samples, 2 * samples, 3 * samples)]
+
+
+def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], number: int) -> list[Any]:
+    resized = list(values)
+    for place in varied:
+        value, dim = values[place], dims[place]
+        index = torch.arange(number, device=value.device) % value.shape[dim]
+        resized[place] = value.detach().index_select(dim, index).requires_grad_(value.requires_grad)
+    return resized
+
+
+def _is_of_values(
+    traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
+) -> bool:
+    """Does `node` make other sizes, or go another way, with as many other samples?
+
+    Each sample in place of all shows it, wherever a size is a sum over samples.
+    """
+    made: list[Any] = []
+    for k in (None, *range(values[varied[0]].shape[dims[varied[0]]])):
+        samples = list(values)
+        for place in varied if k is not None else ():
+            value = values[place]
+            index = torch.full((value.shape[dims[place]],), k, device=value.device)
+            samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
+        try:
+            made.append(_observe_graph(traced, samples, node)[node])
+        except StateError:  # what is kept whole goes another way
+            return True
+        except Exception:  # the model refuses such samples
+            continue
+        if _shapes(made[-1]) != _shapes(made[0]):
+            return True
+    return False
+
+
+def _shapes(made: Any) -> list[Any]:
+    return [seen.shape if isinstance(seen, ObservedTensor) else seen for seen in pytree.tree_leaves(made)]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+# -- one run ---------------------------------------------------------------------------------------------------------
+
+
+def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> dict[fx.Node, Any]:
+    """What is seen of each node, up to where the graph raises; if that is before `wanted`, raises as well."""
+    seen: dict[fx.Node, Any] = {}
+    values: NodeValues = {}
+    last = {source: node for node in traced.graph.nodes for source in node.all_input_nodes}
+
+    def given(node: fx.Node) -> Any:
+        return copy_of_input(sample[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = attribute_tensor(traced, node)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        return tensor.detach().requires_grad_(tensor.requires_grad) if is_parameter else copy_of_input(tensor)
+
+    with preserve_state(traced.model):
+        try:
+            for node in run_nodes(traced.graph.nodes, values, given, attribute, run_node):
+                if node.op in CALL_OPS:
+                    seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
+                for source in node.all_input_nodes:
+                    if last[source] is node:
+                        del values[source]
+        except Exception:
+            if wanted not in seen:
+                raise
+    return seen
+
+
+def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:
+    stride = tensor.stride() if tensor.layout == torch.strided else ()
+    return ObservedTensor(tuple(tensor.shape), stride, tensor.dtype, tensor.device)
+
+
+# -- formulas --------------------------------------------------------------------------------------------------------
+
+
+class _NoFormula(Exception):
+    """What was seen does not grow evenly with the number of samples."""
+
+
+def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
+    """What nodes make for any number of samples, where that can be said; of `wanted` it must."""
+    made = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
+    for node in runs[0]:
+        with contextlib.suppress(_NoFormula, KeyError):
+            made[node] = _fit_value(numbers, [run[node] for run in runs])
+    return made
+
+
+def _fit_value(numbers: Sequence[int], made: Sequence[Any]) -> Any:
+    """One value for any number of samples, from what it was for each of `numbers`."""
+    flat, specs = zip(*(pytree.tree_flatten(value) for value in made), strict=True)
+    if any(spec != specs[0] for spec in specs[1:]):
+        raise _NoFormula("it returns one structure or another")
+    return pytree.tree_unflatten([_fit_leaf(numbers, leaves) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _fit_leaf(numbers: Sequence[int], leaves: Sequence[Any]) -> Any:
+    first = leaves[0]
+    if all(isinstance(leaf, ObservedTensor) for leaf in leaves):
+        if len({(leaf.dtype, leaf.device, len(leaf.shape), len(leaf.stride)) for leaf in leaves}) > 1:
+            raise _NoFormula("it makes tensors of one kind or another")
+        shape = _fit_sizes(numbers, [leaf.shape for leaf in leaves])
+        try:
+            stride = _fit_sizes(numbers, [leaf.stride for leaf in leaves])
+        except _NoFormula:
+            stride = ()
+        return ObservedTensor(shape, stride, first.dtype, first.device)
+    if all(type(leaf) is int for leaf in leaves):
+        return _fit_sizes(numbers, [(leaf,) for leaf in leaves])[0]
+    if all(equal_constants(leaf, first) for leaf in leaves):
+        return first
+    raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
+
+
+def _fit_sizes(numbers: Sequence[int], seen: Sequence[Sequence[int]]) -> tuple[AffineSize, ...]:
+    return tuple(
+        _fit_affine(numbers, sizes, lambda: f"it makes {' and '.join(str(list(s)) for s in seen)}")
+        for sizes in zip(*seen, strict=True)
+    )
+
+
+def _fit_affine(numbers: Sequence[int], sizes: Sequence[int], what: Callable[[], str]) -> AffineSize:
+    slope, rest = divmod(sizes[1] - sizes[0], numbers[1] - numbers[0])
+    offset = sizes[0] - slope * numbers[0]
+    if rest or any(size != slope * number + offset for number, size in zip(numbers, sizes, strict=True)):
+        raise _NoFormula(what())
+    return AffineSize(slope, offset)

@@ -1,0 +1,321 @@
+"""The graph run once on fake tensors, whose batch dimensions are symbols.
+
+Each candidate for a batch dimension is a symbol of its own (`duck_shape=False`); operations unify those that meet, and
+a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad` and `F.interpolate` would
+bake the batch in.
+
+What fake tensors cannot tell is seen in real runs (`observing`), and equal calls are run once (`alike`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import TraceError
+from fxpipe.tracing.model_state import preserve_rng
+from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
+from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
+from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
+from fxpipe.utils.progress import progress
+
+
+class _QuietShapeEnv(ShapeEnv):
+    """One that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicRun:
+    """What the run has shown."""
+
+    env: ShapeEnv
+    symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
+    made: dict[fx.Node, Any]  # the value of every node; alike ones are one object
+    fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
+    value_dependent_nodes: frozenset[
+        fx.Node
+    ]  # which nodes took a number from a value, so that sizes of what they make may be one
+
+    @property
+    def is_free(self) -> bool:
+        return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
+
+
+def run_on_symbols(
+    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool
+) -> SymbolicRun:
+    """Runs `traced`, recorded on `values`.
+
+    Args:
+        asked: for each input leaf the dimension that may hold the batch.
+        sure: the user has said so: all of them are candidates. Else those of size 1 if `single`, of other sizes if not.
+
+    Raises:
+        TraceError: the shape of a node cannot be told for other batch sizes.
+    """
+    dims = {
+        place: dim
+        for place, dim in enumerate(asked)
+        if dim is not None and (sure or single == (values[place].shape[dim] == 1))
+    }
+    is_shared, known = True, _Knowledge(traced)
+    while True:
+        try:
+            return _Attempt(traced, values, dims, known, NodeCache() if is_shared else None).run()
+        except ChangedInPlaceError:
+            is_shared = False
+        except _RetryError:
+            continue
+        except _UnknownShapeError as unknown:
+            try:
+                _observe_node(traced, values, dims, known, unknown.node, unknown.groups)
+            except TraceError as error:
+                if "continued" in unknown.node.meta:  # which may be right in one piece
+                    raise CannotRecord(str(error), frozenset({unknown.node.meta["whole"]} - {""})) from error
+                if not unknown.is_of_values:
+                    raise
+                path = unknown.node.meta["module"]
+                calls = {path: calls_before_effects(traced.graph, path, unknown.node.meta["calls"])}
+                raise CannotRecord(str(error), frozenset({path}) if path else frozenset(), calls=calls) from error
+
+
+def _observe_node(
+    traced: Traced,
+    values: Sequence[Any],
+    dims: dict[int, int],
+    known: _Knowledge,
+    node: fx.Node,
+    groups: list[list[int]],
+) -> None:
+    """Runs the graph for real, to see what `node` makes."""
+    try:
+        known.observed.append(observe_shapes(traced, values, dims, groups, node))
+    except TraceError as error:
+        why = known.unknown_nodes.pop(node, None)
+        if isinstance(why, _BakesBatchError):
+            known.baked.add(node)
+            return
+        told = f"with fake tensors: {_first_line(why)}; " if why else ""
+        raise TraceError(
+            f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) cannot be "
+            f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
+            "same for each sample, or take it out of forward"
+        ) from why
+
+
+def _first_line(error: Exception) -> str:
+    """What torch has to say; the advice that follows is for people who compile."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
+
+
+@dataclass(slots=True)
+class _Knowledge:
+    """What attempts have taught those after them."""
+
+    traced: Traced
+    unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
+    value_dependent_nodes: set[fx.Node] = field(
+        default_factory=set
+    )  # what they make may have sizes that are values (`t[:n]`)
+    baked: set[fx.Node] = field(default_factory=set)  # functions that do fix the batch size
+    observed: list[Observation] = field(default_factory=list)
+    _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+
+    def inputs_of(self, node: fx.Node) -> frozenset[int]:
+        """Places of the input leaves that a node hangs on."""
+        if not self._inputs:
+            self._inputs |= {n: frozenset([place]) for place, n in self.traced.placeholders.items()}
+            for n in self.traced.graph.nodes:
+                self._inputs.setdefault(n, frozenset().union(*(self._inputs[a] for a in n.all_input_nodes)))
+        return self._inputs[node]
+
+    def distrust(self, node: fx.Node, why: Exception) -> None:
+        """Fake tensors do not tell what a node makes; nor that of the same function of the user's elsewhere."""
+        same = function_key(node.target)
+        for other in self.traced.graph.nodes if _is_user_function(node) else ():
+            if other.op == node.op and function_key(other.target) == same:
+                self.unknown_nodes.setdefault(other, why)
+        self.unknown_nodes[node] = why
+
+    def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
+        """One that has seen `node`, with each of the inputs in question varied, or found to be fixed."""
+        wanted = set(candidates)
+        return next((o for o in self.observed if node in o.made and wanted <= {*o.varied, *o.fixed}), None)
+
+
+class _UnknownShapeError(Exception):
+    """Fake tensors do not tell what a node makes. `groups`: inputs whose samples may vary, those of one symbol each."""
+
+    def __init__(self, node: fx.Node, groups: list[list[int]], is_of_values: bool):
+        super().__init__(node.name)
+        self.node, self.groups = node, groups
+        self.is_of_values = is_of_values  # does a size depend on the values of tensors?
+
+
+class _RetryError(Exception):
+    """A call that told nothing has left guards, which must not stay: another attempt is due, without it."""
+
+
+class _BakesBatchError(Exception):
+    """The Python of the user's function took the batch size for a number; as it runs for each size anew, it may."""
+
+
+class _Attempt:
+    """One attempt."""
+
+    def __init__(
+        self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, alike: NodeCache | None
+    ):
+        self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
+        self.env = _QuietShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.mode.cache_enabled = False  # torch never empties it of symbols, and `alike` does the same
+        self.made: dict[fx.Node, Any] = {}
+        self.inputs: dict[int, Any] = {}  # place -> the symbolic size of its batch dimension
+        self.symbols: dict[int, sympy.Symbol] = {}
+        self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
+
+    def run(self) -> SymbolicRun:
+        self._make_inputs()
+        nodes = self.traced.graph.nodes
+        with (
+            progress("shapes", len(nodes)) as step,
+            preserve_rng(),
+            torch.no_grad(),
+            self.mode,
+            enable_python_dispatcher(),
+        ):
+            for node in nodes:
+                if node.op == "get_attr":
+                    self.made[node] = self._attribute(attribute_tensor(self.traced, node))
+                elif "expects" in node.meta:
+                    self.made[node] = node.meta["expects"]
+                elif node.op in CALL_OPS and "read" not in node.meta:
+                    self.made[node] = self._call(node)
+                step()
+        return SymbolicRun(
+            self.env, self.symbols, self.made, self.fixed_by, frozenset(self.known.value_dependent_nodes)
+        )
+
+    def _make_inputs(self) -> None:
+        for place, node in self.traced.placeholders.items():
+            value, dim = self.values[place].detach(), self.dims.get(place)
+            if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
+                value = torch.cat([value] * 3, dim)
+            dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
+            context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+            fake: Any = self.mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
+            self.made[node] = fake
+            if dim is not None:
+                self.inputs[place], self.symbols[place] = fake.shape[dim], fake.shape[dim].node.expr
+
+    def _attribute(self, tensor: torch.Tensor) -> Any:
+        """A tensor of the model: its sizes do not vary."""
+        key = tensor_key(tensor) if self.alike is not None else None
+        if self.alike is None or key is None:
+            return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+        found = self.alike.known(key)
+        if found is None:
+            found = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+            self.alike.add(key, found)
+        return found
+
+    def _call(self, node: fx.Node) -> Any:
+        if node in self.known.unknown_nodes or node.meta.get("opaque"):
+            return self._seen(node)
+        if self.alike is None:
+            return self._fake(node)
+        key = self.alike.key(node, self.made)
+        value = self.alike.known(key)
+        if value is None:
+            value = self._fake(node)
+            self.alike.keep(node, key, value, self.made)
+        return value
+
+    def _fake(self, node: fx.Node) -> Any:
+        before = len(self.env.replacements), len(self.env.guards)
+        try:
+            with set_thread_state(node.meta["state"]), torch.no_grad():
+                value = call_node(node, self.made.__getitem__)
+        except Exception as error:
+            self.known.distrust(node, error)
+            if isinstance(error, GuardOnDataDependentSymNode):
+                self.known.value_dependent_nodes.add(node)
+            if before != (len(self.env.replacements), len(self.env.guards)):
+                raise _RetryError from error
+            return self._seen(node)
+        is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
+        if is_fixed and _is_user_function(node) and node not in self.known.baked:
+            self.known.distrust(node, _BakesBatchError())
+            raise _RetryError
+        return value
+
+    def _note_fixed(self, node: fx.Node) -> bool:
+        """Has `node` given symbols a fixed size?"""
+        fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]
+        self.fixed_by.update(dict.fromkeys(fixed, node))
+        return bool(fixed)
+
+    # -- what fake tensors do not tell -------------------------------------------------------------------------------
+
+    def _seen(self, node: fx.Node) -> Any:
+        """What a node makes, as real runs have shown."""
+        groups = self._groups(node)
+        candidates = [place for group in groups for place in group]
+        observation = self.known.observation(node, candidates)
+        if observation is None:
+            is_asked = isinstance(self.known.unknown_nodes.get(node), GuardOnDataDependentSymNode)  # `t[:n]`
+            raise _UnknownShapeError(node, groups, is_asked or self._is_of_values(node))
+        for place in observation.fixed.intersection(candidates):
+            int(self.inputs[place])  # fixes the symbol
+        self._note_fixed(node)
+        varied = [place for place in observation.varied if place in candidates]
+        return observation.fake(node, self.inputs[varied[0]] if varied else 0)
+
+    def _is_of_values(self, node: fx.Node) -> bool:
+        given = tensors_in([self.made.get(source) for source in node.all_input_nodes])
+        shape: list[Any] = [size for tensor in given for size in tensor.shape]
+        sizes = [self.env.replace(size.node.expr) for size in shape if isinstance(size, torch.SymInt)]
+        of_inputs = {s for symbol in self.symbols.values() for s in self.env.replace(symbol).free_symbols}
+        return any(size.free_symbols - of_inputs for size in sizes)
+
+    def _groups(self, node: fx.Node) -> list[list[int]]:
+        """Inputs that a node hangs on and whose samples may vary, those of one symbol together.
+
+        With them those that others have turned out to have as many samples as: real runs meet these on their way, also
+        where nobody uses what they make of them.
+        """
+        sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
+        found: dict[Any, list[int]] = {
+            sizes[place]: [] for place in sorted(self.known.inputs_of(node)) if place in sizes
+        }
+        for place, size in sorted(sizes.items()):
+            if size in found and size.free_symbols:
+                found[size].append(place)
+        return [group for group in found.values() if group]
+
+
+def _is_user_function(node: fx.Node) -> bool:
+    """Is this a function of the user's?"""
+    home = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
+    return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")

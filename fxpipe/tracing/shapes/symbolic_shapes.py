@@ -1,0 +1,478 @@
+"""Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
+
+The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic`). Operations
+unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T]
+turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the batch.
+
+Other dimensions are fixed: inputs of another length are another graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
+from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import CALL_OPS, BatchCondition, InputLeaf, Traced, common_batch_size
+from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
+from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
+
+# -- `squeeze` in micro-batches of a single sample: only what is 1 for every batch size goes -------------------------
+#
+# `x.squeeze()` takes out all dimensions of size 1. For a mini-batch of four samples the batch is none of them, but in a
+# micro-batch of one it would be, and what the micro-batches make would no longer go together. So each squeeze is told
+# which dimensions the mini-batch loses. A mini-batch that has one sample itself is another graph.
+
+_ATEN = torch.ops.aten.squeeze
+_SQUEEZES = ("squeeze", torch.squeeze, _ATEN.default, _ATEN.dim, _ATEN.dims)
+
+
+def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
+    """Names the dimensions in every squeeze that could meet the batch. `batch`: number of samples of the recording.
+
+    Returns what mini-batches the graph holds for.
+    """
+    reads = []
+    for node in traced.nodes:
+        if node.target not in _SQUEEZES or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        sizes = node.args[0].meta["shapes"][0].shape
+        asked = _squeezed_dims(node, len(sizes))
+        varying = [sizes[d] for d in asked if sizes[d].free_symbols == {traced.batch}]
+        for size in varying:
+            alone = sympy.Eq(size, 1)
+            if alone == sympy.false:
+                continue
+            is_alone = bool(alone.subs(traced.batch, batch))
+            reads.append(BatchCondition(alone if is_alone else sympy.Ne(size, 1), node.meta["source"]))
+            if not is_alone:
+                _set_squeeze_dims(node, tuple(d for d in asked if sizes[d] == 1))
+    return tuple(reads)
+
+
+def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
+    """Which dimensions a squeeze takes out if they are of size 1."""
+    given: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
+    if not given:
+        return list(range(dims))
+    return [d % dims for d in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+
+
+def _set_squeeze_dims(node: fx.Node, dims: tuple[int, ...]) -> None:
+    node.args, node.kwargs = (node.args[0], dims), {}
+    if isinstance(node.target, torch._ops.OpOverload):
+        node.target = _ATEN.dims
+
+
+OUT_DIM_REDUCTIONS = ("mean", "sum", "stack")
+SIZE_RELATIONS = {
+    operator.eq: sympy.Eq,
+    operator.ne: sympy.Ne,
+    operator.lt: sympy.Lt,
+    operator.le: sympy.Le,
+    operator.gt: sympy.Gt,
+    operator.ge: sympy.Ge,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One tensor that a node makes: sizes in the batch size `b`."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> sympy.Expr:
+        return sympy.Mul(*self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}[{', '.join(map(str, self.shape))}]"
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
+    """Of all these tensors together."""
+    return sympy.Add(*(shape.bytes for shape in shapes))
+
+
+@functools.lru_cache(maxsize=4096)
+def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
+    """For a micro-batch of so many samples. A size that hangs on values (nonzero) counts as 0."""
+    number = formula.subs(batch, samples)
+    return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
+
+
+def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
+    """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (`TensorShape`s) to its nodes.
+
+    Sizes that turn out fixed become constants of the graph.
+
+    Raises:
+        ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
+        TraceError: forward computes with the batch size in plain Python.
+    """
+    asked, sure = candidate_dims(traced.leaves, in_dims), in_dims is not None
+    sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
+    if 0 in sizes:
+        raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
+    found = run_on_symbols(traced, values, asked, sure, sizes == {1})
+    if not found.is_free and 1 in sizes and sizes != {1} and not sure:
+        # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
+        with contextlib.suppress(TraceError):
+            second = run_on_symbols(traced, values, asked, sure, True)
+            found = second if second.is_free else found
+    env, made = found.env, found.made
+    batch = _find_batch(traced, asked, found, sure)
+
+    def formula(value: Any) -> sympy.Expr:
+        if isinstance(value, torch.SymInt):
+            found = env.replace(value.node.expr)
+            return found.xreplace({s: traced.batch for s in found.free_symbols if s in batch})
+        return sympy.Integer(int(value))
+
+    shapes: dict[int, tuple[TensorShape, ...]] = {}  # by id: alike values are one object
+    for node, value in made.items():
+        if id(value) not in shapes:
+            tensors = tensors_in(value)
+            shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
+        node.meta["shapes"] = shapes[id(value)]
+        # What was read of a value is no size: it may be another one in each step, and is compared there.
+        is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and "expects" not in node.meta
+        if is_size:
+            node.meta["number"] = number = formula(value)
+            sources = [source for source in node.all_input_nodes if source.meta.get("of_values")]
+            node.meta["of_values"] = bool(number.free_symbols - {traced.batch} or sources)
+        elif node in found.value_dependent_nodes or (
+            node.target is operator.getitem and node.args[0] in found.value_dependent_nodes
+        ):
+            node.meta["of_values"] = True
+    of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
+    of_batch = [read for read in traced.size_reads if not _depends_on_values(traced, read)]
+    traced.batch_conditions = tuple(read for r in of_batch if (read := _batch_condition(traced, r)) is not None)
+    traced.batch_conditions += tuple(_assumed_conditions(traced, traced.batch_of(values)))
+    for size_read in of_values:
+        add_size_read(traced, size_read)
+    traced.size_reads = ()
+    if traced.recorded_sizes:
+        traced.batch_conditions += (_recorded_sizes_condition(traced),)
+    traced.mini_batch_conditions = fix_squeezes(traced, traced.batch_of(values))
+    walk = ReductionWalk(traced, batch_dependent_nodes(traced))
+    traced.out_dims = _out_dims(traced, made, batch, env, out_dims, walk)
+    traced.left_attribute_dims = _left_dims(traced, made, batch, env)
+    traced.uneven_outputs = _uneven_outputs(traced)
+    _fold_fixed_sizes(traced)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None]:
+    """For each input leaf the dimension that may hold the batch: what `in_dims` says, else 0."""
+    heads = list(dict.fromkeys(leaf.head for leaf in leaves))
+    if in_dims is None or isinstance(in_dims, int):
+        by_head = {} if in_dims is None else dict.fromkeys(heads, in_dims)
+    elif isinstance(in_dims, tuple) and len(in_dims) == len(heads):
+        by_head = dict(zip(heads, in_dims, strict=True))
+    elif isinstance(in_dims, dict) and set(in_dims) <= set(heads):
+        by_head = in_dims
+    else:
+        raise ArgumentError(
+            f"in_dims={in_dims!r} does not fit the inputs {heads}; give an int for all, a tuple with an entry (int "
+            "or None) for each input, or a dict from input name to int or None"
+        )
+    dims: list[int | None] = []
+    for leaf in leaves:
+        dim = by_head.get(leaf.head, 0 if leaf.shape else None) if leaf.is_tensor else None
+        if dim is not None and not -len(leaf.shape) <= dim < len(leaf.shape):
+            raise ArgumentError(
+                f"in_dims gives dimension {dim} for input {leaf.path}, which has shape {leaf.shape}; use None for it"
+            )
+        dims.append(dim if dim is None else dim % len(leaf.shape))
+    return dims
+
+
+def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> frozenset[Any]:
+    """The symbols that are the batch; sets `traced.in_dims`."""
+    symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
+    free = {place: found for place, s in symbols.items() if (found := env.replace(s)).free_symbols}
+    if not free or (sure and len(free) < len(symbols)):
+        lines = [
+            f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
+            f"{fixed_by[s].name} at {fixed_by[s].meta['source']})"
+            for place, s in symbols.items()
+            if s in fixed_by
+        ]
+        if lines:
+            raise ArgumentError(
+                "the batch size cannot vary: " + "; ".join(lines) + "; let forward take the size from its input "
+                "(x.shape[0]), or name another batch dimension with in_dims"
+            )
+    traced.in_dims = tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
+    common_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
+    return frozenset(s for found in free.values() for s in found.free_symbols)
+
+
+def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
+    if read.function is length:
+        tensor, dim = read.operands
+        return [tensor.meta["shapes"][0].shape[dim]]  # type: ignore[union-attr]
+    return [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
+
+
+def _depends_on_values(traced: Traced, read: SizeRead) -> bool:
+    is_of_node = any(isinstance(o, fx.Node) and o.meta.get("of_values") for o in read.operands)
+    return is_of_node or any(number.free_symbols - {traced.batch} for number in _operand_sizes(read))
+
+
+def add_size_read(traced: Traced, read: SizeRead) -> None:
+    """Adds a node that reads a size that depends on the values of tensors: it is a value like any other (`guards`)."""
+    nodes = {o for o in read.operands if isinstance(o, fx.Node)}
+    last = next(node for node in reversed(traced.graph.nodes) if node in nodes)
+    name = f"{last.name}_{read.function.__name__}"
+    with traced.graph.inserting_after(last):
+        node = traced.graph.create_node("call_function", read.function, read.operands, name=name)
+    node.meta.update(source=read.where, module=read.module, state=last.meta["state"], random=False, shapes=())
+    node.meta.update(read=read.result, text=read.function.__name__, of_size=True, calls=read.calls)
+
+
+def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
+    """What the model read of a size, where it hangs on the batch.
+
+    Raises:
+        TraceError: it went on computing with it.
+    """
+    operands = _operand_sizes(read)
+    if not any(o.free_symbols for o in operands):
+        return None
+    if read.function in NOT_FOLLOWED:
+        traced.not_followed = traced.not_followed or read.where
+        return None  # what became of it shows at other sizes
+    if read.function in SIZE_RELATIONS or read.function is bool:
+        holds = (
+            SIZE_RELATIONS[read.function](*operands) if read.function in SIZE_RELATIONS else sympy.Ne(operands[0], 0)
+        )
+        condition = holds if read.result else sympy.Not(holds)
+        if not (condition.is_Relational and condition.lhs == traced.batch and condition.rhs.is_number):
+            condition = sympy.simplify(condition)  # which takes long, the first time most of all
+        return None if condition == sympy.true else BatchCondition(condition, read.where)
+    if traced.recorded_sizes:
+        return None  # what it computed is in the graph
+    raise TraceError(
+        f"the model computes with the batch size in plain Python at {read.where} ({read.function.__name__}); in a "
+        "micro-batch the result would be another one: keep the size a size (x / x.shape[0]), or use a tensor function "
+        "(x.mean())"
+    )
+
+
+def _assumed_conditions(traced: Traced, batch: int) -> Iterator[BatchCondition]:
+    """What was assumed of sizes, where they turn out to be that of the batch."""
+
+    def size(place: int) -> Any:
+        leaf, dim = traced.leaves[place], traced.in_dims[place]
+        return traced.batch if dim is not None else leaf.shape[asked[place] or 0]
+
+    asked = candidate_dims(traced.leaves, None)
+    for condition, places in traced.size_assumptions:
+        if all(traced.in_dims[place] is None for place in places.values()):
+            continue
+        found = condition.subs({symbol: size(place) for symbol, place in places.items()})
+        if found != sympy.true:
+            read = BatchCondition(
+                found, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
+            )
+            # Of a single sample export has seen two.
+            yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
+
+
+def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
+    """A graph with numbers computed from the batch size holds where it was recorded.
+
+    Raises:
+        TraceError: some size hangs on values; so may have what was taken for a number in the batch size.
+    """
+    for node in traced.graph.nodes:
+        sizes = [size for shape in node.meta.get("shapes", ()) for size in shape.shape]
+        if any(size.free_symbols - {traced.batch} for size in sizes):
+            raise TraceError(
+                f"the model computes with sizes in plain Python, and {node.name}, made at {node.meta['source']}, has a "
+                "size that hangs on the values of tensors: which numbers come from which cannot be told; use "
+                "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
+            )
+    first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
+    return BatchCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), first.meta["source"])
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+
+def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
+    """Nodes whose values hang on a batched input by more than fixed sizes, also where it was written to them."""
+    found = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
+    written = set[Any]()  # storages
+    for node in traced.graph.nodes:
+        if node.op not in CALL_OPS:
+            continue
+        sources = node.all_input_nodes
+        if any(n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources):
+            fixed = "number" in node.meta and not node.meta["number"].free_symbols
+            if not fixed:
+                found.add(node)
+                written |= node.meta.get("changes", frozenset())
+    return found
+
+
+def _out_dims(
+    traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any, walk: ReductionWalk
+) -> tuple[int | str | None, ...]:
+    given: Any = None
+    is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
+    if out_dims is not None:
+        try:
+            given = broadcast_prefix(out_dims, traced.out_spec)
+        except StructureError as error:
+            raise ArgumentError(
+                f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
+            ) from error
+        traced.told = frozenset(place for place, dim in enumerate(given) if dim is not UNNAMED)
+    dependent = walk.batch_dependent
+    found: list[int | str | None] = []
+    combinations: list[OutputCombination] = []
+    for place, output in enumerate(traced.outputs):
+        if not isinstance(output, fx.Node):
+            found.append(None)
+            continue
+        value = made.get(output)
+        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
+        is_given = given is not None and given[place] is not UNNAMED
+        if is_given and not (is_for_rest and (output not in dependent or _batch_dim(sizes, batch) is not None)):
+            found.append(_checked_out_dim(traced, output, given[place]))
+        elif output not in dependent:
+            found.append(None)
+        else:
+            how = _out_dim(traced, output, place, sizes, batch, walk)
+            if isinstance(how, OutputCombination):
+                combinations.append(how)
+            found.append("combined" if isinstance(how, OutputCombination) else how)
+    traced.combinations = tuple(combinations)
+    walk.finish()
+    return tuple(found)
+
+
+def _left_dims(traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv) -> dict[str, int | str]:
+    """Of attributes that forward sets and does not read: the dimension that holds samples, where there is one.
+
+    What requires grad is part of the caller's graph afterwards; so it must go together as outputs do.
+
+    Raises:
+        CannotRecord: it does not.
+    """
+    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    dependent = batch_dependent_nodes(traced)
+    found: dict[str, int | str] = {}
+    for name, node in traced.assigned.items():
+        if name in read or not isinstance(node, fx.Node) or node.op == "get_attr":
+            continue
+        shape = getattr(made.get(node), "shape", ())
+        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in shape]
+        dim = _batch_dim(sizes, batch) if node in dependent else None
+        if dim is not None:
+            found[name] = dim
+        elif name in traced.tied and not shape:
+            found[name] = "mean"
+        elif name in traced.tied:
+            raise CannotRecord(
+                f"forward sets {name!r} to a tensor that requires grad and has no dimension for the samples, at "
+                f"{node.meta.get('source')}; detach it, or let forward return it",
+                is_final=True,
+            )
+    return found
+
+
+def _batch_dim(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
+    """The one dimension that holds the batch, and nothing else of unknown size."""
+    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
+    return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch else None
+
+
+def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | None:
+    shape = output.meta["shapes"][0].shape if output.meta["shapes"] else ()
+    if dim is None or dim in OUT_DIM_REDUCTIONS or (type(dim) is int and -len(shape) <= dim < len(shape)):
+        return dim % len(shape) if type(dim) is int else dim
+    raise ArgumentError(
+        f"out_dims gives {dim!r} for the output {output.name} of shape {list(shape)}; accepted are a dimension, None, "
+        f"{', '.join(map(repr, OUT_DIM_REDUCTIONS))}"
+    )
+
+
+def _uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
+    """Outputs of which so many samples more are not as many rows more each time."""
+    found = []
+    for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
+        if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
+            rows = output.meta["shapes"][0].shape[dim]
+            if sympy.cancel(rows / traced.batch).free_symbols:
+                found.append((output.name, rows))
+    return tuple(found)
+
+
+def _out_dim(
+    traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any], walk: ReductionWalk
+) -> int | str | OutputCombination:
+    if (found := _batch_dim(sizes, batch)) is not None:
+        return found
+    shapes = output.meta["shapes"]
+    number = output.meta.get("number")
+    if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
+        return "sum"  # as many times the samples: each micro-batch has its share
+    try:
+        return walk.combination(output, place)
+    except UnknownReductionError as unknown:
+        told = str(unknown)
+    if len(shapes) == 1 and not shapes[0].shape and shapes[0].dtype.is_floating_point:
+        traced.untold += (UndeterminedOutput(place, f"output {place} ({output.name}) is made of {told}"),)
+        return "mean"
+    what = str(shapes[0]) if shapes else "a number"
+    if any(s is not None and not s.free_symbols <= batch for s in sizes):
+        why = "has a size that hangs on values"
+    elif any(s is not None and s.free_symbols & batch for s in sizes):
+        why = "holds the batch in several dimensions"
+    else:
+        why = "hangs on the batch but has no dimension for it"
+        example = {traced.leaves[p].shape[d] for p, d in enumerate(traced.in_dims) if d is not None}
+        if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
+            why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
+    raise ArgumentError(
+        f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the "
+        "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "
+        "all), 'mean', 'sum' or 'stack'"
+    )
+
+
+def _fold_fixed_sizes(traced: Traced) -> None:
+    """Numbers that are the same for every batch size become constants, and their nodes go."""
+    for node in reversed(list(traced.graph.nodes)):
+        number = node.meta.get("number")
+        if node.op not in CALL_OPS or number is None or number.free_symbols or node.meta["of_values"]:
+            continue
+        for user in list(node.users):
+            user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))
+        traced.graph.erase_node(node)
+
+
+def _with_constant(arguments: Any, node: fx.Node, value: int) -> Any:
+    return fx.map_arg(arguments, lambda n: value if n is node else n)

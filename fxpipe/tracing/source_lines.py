@@ -1,0 +1,84 @@
+"""Where in the user's code something happens."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+UNKNOWN_LINE = (
+    "unknown"  # in place of a line: there is none, as in a model of torch's own modules that fxpipe itself calls
+)
+
+# With the separator: torchvision lives beside torch, and is the user's.
+_LIBRARY_DIRS = tuple(
+    os.path.join(directory, "") for directory in (torch.__path__[0], os.path.dirname(os.path.dirname(__file__)))
+)
+
+_DISPATCH_FILES = (
+    _LIBRARY_DIRS[1],
+    os.path.join(_LIBRARY_DIRS[0], "_tensor"),
+    os.path.join(_LIBRARY_DIRS[0], "overrides"),
+)
+_DISTRIBUTIONS = os.path.join(_LIBRARY_DIRS[0], "distributions", "")
+
+
+def is_user_file(file: str) -> bool:
+    """Is this a file that is neither torch's nor fxpipe's, nor of a decorator in between?"""
+    return not file.startswith((*_LIBRARY_DIRS, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
+
+
+def user_line() -> str:
+    """The innermost source line that is neither torch's nor fxpipe's: `path/unet.py:31`."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else UNKNOWN_LINE
+
+
+def is_argument_validation() -> bool:
+    """Is it a distribution of torch that asks for a value, to raise where its arguments are wrong?"""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH_FILES):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_DISTRIBUTIONS)
+
+
+def line_of_function(function: Callable[..., Any]) -> str:
+    """Where a function of Python begins."""
+    code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line of the stack that is neither torch's nor fxpipe's."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
+
+
+def line_in_stack(text: str) -> str:
+    """The innermost line of a formatted stack that is neither torch's nor fxpipe's, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', text)
+    users = [(file, line) for file, line in found if not file.startswith((*_LIBRARY_DIRS, "torch/", "<"))]
+    return ":".join(users[-1]) if users else ""
+
+
+def line_of_error(error: BaseException) -> str:
+    """Where in the user's code an exception came from: the innermost line that is neither torch's nor fxpipe's."""
+    found, entry = UNKNOWN_LINE, error.__traceback__
+    while entry is not None:
+        if not entry.tb_frame.f_code.co_filename.startswith((*_LIBRARY_DIRS, "<")):
+            found = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    return found

@@ -1,0 +1,61 @@
+"""Tensors inside whatever holds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+_ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most of what is asked
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside a value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in _ATOMS:
+        return
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def has_values(value: Any) -> bool:
+    """False for tensors of the meta device and fake ones."""
+    return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
+    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """What a tensor takes; a sparse one is its values and their indices."""
+    if tensor.layout == torch.strided:
+        return tensor.nbytes
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.values().nbytes + tensor.ccol_indices().nbytes + tensor.row_indices().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Tensors in the attributes of an object of any kind."""
+    yield from tensors_in(value)
+    if depth:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for item in (*inside, *getattr(value, "__dict__", {}).values()):
+            yield from hidden_tensors(item, depth - 1)

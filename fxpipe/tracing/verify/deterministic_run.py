@@ -1,0 +1,122 @@
+"""A graph that is run with what makes a batch and its parts differ by itself left out.
+
+Dropout drops nothing, batch norm takes its running statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.errors import DecisionError
+from fxpipe.tracing.interpreter import NodeValues, last_uses, run_nodes
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.verify.effects import Effects, running_statistics
+
+ComparedOutputs: TypeAlias = Mapping[int, fx.Node]  # by place of an output: the node whose value is asked for
+
+_DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
+
+
+def can_run_deterministically(traced: Traced) -> bool:
+    """Is everything that would make halves differ by itself known here?"""
+    effects: Effects | None = traced.effects
+    assert effects is not None
+    states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
+    for node, classes in zip(effects.nodes, effects.written_classes, strict=True):
+        is_norm = node.target is F.batch_norm and bool(running_statistics(node))
+        is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
+        if classes & states and not (is_norm or is_counter):
+            return False
+        if node.target is F.batch_norm and not is_norm and _named_arguments(node, _BATCH_NORM).get("training"):
+            return False  # no running statistics to take
+        if node.meta.get("draw") and not node.users:
+            continue
+        if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
+            return False
+    return not traced.carried_state
+
+
+def _named_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+
+
+def run_deterministically(
+    traced: Traced, asked: ComparedOutputs, sample: Sequence[Any], expected: int | None = None
+) -> dict[int, torch.Tensor]:
+    """What is asked, by place.
+
+    Args:
+        expected: the number of samples, if values are to be of the sizes that they have of so many.
+    """
+    left_out = {traced.results[place][0] for place in asked} - {*asked.values()}
+    nodes = [node for node in traced.graph.nodes if node not in left_out]
+    last = last_uses(nodes, asked.values())
+    # Python that runs as it is may ask for gradients inside; nothing else does.
+    grad = any(node.meta.get("opaque") for node in traced.nodes)
+
+    def given(node: fx.Node) -> Any:
+        return sample[traced.place_of(node)].detach().clone()
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = attribute_tensor(traced, node)
+        held = tensor.detach() if isinstance(tensor, torch.nn.Parameter) else tensor.detach().clone()
+        return held.requires_grad_(grad and tensor.requires_grad)
+
+    def work(node: fx.Node, values: NodeValues) -> Any:
+        with set_thread_state(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
+            value = _run_deterministic_node(node, values)
+        if expected is not None and not _have_expected_sizes(value, node, traced.batch, expected):
+            raise DecisionError(f"{node.name} is of another size with {expected} samples")
+        return value
+
+    values: NodeValues = {}
+    for node in run_nodes(nodes, values, given, attribute, work):
+        for used in last.get(node, ()):
+            del values[used]
+    return {place: values[node] for place, node in asked.items()}
+
+
+def _have_expected_sizes(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
+    """Are the tensors of a value of the sizes that the graph has for so many samples?"""
+    shapes = node.meta.get("shapes", ())
+    return all(
+        all(
+            size in (have, None)
+            for size, have in zip(_sizes_at(shape.shape, batch, samples), tensor.shape, strict=False)
+        )
+        for shape, tensor in zip(shapes, tensors_in(value), strict=False)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> tuple[int | None, ...]:
+    """None for what hangs on values."""
+    numbers = (size.subs(batch, samples) for size in shape)
+    return tuple(int(number) if number.is_Integer else None for number in numbers)
+
+
+def _run_deterministic_node(node: fx.Node, values: NodeValues) -> Any:
+    """What a node makes where nothing is random and batch norm looks at no batch."""
+
+    def given(names: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = fx.map_arg(_named_arguments(node, names), values.__getitem__)
+        return found
+
+    if node.target in _DROPOUTS:
+        return given(("input",))["input"].clone()
+    if node.target is F.batch_norm and running_statistics(node):
+        return F.batch_norm(**given(_BATCH_NORM) | {"training": False})
+    if node.target is F.scaled_dot_product_attention:
+        return F.scaled_dot_product_attention(**given(_ATTENTION) | {"dropout_p": 0.0})
+    return call_node(node, values.__getitem__)

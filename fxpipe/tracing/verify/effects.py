@@ -1,0 +1,253 @@
+"""What every node shares and changes: storages, in-place writes, changed buffers. Watched, not guessed.
+
+The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its
+tensors have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its
+buffers without raising their version; as its statistics may come out the same by chance, it is also known by name).
+Whether `reshape` and `contiguous` share or copy hangs on sizes as much as on code, so what holds at any size is taken
+to hold at all.
+
+The same runs serve to compare the graph with the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
+from fxpipe._torch.storages import StorageNumbers
+from fxpipe.tracing.fake_tensors import in_fake_mode
+from fxpipe.tracing.forward_rng import DrawStream
+from fxpipe.tracing.interpreter import (
+    NodeValues,
+    copy_as_leaf,
+    last_uses,
+    output_values,
+    run_node,
+    run_nodes,
+    writable_copy,
+)
+from fxpipe.tracing.model_state import equal_tensors
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.utils.progress import progress
+
+NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
+
+
+@dataclass(slots=True)
+class Effects:
+    """Facts about the nodes of a graph, over all the sizes it was run at.
+
+    An alias class is a set of nodes whose tensors may share storage; it is named by a number.
+    """
+
+    nodes: list[fx.Node]  # those that work, in order
+    place: dict[fx.Node, int]  # node -> its index in `nodes`; a placeholder: -1
+    last: dict[fx.Node, int]  # node -> place of its last user; an output of the graph: len(nodes)
+    alias: dict[fx.Node, int | None]  # node -> alias class; None where it holds no tensor
+    same: dict[fx.Node, fx.Node]  # node -> the argument that it returns, at every size
+    written_classes: list[set[int]]  # by place: the alias classes that the node changes
+    requires_grad: dict[fx.Node, bool]  # does any tensor of the value
+
+    @property
+    def written_inputs(self) -> list[fx.Node]:
+        """The placeholders that some node writes to."""
+        written = set[int]().union(*self.written_classes)
+        return [node for node, place in self.place.items() if place < 0 and self.alias[node] in written]
+
+
+@dataclass(slots=True)
+class RunResult:
+    """One run of a graph, or of the model, on real values."""
+
+    outputs: list[Any]
+    buffers: dict[str, torch.Tensor]  # by name: the values after the run, of all that the graph reads or re-assigns
+    inputs: dict[int, torch.Tensor]  # by place among the input leaves: the tensors after the run
+
+
+@dataclass(slots=True)
+class ObservedEffects:
+    """What the nodes did in one run of the graph. A storage is named by a number, which another run may use again."""
+
+    storages: dict[fx.Node, list[int]] = field(default_factory=dict)  # of the tensors in the value
+    changed: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages; of nodes that work
+    returned: dict[fx.Node, fx.Node | None] = field(default_factory=dict)  # the argument that is the value
+    requires_grad: dict[fx.Node, bool] = field(default_factory=dict)  # does any tensor of the value
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run of the graph that has just ended, with all that autograd has saved of it."""
+
+    outputs: list[Any]
+    inputs: dict[int, Any]  # by place: the leaves that were given
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]  # of the model, and what stood for it
+    assigned: dict[str, torch.Tensor]  # by name: what forward sets attributes to
+
+
+def observe_run(
+    traced: Traced, sample: Sequence[Any], then: Callable[[Ended], None] | None = None
+) -> tuple[RunResult, ObservedEffects]:
+    """Runs the graph on flattened inputs. The model does not change.
+
+    Args:
+        then: is called with the run when it has ended. Autograd saves nothing for others.
+    """
+    values: NodeValues = {}
+    leaves: dict[int, Any] = {}
+    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: of the model, and what stands for it
+    storages = StorageNumbers()
+    buffers: dict[int, tuple[fx.Node, torch.Tensor]] = {}  # by storage
+    draws, seen = DrawStream(traced.seed), ObservedEffects()
+    inputs: dict[int, torch.Tensor] = {}
+
+    def given(node: fx.Node) -> Any:
+        place = traced.place_of(node)
+        leaves[place] = copy_as_leaf(sample[place])
+        inputs[place] = writable_copy(leaves[place])
+        return inputs[place]
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = attribute_tensor(traced, node)
+        if id(tensor) in stand_ins:
+            return stand_ins[id(tensor)][1]
+        if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad:
+            copy = tensor.detach().requires_grad_(tensor.requires_grad)
+        else:
+            copy = tensor.detach().clone()
+            buffers[storages.name(copy)] = node, copy
+        stand_ins[id(tensor)] = tensor, copy
+        return copy
+
+    def work(node: fx.Node, values: NodeValues) -> Any:
+        value, seen.changed[node] = _run_observed(node, values, buffers, storages, draws, saves=then is not None)
+        is_one = isinstance(value, torch.Tensor)
+        seen.returned[node] = next((s for s in node.all_input_nodes if is_one and values[s] is value), None)
+        return value
+
+    nodes = [*traced.graph.nodes]
+    last = last_uses(
+        nodes, [n for n in (*traced.outputs, *traced.pieces, *traced.assigned.values()) if isinstance(n, fx.Node)]
+    )
+    with progress("checking", len(nodes) - 1) as step:
+        for node in run_nodes(nodes, values, given, attribute, work):
+            tensors = list(tensors_in(values[node]))
+            seen.storages[node] = list(map(storages.name, tensors))
+            if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
+                del seen.storages[node][1:]  # and need not share memory
+            seen.requires_grad[node] = any(t.requires_grad for t in tensors)
+            for used in last.get(node, ()):
+                del values[used]
+            step()
+    after = {str(n.target): t for n, t in buffers.values()}
+    after |= {name: values[n] for name, n in traced.assigned.items()}
+    outputs = output_values(traced, values)
+    result = RunResult(
+        list(map(_detached, outputs)), after, {place: _detached(tensor) for place, tensor in inputs.items()}
+    )
+    if then is not None:
+        assigned = {name: values[node].detach() for name, node in traced.assigned.items()}
+        del values, inputs
+        then(Ended(outputs, leaves, [*stand_ins.values()], assigned))
+    return result, seen
+
+
+def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
+    """What holds of the nodes in any of these runs, one for each size that will occur."""
+    nodes = traced.nodes
+    place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
+    last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
+    last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
+    classes = _UnionFind()
+    first: dict[fx.Node, _StorageKey] = {}  # one of the storages of each node
+    for number, one in enumerate(seen):
+        for node, storages in one.storages.items():
+            for storage in storages:
+                classes.unite((number, storage), first.setdefault(node, (number, storage)))
+    numbers: dict[_StorageKey, int] = {}
+    alias = {
+        n: numbers.setdefault(classes.find(first[n]), len(numbers)) if n in first else None for n in traced.graph.nodes
+    }
+    writes = []
+    for node in nodes:
+        changed = (classes.find((number, s)) for number, one in enumerate(seen) for s in one.changed[node])
+        writes.append({numbers[root] for root in changed if root in numbers})
+    returned = {n: {one.returned[n] for one in seen} for n in nodes}
+    same = {n: source for n, found in returned.items() if len(found) == 1 and (source := next(iter(found))) is not None}
+    requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
+    effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
+    last |= dict.fromkeys(effects.written_inputs, len(nodes))  # the caller gets them back
+    return effects
+
+
+_StorageKey = tuple[int, int]  # number of a run, storage
+
+
+class _UnionFind:
+    """Union-find over storages."""
+
+    def __init__(self) -> None:
+        self._parent: dict[_StorageKey, _StorageKey] = {}
+
+    def find(self, key: _StorageKey) -> _StorageKey:
+        parent = self._parent
+        parent.setdefault(key, key)
+        while parent[key] != key:
+            parent[key] = parent[parent[key]]
+            key = parent[key]
+        return key
+
+    def unite(self, left: _StorageKey, right: _StorageKey) -> None:
+        self._parent[self.find(left)] = self.find(right)
+
+
+def _detached(value: Any) -> Any:
+    """A tensor without what it was made of, which would take memory as long as it lives."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _run_observed(
+    node: fx.Node,
+    values: NodeValues,
+    buffers: dict[int, tuple[fx.Node, torch.Tensor]],
+    storages: StorageNumbers,
+    draws: DrawStream,
+    saves: bool,
+) -> tuple[Any, set[int]]:
+    """What a node makes, and the storages that it changes."""
+    read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
+    versions = [t._version for t in read]
+    before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
+    with in_fake_mode(), contextlib.nullcontext() if saves else saving_block_for(node.target, NoSavedTensors()):
+        value = run_with_draws(node, values, draws)
+    changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if t._version != v}
+    changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
+    if node.target in NORM_FUNCTIONS:
+        changed |= {storages.name(values[b]) for b in running_statistics(node)}
+    return value, changed
+
+
+def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
+    """What a working node makes, where draws come from their stream."""
+    value = run_node(node, values)
+    return draws.take(lambda: run_node(node, values)) if node.meta.get("draw") else value
+
+
+def running_statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a norm updates."""
+    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
+    if node.target in (F.instance_norm, torch.instance_norm):
+        names = (*names[:5], "use_input_stats")
+    elif node.target is torch.batch_norm:
+        names = ("input", "weight", "bias", "running_mean", "running_var", "training")
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if not given.get(names[5], node.target is F.instance_norm):
+        return []
+    return [n for name in ("running_mean", "running_var") if isinstance(n := given.get(name), fx.Node)]

@@ -1,0 +1,384 @@
+"""Every graph is compared with the model, on real values, before anything is built on it: at the sizes that will run.
+
+What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size. A
+recording on a part of the samples has been compared with those of other sizes before (`recording.on_a_part`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.functions import opname
+from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, is_hooks_error
+from fxpipe.errors import DecisionError, TraceError
+from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
+from fxpipe.tracing.guards import expectations_of
+from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
+from fxpipe.tracing.model_state import container_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.record import module_hooks as hooks
+from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.skip_matmul import SkipMatmul
+from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.traced import BatchCondition, Traced, runs_python
+from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
+from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
+
+COMPARED_AT_ONCE = (
+    1 << 18
+)  # numbers that are compared at a time: what is made for many takes longer to get than to fill
+
+
+def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
+    """Samples start..stop of flattened inputs; those after the last are the first again."""
+    return slice_samples(leaves, traced.in_dims, start, stop)
+
+
+def slice_samples(leaves: Sequence[Any], dims: Sequence[int | None], start: int, stop: int) -> list[Any]:
+    """The same for inputs that hold the batch in these dimensions."""
+
+    def part(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+        size = leaf.shape[dim]
+        if stop <= size:
+            piece = leaf.narrow(dim, start, stop - start)
+            return piece.contiguous() if leaf.is_contiguous() else piece
+        again, over = divmod(stop, size)
+        parts = [leaf.narrow(dim, start, size - start), *[leaf] * (again - 1), leaf.narrow(dim, 0, over)]
+        return torch.cat(parts, dim)
+
+    return [leaf if dim is None else part(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+
+
+class Calls(Protocol):
+    """Goes on from where a run has ended, before the model is put back: each method once, the model's first."""
+
+    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None: ...
+    def go_on_from_graph(self, ended: Ended) -> None: ...
+
+
+def _nothing_more(size: int, sample: list[Any]) -> Calls | None:
+    return None
+
+
+def check_against_model(
+    traced: Traced,
+    leaves: Sequence[Any],
+    chunks: int = 1,
+    going_on: Callable[[int, list[Any]], Calls | None] = _nothing_more,
+) -> Effects:
+    """Compares graph and model on the inputs and at other sizes: those of micro-batches, one sample less, and one more.
+
+    One less only where micro-batches are no smaller than the batch. One more is needed: a loop over four samples that
+    slices (`x[n : n + 1]`) does the same with three. Sizes that the model refuses (batch norm, a single sample) are
+    left out. Of a graph that was recorded on a part of the samples it is known that forward is the same on all of them
+    and on one more: it is compared at the sizes of micro-batches, and watched at that of a larger part.
+
+    Returns what the nodes were seen to do.
+
+    Args:
+        going_on: (size, samples) -> what goes on from the runs of model and graph on these samples, so that they need
+            not run again for it; None: nothing.
+
+    Raises:
+        TraceError: an output or a buffer differs; names it, the size and the remedy.
+    """
+    batch = traced.batch_of(leaves)
+    parts = min(chunks, batch)
+    smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
+    example = traced.recorded_samples or batch
+    others = (*sorted(smaller, reverse=True), *((batch + 1, 2 * batch) if example == batch else ()))
+    seed = torch.default_generator.initial_seed() % 2**31
+    if traced.recorded_samples is not None and not holds_at_size(traced, batch):
+        raise TraceError("forward does something else with all samples than with a part of them")
+    watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
+    refused = set[int]()
+    wanted: list[
+        tuple[int, list[Any], RunResult | None, Calls | None]
+    ] = []  # size, samples, what the model makes of them
+    for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
+        if (size > batch + 1 and len(wanted) > 1) or not holds_at_size(traced, size):
+            continue
+        sample = sample_within_guards(traced, leaves, size, batch, seed)
+        if sample is None and size == example:
+            raise TraceError(
+                "a value that forward reads is another one when it is asked again: "
+                + "; ".join([*map(str, traced.guards.guards if traced.guards else ()), *expectations_of(traced)])
+            )
+        if sample is None:
+            continue
+        want = calls = None
+        if not watched.get(size) and all(read.holds(size) for read in traced.mini_batch_conditions):
+            calls = going_on(size, sample)
+            try:
+                want = run_model(traced, sample, size, batch, seed, calls)
+            except TraceError:
+                raise
+            except Exception:
+                if size == example:
+                    raise
+                refused.add(size)
+                continue  # it will say so itself when it meets such a batch
+        wanted.append((size, sample, want, calls))
+    ours = [
+        watched.get(size) or watch_seeded(traced, sample, seed, want is not None, calls)
+        for size, sample, want, calls in wanted
+    ]
+    for (size, _, want, _), (have, _) in zip(wanted, ours, strict=True):
+        if size < batch or not traced.mini_batch_conditions:
+            _refuse_other_dimensions(traced, have, size, batch)
+        if want is not None:
+            _compare_runs(traced, want, have, size, batch)
+    compared = {size for size, _, want, _ in wanted if want is not None or watched.get(size)}
+    _hold_for_compared(traced, {batch, *compared, *refused, *((example, batch + 1) if example != batch else ())})
+    return effects_of(traced, [seen for _, seen in ours])
+
+
+def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
+    """Makes a graph hold for these sizes only, where Python went by the batch size and nobody saw how.
+
+    At another size it may be another graph also where those compared are one: `h[: len(x) // 2 * 2]` is `h[:8]` with 4
+    samples, with 8 and with 9. So is a slice of samples whose bound is a plain number, wherever that is from: nothing
+    tells `h[:8]` from `h[: len(range(size)) // 2 * 2]`. Sizes of micro-batches may be excused later, by a comparison
+    like these.
+    """
+    where = traced.not_followed or next((n.meta["source"] for n in traced.nodes if _cuts_samples(n)), "")
+    if where and not traced.recorded_sizes:
+        condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
+        traced.batch_conditions += (BatchCondition(condition, where),)
+
+
+def _cuts_samples(node: fx.Node) -> bool:
+    """Does it take, or write to, samples from or up to a plain number?"""
+    if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
+        return False
+    shapes, index = node.args[0].meta.get("shapes", ()), node.args[1]
+    if len(shapes) != 1:
+        return False
+    parts = index if isinstance(index, tuple) else (index,)
+    plain = itertools.takewhile(lambda part: isinstance(part, (slice, int)), parts)
+    return any(
+        isinstance(part, slice)
+        and bool(size.free_symbols)
+        and any(type(bound) is int and bound for bound in _bounds(part))
+        for part, size in zip(plain, shapes[0].shape, strict=False)
+    )
+
+
+def _bounds(part: slice[Any, Any, Any]) -> tuple[Any, Any]:
+    return part.start, part.stop
+
+
+def excuse_reads(
+    traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int
+) -> tuple[RunResult, ObservedEffects] | None:
+    """Reads of the batch size need not hold for micro-batches with which the model does the same.
+
+    As in `if batch_size != positions.shape[0]: positions = positions.expand(batch_size, -1)`, with one sample.
+
+    Returns the graph's run with so many samples, if there was one and it is the model's.
+    """
+    sample = None if traced.holds_at(size) else sample_within_guards(traced, leaves, size, batch, seed)
+    if sample is None:
+        return None
+    try:
+        want = run_model(traced, sample, size, batch, seed)
+        have, seen = watch_seeded(traced, sample, seed)
+        _refuse_other_dimensions(traced, have, size, batch)
+        _compare_runs(traced, want, have, size, batch)
+    except Exception:
+        return None  # it is another graph for such micro-batches
+    traced.excused_sizes.add(size)
+    return have, seen
+
+
+def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
+    """Whether model and graph do the same with so many of these samples. A model that raises has none such."""
+    batch = traced.batch_of(leaves)
+    seed = torch.default_generator.initial_seed() % 2**31
+    sample = sample_within_guards(traced, leaves, size, batch, seed)
+    if sample is None:
+        return True  # forward is asked about the mini-batch, and would be another with so few
+    try:
+        is_model = all(read.holds(size) for read in traced.mini_batch_conditions)
+        want = run_model(traced, sample, size, batch, seed) if is_model else None
+        have, _ = watch_seeded(traced, sample, seed)
+        _refuse_other_dimensions(traced, have, size, batch)
+        if want is not None:
+            _compare_runs(traced, want, have, size, batch)
+    except Exception:
+        return False
+    return True
+
+
+def effects_unverified(traced: Traced, leaves: Sequence[Any]) -> Effects:
+    """What the nodes are seen to do, with no comparison."""
+    return effects_of(traced, [watch_seeded(traced, leaves, 0)[1]])
+
+
+def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch: int, seed: int) -> list[Any] | None:
+    """So many samples, from where values that forward reads are those of the graph; None where there are none."""
+    for start in (0, batch - size) if size < batch else (0,):
+        sample = take_samples(traced, leaves, start, start + size)
+        if traced.guards is None or traced.guards.hold(traced, sample, traced.seed):
+            with contextlib.suppress(DecisionError):
+                if expectations_of(traced):
+                    watch_seeded(traced, sample, seed)
+                return sample
+    return None
+
+
+def holds_at_size(traced: Traced, size: int) -> bool:
+    return traced.holds_at(size)
+
+
+def watch_seeded(
+    traced: Traced, sample: Sequence[Any], seed: int, needs_values: bool = True, calls: Calls | None = None
+) -> tuple[RunResult, ObservedEffects]:
+    def run_with(products: contextlib.AbstractContextManager[object]) -> tuple[RunResult, ObservedEffects]:
+        # A hook, or a module kept whole, may write to what is not its own.
+        with preserve_state(traced.model), without_gradients(traced.model), products:
+            torch.manual_seed(seed)
+            return observe_run(traced, sample, None if calls is None else calls.go_on_from_graph)
+
+    if not (needs_values or expectations_of(traced) or any(map(runs_python, traced.nodes))):
+        with contextlib.suppress(Exception):  # an inverse of zeros, say
+            return run_with(SkipMatmul())
+    try:
+        return run_with(contextlib.nullcontext())
+    except (DecisionError, TraceError):
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"the traced graph raises, and the model does not, when both are compared at several batch sizes: {error}; "
+            "forward may compute with the batch size in plain Python (range(len(x)), int(x.shape[0]))"
+        ) from error
+
+
+def run_model(
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+) -> RunResult:
+    if calls is None and not any(map(runs_python, traced.nodes)):  # else it may go back inside
+        block = NoSavedTensors()
+        try:
+            with block:
+                found = _run_now(traced, sample, size, batch, seed)
+            if not block.was_read:
+                return found
+        except Exception as error:
+            if not (block.was_read or is_hooks_error(error)):
+                raise
+    return _run_now(traced, sample, size, batch, seed, calls)
+
+
+def _run_now(
+    traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
+) -> RunResult:
+    given = list(map(copy_as_leaf, sample))
+    copies = list(map(writable_copy, given))
+    args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
+    names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
+    with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
+        torch.manual_seed(seed)
+        with DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
+            result = hooks.run_model(traced.model, args, kwargs)
+        if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, copies, traced.in_spec):
+            raise changed_container_error(changed)
+        try:
+            leaves = leaves_by_structure(result, traced.out_spec)
+        except StructureError as error:
+            raise TraceError(
+                f"the model's output has another structure{_size_note(size, batch)} than when it was recorded: "
+                f"{error}; "
+                "return the same structure for every batch size and in every call"
+            ) from error
+        slots = slots_of(traced.model)
+        own = {storage_of(t) for t in (*slots.values(), *container_tensors(traced.model).values())}
+        outputs = [_detached_output(x, own) for x in leaves]
+        slots = {s: t for s, t in slots.items() if s.kind != "parameter" and s.name in names}
+        buffers = {s.name: t.detach().clone() for s, t in slots.items()}
+        inputs = {p: _detached_output(copies[p], own) for p in traced.placeholders}
+        if calls is not None:
+            del args, kwargs, result, copies
+            calls.go_on_from_model(leaves, given)
+    if calls is not None:
+        snapshot.refuse_changes()
+    return RunResult(outputs, buffers, inputs)
+
+
+def _detached_output(value: Any, own: set[int]) -> Any:
+    """A tensor without what it was made of, which would take memory; a copy, where its memory is among the model's."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    bare = value.detach().clone() if storage_of(value) in own else value.detach()
+    return bare.requires_grad_(value.requires_grad)
+
+
+def _size_note(size: int, batch: int) -> str:
+    return "" if size == batch else f" with {size} samples instead of the example's {batch}"
+
+
+def _compare_runs(traced: Traced, want: RunResult, have: RunResult, size: int, batch: int) -> None:
+    what = _size_note(size, batch)
+    remedy = (
+        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
+        "numbers, or change what it reads later: keep these in tensor functions and buffers"
+    )
+    for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
+        name = node.name if isinstance(node, fx.Node) else repr(node)
+        if not is_close(w, h):
+            raise TraceError(f"output {place} ({name}) of the traced graph differs from the model's{what}{remedy}")
+        if isinstance(w, torch.Tensor) and w.requires_grad != h.requires_grad:
+            raise TraceError(
+                f"output {place} ({name}) requires grad in {'the model' if w.requires_grad else 'the traced graph'} "
+                "only; forward may switch gradients on or off in a way that was not seen"
+            )
+    for name, value in have.buffers.items():
+        if name in want.buffers and not is_close(want.buffers[name], value):
+            raise TraceError(f"buffer {name!r} after the traced graph differs from the model's{what}{remedy}")
+    for place, value in have.inputs.items():
+        if not is_close(want.inputs[place], value):
+            raise TraceError(
+                f"input {traced.leaves[place].path} after the traced graph differs from what the model leaves in it"
+                f"{what}{remedy}"
+            )
+
+
+def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: int) -> None:
+    """A micro-batch of one sample may lose the dimension of the batch, and the model as well."""
+    for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
+        if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(node.meta["shapes"][0].shape):
+            raise TraceError(
+                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has {value.dim()} dimensions"
+                f"{_size_note(size, batch)}, so the outputs of micro-batches cannot be put together; name the "
+                f"dimensions "
+                "that forward takes out (x.squeeze(1))"
+            )
+
+
+def is_close(want: Any, have: Any, tolerance: float | None = None) -> bool:
+    """Equal to a tolerance, relative to each value and to the largest; by default some last bits."""
+    if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
+        is_new = type(want) is type(have) and getattr(type(want), "__eq__", None) is object.__eq__
+        return is_new or bool(want is have or want == have)
+    if not isinstance(have, torch.Tensor) or want.shape != have.shape or want.dtype != have.dtype:
+        return False
+    if want.layout != torch.strided:
+        return want.layout == have.layout and is_close(want.to_dense(), have.to_dense())
+    if not want.is_floating_point() and not want.is_complex():
+        return bool(torch.equal(want, have))
+    if tolerance is None:
+        tolerance = 100 * torch.finfo(want.dtype).eps
+    want, have = want.detach(), have.detach()
+    if torch.equal(want, have):
+        return True
+    pieces = [*zip(want.flatten().split(COMPARED_AT_ONCE), have.flatten().split(COMPARED_AT_ONCE), strict=True)]
+    scale = max((float(w.abs().nan_to_num(posinf=0, neginf=0).max()) for w, _ in pieces if len(w)), default=0.0)
+    limit = tolerance * max(scale, 1e-30)
+    return all(torch.allclose(w, h, rtol=tolerance, atol=limit, equal_nan=True) for w, h in pieces)

@@ -1,0 +1,167 @@
+"""What a graph that others have made may have lost, and only the model's own run shows.
+
+Export and symbolic tracing drop hooks on tensors, what forward keeps in attributes, and numbers that were drawn while
+they looked. The recorder sees all of it; for its own graphs there is nothing to look for. Gradients and state of every
+graph are compared elsewhere (`two_calls`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.functions import opname
+from fxpipe.errors import TraceError
+from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states
+from fxpipe.tracing.interpreter import copy_as_leaf, run_all_nodes, run_node, writable_copy
+from fxpipe.tracing.model_state import (
+    preserve_rng,
+    preserve_state,
+    python_rng_state,
+    same_python_rng_state,
+    without_gradients,
+)
+from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy, is_grad_fn_access
+from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
+from fxpipe.tracing.record.module_hooks import run_model
+from fxpipe.tracing.record.unrecordable import OPAQUE_REMEDY, CannotRecord, lost_by_import, python_rng_error
+from fxpipe.tracing.source_lines import user_line
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.utils.pytree import flatten_output, preserve_objects
+
+# What only the model's own run shows, and a graph made in another way does not do: looked for while the model runs.
+#
+# The recorder sees all of it where it records the model itself. Export and symbolic tracing see the model run on fake
+# tensors or proxies, and give a graph whose outputs may be right all the same: hooks and `backward` leave no trace in
+# it, and a number that Python drew is a constant.
+
+
+class _LossDetector(TorchFunctionMode):
+    """Notes the first call of a function that other graphs lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: CannotRecord | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        found = lost_by_import(func, opname(func), args, given)
+        if found is not None:
+            self._note(*found)
+        result = func(*args, **given)
+        if result is not None and is_grad_fn_access(func, opname(func)):
+            return GradFnProxy(result, lambda: self._note(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY + OPAQUE_REMEDY))
+        return result
+
+    def _note(self, what: str, remedy: str) -> None:
+        self.error = self.error or CannotRecord(f"the model {what} at {user_line()}; {remedy}", is_final=True)
+
+
+@contextlib.contextmanager
+def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
+    """A block in which the model runs.
+
+    Args:
+        inputs: what is given to it: leaves whose `grad` tells whether backward has come to them.
+
+    Raises:
+        CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
+    """
+    before, own_dice, witness = python_rng_state(), OwnGenerators(model), _LossDetector()
+    with without_gradients(model):
+        with witness:
+            yield
+        leaves = [*model.parameters(), *(x for x in inputs if isinstance(x, torch.Tensor))]
+        has_run_backward = any(leaf.grad is not None for leaf in leaves)
+    if witness.error is not None:
+        raise witness.error
+    if has_run_backward:
+        raise CannotRecord(
+            "forward runs backward, which puts gradients into the model's parameters or inputs; do so outside forward",
+            is_final=True,
+        )
+    if not same_python_rng_state(before, python_rng_state()):
+        raise python_rng_error()
+    own_dice.refuse_drawn()
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelRun:
+    spec: pytree.TreeSpec  # of the outputs
+    generators: list[Any]  # where torch's random generators stand after the outputs
+
+
+def check_imported_graph(traced: Traced, leaves: Sequence[Any]) -> None:
+    """Watches the model on the example inputs. The graph's output gets the model's structure.
+
+    Raises:
+        TraceError: the model does what the graph has lost, or what no graph carries; names it.
+    """
+    seed = torch.default_generator.initial_seed() % 2**31
+    with preserve_state(traced.model) as snapshot, preserve_objects(traced.in_spec):
+        torch.manual_seed(seed)
+        want = _run_model(traced, leaves)
+        snapshot.assigned(_read_names(traced))
+    snapshot.refuse_changes()
+    if want.spec != traced.out_spec:
+        if want.spec.num_leaves != traced.out_spec.num_leaves:
+            raise TraceError(
+                f"the graph that {traced.tracer!r} made returns {traced.out_spec.num_leaves} values and the model "
+                f"{want.spec.num_leaves}; leave it to recording (tracer='record')"
+            )
+        traced.out_spec = want.spec  # fx makes plain dicts of all kinds of dicts
+    with preserve_rng():
+        torch.manual_seed(seed)
+        generators = _generators_after_graph(traced, leaves)
+    if not same_generator_states(want.generators, generators):
+        raise TraceError(
+            f"forward draws random numbers that the graph which {traced.tracer!r} made does not draw: what was made of "
+            "them, or decided by them, would be the same in every step; leave it to recording (tracer='record')"
+        )
+
+
+def _read_names(traced: Traced) -> set[str]:
+    """Names of the model's tensors that the graph reads."""
+    return {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _run_model(traced: Traced, leaves: Sequence[Any]) -> _ModelRun:
+    inputs = list(map(copy_as_leaf, leaves))
+    values = list(map(writable_copy, inputs))
+    args, kwargs = pytree.tree_unflatten(values, traced.in_spec)
+    with detect_losses(traced.model, inputs):
+        result = run_model(traced.model, args, kwargs)
+    if changed := changed_input_item(traced.model, (args, kwargs), traced.leaves, values, traced.in_spec):
+        raise changed_container_error(changed)
+    spec = pytree.tree_structure(result)
+    if spec != traced.out_spec:  # there may be objects in it
+        spec = flatten_output(result, _is_tensor)[1]
+    return _ModelRun(spec, generator_states())
+
+
+def _generators_after_graph(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
+    """Where torch's random generators stand after it."""
+    inputs = list(map(copy_as_leaf, leaves))
+
+    def given(node: fx.Node) -> Any:
+        return writable_copy(inputs[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor = attribute_tensor(traced, node)
+        return tensor if tensor.requires_grad else tensor.detach().clone()
+
+    run_all_nodes(traced.graph.nodes, given, attribute, run_node)
+    return generator_states()

@@ -1,0 +1,279 @@
+"""Does a graph hold for the micro-batches that run, as well as for the mini-batch?
+
+Forward goes by the number of samples (`max(*x.shape)`, `if len(x) > 4`), and goes by that of the mini-batch. So what it
+concluded from sizes must be so for each size that runs, or do no harm. That is tried in this order:
+
+1. All conditions hold for the sizes of the micro-batches: nothing is run.
+2. The model does the same as its graph with so many samples: this size is *excused*.
+3. What the graph of the mini-batch makes of the micro-batches is, put together, what it makes of the mini-batch.
+4. So is what the graph of a micro-batch makes of them, which is another one: it runs in its place.
+
+The last two hold for this mini-batch in these micro-batches, and are known by values: without random numbers, and for
+outputs that can be put together. The third is asked as well where all conditions hold, but the batch size is, or may
+be, a number in what the graph computes: it is then that of a micro-batch. Where nobody can tell, the graph holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
+from fxpipe.tracing.forward_rng import preserve_own_generators
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.print_calls import mute_repeated_prints
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.deterministic_run import can_run_deterministically, run_deterministically
+from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, holds_at_size, is_close, take_samples
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+from fxpipe.utils.pytree import flatten
+
+FEW_SIZES = (1, 2, 3)
+TraceMicroBatch = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+
+
+class OtherMicroBatchesError(CannotRecord):
+    """The graph of a mini-batch is not that of its micro-batches."""
+
+    def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Collection[int]):
+        super().__init__(_failure_message(traced, traced.batch_of(leaves), sizes), is_final=True)
+        self.traced, self.sizes = traced, frozenset(sizes)
+
+
+def sizes_of_micro_batches(batch: int, chunks: int) -> frozenset[int]:
+    """Samples in the micro-batches of a mini-batch."""
+    parts = max(min(chunks, batch), 1)  # of no samples there is one, of none
+    return frozenset({batch // parts, -(-batch // parts)})
+
+
+def holds_for_micro_batches(
+    traced: Traced, leaves: Sequence[Any], sizes: Collection[int], is_told: bool = False
+) -> bool:
+    """Whether the graph holds for these inputs in micro-batches of these sizes; what it finds is remembered.
+
+    Args:
+        is_told: the user says how outputs go together (`out_dims`), whatever they are for the mini-batch.
+    """
+    batch = traced.batch_of(leaves)
+    key = batch, frozenset(sizes)
+    if traced.holds_for(batch, sizes) or is_faked():  # there are no values; it is asked again when there are
+        return True
+    if key in traced.tried_splits or not traced.holds_for(batch):
+        return False
+    traced.tried_splits.add(key)
+    excuse_sizes(traced, leaves, sizes)
+    holds = all(map(traced.holds_at, sizes))
+    same = None if holds and is_told else _give_same_outputs(traced, traced, leaves, sizes)
+    if same or (holds and same is None):
+        traced.accepted_splits.add(key)
+    return traced.holds_for(batch, sizes)
+
+
+def must_compare_micro_batches(traced: Traced) -> bool:
+    """Must what micro-batches make be compared with what the mini-batch makes, for each mini-batch anew?
+
+    Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`gathering`) is not one
+    of this graph where forward goes by the batch size.
+    """
+    return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
+
+
+def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] = FEW_SIZES) -> None:
+    """Compares graph and model with so many samples where reads do not hold.
+
+    Those few with which it is asked whether samples act on each other: most that forward says of a single sample does
+    no harm (`if len(x) != 1: mask = mask.expand(len(x), ...)`), and all samples need not be compared then.
+    """
+    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
+    for size in sizes:
+        if size <= batch and not traced.holds_at(size):
+            excuse_reads(traced, leaves, size, batch, seed)
+
+
+def graph_of_micro_batch(error: OtherMicroBatchesError, leaves: Sequence[Any], record: TraceMicroBatch) -> Traced:
+    """The graph of a micro-batch, where it can run in place of the mini-batch's.
+
+    Args:
+        leaves: the mini-batch.
+        record: traces a micro-batch.
+
+    Raises:
+        OtherMicroBatchesError: it cannot.
+        ArgumentError: micro-batches do not make as many rows as the mini-batch.
+    """
+    whole, batch = error.traced, error.traced.batch_of(leaves)
+    try:
+        args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
+        parts = record(args, kwargs)
+        excuse_sizes(parts, leaves, error.sizes)
+        guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
+        is_right = guards_hold and all(map(parts.holds_at, error.sizes))
+        is_right = is_right and bool(_give_same_outputs(whole, parts, leaves, error.sizes))
+    except Exception as failure:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error from failure
+    if not is_right:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error
+    parts.accepted_splits.add((batch, error.sizes))
+    return parts
+
+
+def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:
+    """Says so where micro-batches do not even make as many rows as the mini-batch.
+
+    Raises:
+        ArgumentError: they do not.
+    """
+    batch = traced.batch_of(leaves)
+    traced.refuse_uneven_outputs(batch, [stop - start for start, stop in _micro_batch_bounds(batch, sizes)])
+
+
+def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
+    """Is what `parts` makes of the micro-batches, put together, what `whole` makes of the mini-batch?
+
+    None: nobody can tell.
+    """
+    batch = whole.batch_of(leaves)
+    have = (parts.in_dims, parts.out_dims, parts.out_spec)
+    if (whole.in_dims, whole.out_dims, whole.out_spec) != have:
+        return False
+    if "stack" in whole.out_dims or not (can_run_deterministically(whole) and can_run_deterministically(parts)):
+        return None
+    asked = [{k: node for k, node in enumerate(t.outputs) if isinstance(node, fx.Node)} for t in (whole, parts)]
+    if asked[0].keys() != asked[1].keys():
+        return False
+    asked[1] |= dict(enumerate(parts.pieces, len(parts.outputs)))
+    cuts = _micro_batch_bounds(batch, sizes)
+    try:
+        with preserve_state(whole.model):
+            want = run_deterministically(whole, asked[0], take_samples(whole, leaves, 0, batch))
+            made = [
+                run_deterministically(parts, asked[1], take_samples(parts, leaves, start, stop)) for start, stop in cuts
+            ]
+    except Exception:
+        return None
+    weights = [(stop - start) / batch for start, stop in cuts]
+    constants = zip(whole.outputs, parts.outputs, strict=True)
+    combined = {one.output: one for one in parts.combinations}
+
+    def together(place: int) -> Any:
+        if place in combined:
+            return combined[place]([together(piece) for piece in combined[place].pieces])
+        return _join_outputs([part[place] for part in made], parts.results[place][1], weights)
+
+    return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
+        _all_close(value, [part[place] for part in made])
+        if whole.out_dims[place] is None
+        else _is_close_across_sizes(value, together(place))
+        for place, value in want.items()
+    )
+
+
+def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
+    """Where micro-batches of these sizes, of each of them one at least, begin and end: the larger ones come first."""
+    least, most = min(sizes), max(sizes)
+    count = batch // most + 1 if most > least else -(-batch // most)
+    larger = batch - least * count if most > least else count
+    bounds = [0]
+    for number in range(count):
+        bounds.append(bounds[-1] + (most if number < larger else least))
+    return [*pairwise(bounds)]
+
+
+def _all_close(whole: Any, parts: Sequence[Any]) -> bool:
+    return all(_is_close_across_sizes(whole, part) for part in parts)
+
+
+def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence[float]) -> Any:
+    if isinstance(dim, int):
+        return torch.cat([*parts], dim)
+    if dim == "mean":
+        return sum(part * weight for part, weight in zip(parts, weights, strict=True))
+    return parts[0] if dim is None else sum(parts[1:], parts[0])
+
+
+def _is_close_across_sizes(left: Any, right: Any) -> bool:
+    """Other sizes take other kernels: to half of the digits."""
+    is_real = isinstance(left, torch.Tensor) and (left.is_floating_point() or left.is_complex())
+    return is_close(left, right, torch.finfo(left.dtype).eps ** 0.5 if is_real else None)
+
+
+def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
+    failing = [(s, r) for s in sizes for r in traced.batch_conditions if not r.holds(s)]
+    if not failing and not traced.recorded_sizes:
+        return (
+            f"micro-batches of {' and '.join(map(str, sorted(sizes)))} do not make, put together, what the model makes "
+            f"of the mini-batch of {batch}: some samples belong together (x[: len(x) // 2 * 2]), or act on each other; "
+            "choose the batch size and chunks so that those stay together (chunks=1)"
+        )
+    if not failing:
+        return (
+            f"what forward computes with the batch size (as in {_first_size_line(traced)}) is another number in "
+            f"micro-batches "
+            f"of {' and '.join(map(str, sorted(sizes)))}, and what these make is, put together, not what the model "
+            f"makes of the mini-batch of {batch}; use chunks=1, or take the batch size out of what forward computes"
+        )
+    size, read = failing[0]
+    others = [
+        chunks
+        for chunks in range(1, batch + 1)
+        if all(r.holds(s) for s in sizes_of_micro_batches(batch, chunks) for r in traced.batch_conditions)
+    ]
+    remedy = f"use chunks={' or '.join(map(str, others[-3:]))}, " if others else "use "
+    return (
+        f"forward goes by the batch size at {read.where}: {read.condition} (b samples) is so for the mini-batch of "
+        f"{batch}, not for micro-batches of {size}, and these do not make what the model makes of the mini-batch; "
+        f"{remedy}batches for which it is the same, or take the size out of what forward computes"
+    )
+
+
+def _first_size_line(traced: Traced) -> str:
+    places = [read.where for reads in (traced.size_reads, traced.batch_conditions) for read in reads]
+    return next(iter(places), "len(x), range(len(x))")
+
+
+# -- Compares a graph with its model once more, for micro-batches that nobody had thought of when it was traced ------
+
+
+def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:
+    """Whether micro-batches of these sizes are the graph's, as far as inputs and model have values to see it by."""
+    if not all(holds_at_size(traced, size) for size in sizes):
+        return False
+    with _checking_mode(traced, args, kwargs) as leaves:
+        return is_faked() or all(agrees_at_size(traced, leaves, size) for size in sizes)
+
+
+def recheck_micro_batches(
+    traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], is_told: bool
+) -> bool:
+    """Whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
+
+    Raises:
+        ArgumentError: the micro-batches do not make as many rows as the mini-batch.
+    """
+    with _checking_mode(traced, args, kwargs) as leaves:
+        if traced.holds_for(traced.batch_of(leaves)):
+            refuse_uneven(traced, leaves, sizes)
+        return holds_for_micro_batches(traced, leaves, sizes, is_told)
+
+
+@contextlib.contextmanager
+def _checking_mode(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[Any]]:
+    """A block in which graph and model may be compared. Yields the flattened inputs."""
+    with (
+        DISPATCH_MODE_LOCK,
+        mute_repeated_prints(is_first_run=False),
+        torch.inference_mode(False),
+        torch.set_grad_enabled(traced.state.grad),
+        preserve_own_generators(traced.model),
+        with_fake_tensors(traced.model, (args, kwargs)) as (args, kwargs),
+    ):
+        yield flatten((args, kwargs))[0]

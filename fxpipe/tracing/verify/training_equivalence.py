@@ -1,0 +1,485 @@
+"""Graph and model are compared as training calls them: outputs, gradients and what stays behind, over two calls.
+
+An output can be right and the graph still be wrong. Export and symbolic tracing record what the forward of an
+`autograd.Function` computes and forget its backward; what goes around torch's functions may do so in a recording. What
+forward leaves in buffers and attributes is read by the next call, and what it leaves where nobody looks (an object, a
+global) shows in the output of the next call and nowhere else. So on a few samples
+
+    model   call ──▶ output, gradients, state ──▶ call on other samples ──▶ output, state
+    graph   run  ──▶ output, gradients, state ──▶ run  on the same      ──▶ output, state
+
+with the same random numbers, the backward from one random direction of the outputs. A parameter without a gradient is
+another thing than one whose gradient is zero: an optimizer leaves the first alone, and decays the second.
+
+Gradients are compared as soon as they are there and let go of: all of them would take as much memory as the model. Of
+large ones only the sums along each dimension are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe._torch.autograd import suspend_hooks
+from fxpipe.errors import DecisionError, TraceError
+from fxpipe.tracing.cache_key import module_flags, tensors_match
+from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
+from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
+from fxpipe.tracing.model_state import (
+    container_tensors,
+    equal_tensors,
+    preserve_state,
+    python_rng_state,
+    set_python_rng_state,
+    set_tensor,
+    slots_of,
+    without_gradients,
+)
+from fxpipe.tracing.record import module_hooks as hooks
+from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.effects import Ended, observe_run
+from fxpipe.tracing.verify.equivalence import (
+    holds_at_size,
+    is_close,
+    run_model,
+    sample_within_guards,
+    take_samples,
+    watch_seeded,
+)
+from fxpipe.utils.pytree import StructureError, leaves_by_structure
+
+FEWEST_SAMPLES = 2  # samples; a single one has shapes of its own
+SMALL_GRADIENT = 1 << 16  # numbers of a gradient that is kept as it is
+PERIOD = 65537  # after so many numbers a direction repeats; a prime, so that rows of no matrix are alike
+GRADIENT_FACTOR = 4 / 3  # by which gradients are scaled to see how they round; a power of two would change no bit
+
+
+@dataclass(frozen=True, slots=True)
+class _GradientSummary:
+    """What is kept of a gradient."""
+
+    scale: float  # its largest number
+    sums: tuple[torch.Tensor, ...]  # along its first dimension, and along all others; a small one is kept as it is
+    terms: int  # in the longest sum
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> _GradientSummary:
+        dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+        dtype = torch.promote_types(dense.dtype, torch.float32)
+        scale = _largest(dense) if dense.numel() else 0.0
+        if dense.numel() <= SMALL_GRADIENT or dense.dim() < 2:
+            return cls(scale, (dense.to(dtype, copy=True),), 1)
+        rows = dense.flatten(1)
+        return cls(scale, (rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype)), max(rows.shape))
+
+    def differs(self, other: _GradientSummary, eps: float) -> bool:
+        """By more than another order of summing may do, many times over; a wrong backward is further away."""
+        tolerance = eps**0.5
+        limit = tolerance * self.terms**0.5 * (self.scale if math.isfinite(self.scale) else 0.0)
+        return not all(
+            torch.allclose(own, its, rtol=tolerance, atol=limit, equal_nan=True)
+            for own, its in zip(self.sums, other.sums, strict=True)
+        )
+
+    def distance(self, other: _GradientSummary, factor: float = 1.0) -> float:
+        pairs = zip(self.sums, other.sums, strict=True)
+        return max((float((own - its / factor).abs().max()) for own, its in pairs if own.numel()), default=0.0)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest number by magnitude; NaN where there is one."""
+    if tensor.is_complex():
+        return float(torch.linalg.vector_norm(tensor, torch.inf))
+    return max(map(abs, map(float, torch.aminmax(tensor))))  # a norm takes ten times as long
+
+
+_GradientSummaries = dict[str, _GradientSummary | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallResult:
+    """What one call has made, and left behind."""
+
+    outputs: list[Any]
+    state: dict[str, torch.Tensor]  # by name: what the model holds that is no parameter
+    gradients: _GradientSummaries | None = None  # None: nobody has asked, or the model's own backward raises
+
+
+class _TwoCalls:
+    """Two calls in a row, on some samples, of the model and then of its graph.
+
+    The first one of each is a run of `check`, which compares what it makes; here is what comes after it.
+
+    Attributes:
+        again: the samples of the second call; None: there is none. A model that the first has left as it was needs
+            none: the first was one in a row already, behind that of the recording.
+        want, have: what the calls of the model and of the graph have made, and left behind.
+        error: what backward through the graph has raised.
+    """
+
+    def __init__(self, traced: Traced, sample: Sequence[Any], other: Sequence[Any], seed: int):
+        self.traced, self.sample, self.other, self.seed = traced, sample, other, seed
+        self.held = container_tensors(traced.model)
+        self.before = _model_state(traced, self.held)
+        self.again: Sequence[Any] | None = None
+        self.want: list[_CallResult] = []
+        self.have: list[_CallResult] = []
+        self.error: TraceError | None = None
+
+    def go_on_from_model(self, outputs: list[Any], inputs: list[Any]) -> None:
+        traced = self.traced
+        gradients = _gradients_of_model(traced, outputs, inputs, self.sample) if traced.state.grad else None
+        state = _model_state(traced, self.held)
+        self.want.append(_CallResult([], state, gradients))
+        if _states_differ(self.before, state):
+            self.again = next((s for s in (self.other, self.sample) if _graph_holds(traced, s)), None)
+        if self.again is not None:
+            try:
+                self.want.append(_call_model(traced, self.again, self.seed, self.held))
+            except TraceError:
+                raise
+            except Exception:
+                self.again = None  # it will say so itself when it is called so
+
+    def go_on_from_graph(self, ended: Ended) -> None:
+        traced = self.traced
+        gradients = None
+        if self.want[0].gradients is not None:
+            try:
+                gradients = _gradients_of_graph(traced, ended, self.sample)
+            except Exception as error:
+                self.error = TraceError(
+                    f"backward through {_graph_text(traced)} raises, and through the model it does not: "
+                    f"{type(error).__name__}: {error}{_gradient_remedy(traced)}"
+                )
+                self.error.__cause__ = error
+                return
+        _leave(traced, ended)
+        self.have.append(_CallResult([], _model_state(traced, self.held), gradients))
+        if self.again is None:
+            return
+
+        def go_on(ended: Ended) -> None:
+            _leave(traced, ended)
+            outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in ended.outputs]
+            self.have.append(_CallResult(outputs, _model_state(traced, self.held)))
+
+        del ended
+        with _seeded(self.seed), contextlib.suppress(DecisionError):  # and so will such a micro-batch be
+            observe_run(traced, self.again, go_on)
+
+    def compare(self) -> None:
+        """Raises TraceError where the graph's calls have done something else than the model's."""
+        if self.error is not None:
+            raise self.error
+        _refuse_other_gradients(self.traced, self.want[0], self.have[0], self.sample, self.seed)
+        _refuse_other_state(self.traced, self.want[0].state, self.have[0].state, "")
+        for want, have in zip(self.want[1:], self.have[1:], strict=False):
+            remedy = "keep what forward remembers from call to call in buffers (register_buffer)"
+            for place, (w, h) in enumerate(zip(want.outputs, have.outputs, strict=True)):
+                if not is_close(w, h, _tolerance(w)):
+                    raise TraceError(
+                        f"output {place} of the second of two calls in a row is not the model's in the traced graph; "
+                        f"{remedy}"
+                    )
+            _refuse_other_state(self.traced, want.state, have.state, " in the second of two calls in a row")
+
+
+class FirstCalls:
+    """Begins two calls where outputs are compared on as few samples as they need."""
+
+    def __init__(self, traced: Traced, leaves: Sequence[Any]):
+        self.traced, self.leaves = traced, leaves
+        self.begun: dict[int, _TwoCalls] = {}  # by size
+
+    def __call__(self, size: int, sample: list[Any]) -> _TwoCalls | None:
+        if size == min(FEWEST_SAMPLES, self.traced.batch_of(self.leaves)):
+            self.begun[size] = _begin(self.traced, self.leaves, size, sample)
+        return self.begun.get(size)
+
+
+def check_training_equivalence(
+    traced: Traced, leaves: Sequence[Any], chunks: int = 1, begun: Mapping[int, _TwoCalls] | None = None
+) -> None:
+    """Compares gradients and state on the fewest samples that the graph holds for and the model runs on.
+
+    Args:
+        begun: by size: calls that were made before, where outputs were compared.
+
+    Raises:
+        TraceError: something differs; names it.
+    """
+    batch = traced.batch_of(leaves)
+    parts = min(chunks, batch)
+    sizes = {min(FEWEST_SAMPLES, batch), batch // parts, -(-batch // parts)} | (
+        {batch} if traced.recorded_samples is None else set()
+    )
+    seed = torch.default_generator.initial_seed() % 2**31
+    for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
+        calls = (begun or {}).get(size)
+        if calls is None and holds_at_size(traced, size) and all(r.holds(size) for r in traced.mini_batch_conditions):
+            sample = sample_within_guards(traced, leaves, size, batch, seed)
+            if sample is not None:
+                calls = _begin(traced, leaves, size, sample)
+                try:
+                    run_model(traced, sample, size, batch, seed, calls)
+                except TraceError:
+                    raise
+                except Exception:
+                    continue  # the model will say so itself when it meets such a batch
+                watch_seeded(traced, sample, seed, calls=calls)
+        if calls is not None and calls.want:
+            calls.compare()
+            return
+
+
+def _begin(traced: Traced, leaves: Sequence[Any], size: int, sample: Sequence[Any]) -> _TwoCalls:
+    batch, seed = traced.batch_of(leaves), torch.default_generator.initial_seed() % 2**31
+    start = size if size < batch else min(1, batch - 1)
+    return _TwoCalls(traced, sample, take_samples(traced, leaves, start, start + size), seed)
+
+
+def _refuse_other_gradients(
+    traced: Traced, want: _CallResult, have: _CallResult, sample: Sequence[Any], seed: int
+) -> None:
+    if want.gradients is None or have.gradients is None:
+        return
+    eps = {name: torch.finfo(leaf.dtype).eps for name, leaf in _gradient_leaves(traced, sample, sample).items()}
+    again: _GradientSummaries | None = None
+    for name, gradient in want.gradients.items():
+        other = have.gradients[name]
+        if gradient is None or other is None:
+            if gradient is other:
+                continue
+        elif not gradient.differs(other, eps[name]):
+            continue
+        else:
+            # What cancels out is nothing but rounding, and rounds in another way where torch takes another kernel.
+            # It does so too in the model itself, from outputs' gradients that are a third larger.
+            again = again or _scaled_gradients(traced, sample, seed)
+            same = again[name]
+            if same is not None and gradient.distance(other) <= 100 * gradient.distance(same, GRADIENT_FACTOR):
+                continue
+        raise TraceError(
+            f"the gradient of {name!r} by {_graph_text(traced)} is not the model's{_gradient_remedy(traced)}"
+        )
+
+
+def _graph_text(traced: Traced) -> str:
+    return "the traced graph" if traced.tracer == "record" else f"the graph that {traced.tracer!r} made"
+
+
+def _gradient_remedy(traced: Traced) -> str:
+    if traced.tracer == "record":
+        return (
+            ": forward does to gradients what no function of torch shows; keep the module around it whole "
+            "(leaf_modules=[name or class])"
+        )
+    return (
+        ": forward may use an autograd.Function with a backward of its own, hooks on tensors, or switch gradients off, "
+        "which such a graph loses; leave it to recording (tracer='record')"
+    )
+
+
+def _refuse_other_state(
+    traced: Traced, want: Mapping[str, torch.Tensor], have: Mapping[str, torch.Tensor], when: str
+) -> None:
+    for name, tensor in want.items():
+        if name not in have or not is_close(tensor, have[name], _tolerance(tensor)):
+            leave = "" if traced.tracer == "record" else ", or leave it to recording (tracer='record')"
+            raise TraceError(
+                f"forward changes {name!r}, and {_graph_text(traced)} does not do the same{when}; keep what forward "
+                f"changes "
+                f"in a buffer (register_buffer){leave}"
+            )
+
+
+def _tolerance(value: Any) -> float | None:
+    is_rounded = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return torch.finfo(value.dtype).eps ** 0.5 if is_rounded else None
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def _states_differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return left.keys() != right.keys() or not all(equal_tensors(left[name], right[name]) for name in left)
+
+
+def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
+    """Would forward, with the model as it is, do on these samples what the graph does?"""
+    return (
+        module_flags(traced.model) == traced.flags
+        and tensors_match(traced.attributes)
+        and all(kept.holds() for kept in traced.attributes_read)
+        and (traced.guards is None or traced.guards.hold(traced, sample, traced.seed))
+    )
+
+
+def _gradients_of_model(
+    traced: Traced, outputs: Sequence[Any], inputs: Sequence[Any], sample: Sequence[Any], factor: float = 1.0
+) -> _GradientSummaries | None:
+    try:
+        return _summarize_gradients(outputs, _gradient_leaves(traced, inputs, sample), factor)
+    except Exception as error:
+        if traced.tracer == "record":
+            return None
+        raise TraceError(
+            f"the gradients of the graph that {traced.tracer!r} made cannot be compared with the model's, since "
+            f"backward raises {type(error).__name__}: {error}; trace it in a block of torch.no_grad() if it is not to "
+            "be trained, or leave it to recording (tracer='record')"
+        ) from error
+
+
+def _call_model(traced: Traced, sample: Sequence[Any], seed: int, held: Mapping[str, torch.Tensor]) -> _CallResult:
+    outputs = _outputs_of_model(traced, list(map(copy_as_leaf, sample)), seed)
+    own = {storage_of(t) for t in (*slots_of(traced.model).values(), *held.values())}
+    return _CallResult([_detached(x, own) for x in outputs], _model_state(traced, held))
+
+
+def _outputs_of_model(traced: Traced, inputs: Sequence[Any], seed: int) -> list[Any]:
+    args, kwargs = pytree.tree_unflatten(map(writable_copy, inputs), traced.in_spec)
+    with _seeded(seed), DrawFromStream(DrawStream(traced.seed), traced.draws_from_stream):
+        result = hooks.run_model(traced.model, args, kwargs)
+    try:
+        return leaves_by_structure(result, traced.out_spec)
+    except StructureError as error:
+        raise TraceError(
+            f"the model's output has another structure than when it was recorded: {error}; return the same structure "
+            "in every call"
+        ) from error
+
+
+def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _GradientSummaries:
+    inputs = list(map(copy_as_leaf, sample))
+    with preserve_state(traced.model), without_gradients(traced.model):
+        outputs = _outputs_of_model(traced, inputs, seed)
+        found = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
+    assert found is not None
+    return found
+
+
+def _detached(value: Any, own: set[int]) -> Any:
+    """A tensor without what it was made of; a copy, where its memory is the model's, which the next call may change."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().clone() if storage_of(value) in own else value.detach()
+
+
+def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the model holds by name and is no parameter, and what is in these tensors in lists, tuples and dicts.
+
+    Not what requires grad and no graph reads: it is made anew by each forward, as weight_norm does.
+    """
+    read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
+    kept = {
+        slot.name: tensor
+        for slot, tensor in slots_of(traced.model).items()
+        if slot.kind != "parameter" and not (tensor.requires_grad and slot.name not in read)
+    }
+    return {name: tensor.detach().clone() for name, tensor in (kept | dict(held)).items()}
+
+
+# -- the graph -------------------------------------------------------------------------------------------------------
+
+
+def _gradients_of_graph(traced: Traced, ended: Ended, sample: Sequence[Any]) -> _GradientSummaries:
+    inputs = [ended.inputs.get(place) for place in range(len(sample))]
+    stand_ins = {id(tensor): copy for tensor, copy in ended.tensors}
+    leaves = {name: stand_ins.get(id(leaf), leaf) for name, leaf in _gradient_leaves(traced, inputs, sample).items()}
+    return _summarize_gradients(ended.outputs, leaves)
+
+
+def _leave(traced: Traced, ended: Ended) -> None:
+    """Writes into the model what a step would."""
+    with torch.no_grad():
+        for tensor, copy in ended.tensors:
+            if not tensor.requires_grad and not equal_tensors(tensor, copy):
+                tensor.copy_(copy)
+        for name, tensor in ended.assigned.items():
+            set_tensor(traced.model, name, tensor)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """A call that draws the numbers that every other one draws."""
+    before = python_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_python_rng_state(before)
+
+
+def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Where gradients end: tensors of the model and inputs, by name.
+
+    `sample`: the inputs before forward. One that it has written a computed value to requires grad, and ends nothing.
+    """
+    found = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
+    first = dict(reversed([(id(tensor), name) for name, tensor in reversed(found.items())]))
+    leaves = {name: tensor for name, tensor in found.items() if first[id(tensor)] == name}
+    for leaf, value, before in zip(traced.leaves, inputs, sample, strict=True):
+        if isinstance(before, torch.Tensor) and before.requires_grad:
+            leaves[f"input {leaf.path}"] = value
+    return leaves
+
+
+def _backward_id() -> int:
+    """Which run of backward calls a hook; always the same where torch does not tell."""
+    tell = getattr(torch._C, "_current_graph_task_id", None)
+    return int(tell()) if tell else 0
+
+
+def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
+    """Random numbers for an output, the same in each call; those of a large one repeat, which takes far less time."""
+    generator = torch.Generator().manual_seed(number)
+    noise = factor * torch.randn(min(output.numel(), PERIOD), generator=generator, dtype=torch.float64)
+    noise = noise.to(output.device, output.dtype)
+    if output.numel() > PERIOD:
+        noise = noise.repeat(-(-output.numel() // PERIOD))[: output.numel()]
+    return noise.view(output.shape)
+
+
+def _summarize_gradients(
+    outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], factor: float = 1.0
+) -> _GradientSummaries:
+    """By name, for one direction of the outputs, `factor` times as long."""
+    found: _GradientSummaries = dict.fromkeys(leaves)
+    ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+    if not ends or not leaves:
+        return found
+    directions = [_direction(end, number, factor) for number, end in enumerate(ends)]
+
+    outer: list[int] = []  # an autograd.Function may run backward in its own: those are no gradients of the outputs
+
+    def begin(_: torch.Tensor) -> None:
+        if not outer:
+            outer.append(_backward_id())
+
+    def hook(name: str) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+        def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
+            if gradient is None or _backward_id() not in outer:
+                return None
+            found[name] = _GradientSummary.of(gradient)
+            return gradient.new_zeros(()).expand(gradient.shape) if gradient.layout == torch.strided else None
+
+        return note
+
+    with suspend_hooks([*leaves.values(), *(end for end in ends if end.is_leaf)]):
+        for end in ends:
+            end.register_hook(begin)
+        for name, leaf in leaves.items():
+            leaf.register_hook(hook(name))
+        torch.autograd.grad(ends, list(leaves.values()), directions, allow_unused=True)
+    return found

@@ -1,0 +1,149 @@
+"""Inputs that forward writes to: after a step the caller's tensors hold what the model would have left in them.
+
+    cache[:, pos] = k        a tensor that is cut into micro-batches: each part is written back to its rows
+    seen += 1                one that is not cut, and is the same after all micro-batches: that is written back
+
+A stage writes to a clone, and what is in it after the last write comes out of the pipe as outputs do. It is written
+back when forward (of `forward_backward`: the step) has ended well.
+
+What the caller could not be given back is refused when the model is planned, with the line that writes: an input that
+is not cut and is written something that differs between micro-batches, and one that gets another shape. What depends
+on the tensors that are given is refused at each step: memory that is given twice, and leaves that require grad, which
+torch lets nobody write to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe.errors import ArgumentError
+from fxpipe.tracing.model_state import slots_of
+from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.traced import Traced
+
+
+def refuse_differing_writes(traced: Traced) -> None:
+    """Raises where an input that is not cut is written something that differs between micro-batches.
+
+    Raises:
+        CannotRecord: final; names the input and the line.
+    """
+    effects = traced.effects
+    assert effects is not None
+    dims = {node: traced.in_dims[place] for place, node in traced.placeholders.items()}
+    differing = _differing_alias_classes(traced)
+    for node in effects.written_inputs:
+        if dims[node] is None and effects.alias[node] in differing:
+            raise CannotRecord(
+                f"forward writes to the input {_input_path(traced, node)} at {_writing_line(traced, node)}, which is "
+                f"not cut into "
+                "micro-batches, and what it writes depends on samples, on random numbers or on buffers that change, so "
+                "that each micro-batch would leave something else in it; return the new value, keep it in a buffer "
+                "(register_buffer), or give it a dimension for the samples (in_dims=)",
+                is_final=True,
+            )
+
+
+def refuse_unwritable_inputs(traced: Traced, leaves: Sequence[Any], in_one: bool = False) -> None:
+    """Raises where one of the inputs of a step cannot be written to, and the graph does so.
+
+    Args:
+        in_one: forward and backward run in one, so that what is written has no backward of its own afterwards.
+
+    Raises:
+        ArgumentError: it is a leaf that requires grad, or its memory is given twice; names the inputs and the line.
+    """
+    effects = traced.effects
+    assert effects is not None
+    written = effects.written_inputs
+    if not written:
+        return
+    extents = {
+        traced.leaves[place].path: _memory_extent(leaf)
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided
+    }
+    extents |= {
+        f"the model's {slot.name!r}": _memory_extent(tensor)
+        for slot, tensor in slots_of(traced.model).items()
+        if tensor.layout == torch.strided
+    }
+    for node in written:
+        path, leaf = _input_path(traced, node), leaves[traced.place_of(node)]
+        what = f"forward writes to the input {path} at {_writing_line(traced, node)}"
+        if leaf.requires_grad and leaf.is_leaf and traced.state.grad:
+            raise ArgumentError(
+                f"{what}, and the tensor given is a leaf that requires grad, which torch lets nobody write to; give a "
+                "copy (x.clone()), or write to a copy in forward"
+            )
+        if leaf.requires_grad and in_one:
+            raise ArgumentError(
+                f"{what}, and the tensor given requires grad: forward_backward would leave it in the graph of what it "
+                "was; give a copy (x.clone()), or call the pipe itself"
+            )
+        if any(stride == 0 and size > 1 for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
+            raise ArgumentError(
+                f"{what}, and the tensor given is expanded: several of its elements are one in memory; give a copy "
+                "(x.clone())"
+            )
+        own = extents[path]
+        for other, extent in extents.items():
+            if other != path and own[0] == extent[0] and own[1] < extent[2] and extent[1] < own[2]:
+                raise ArgumentError(
+                    f"{what}, and its memory overlaps with that of {other}, which would change with it; give a copy of "
+                    "one of them (x.clone())"
+                )
+
+
+def _differing_alias_classes(traced: Traced) -> set[int | None]:
+    """Alias classes that hold, at some time, what differs between micro-batches."""
+    effects = traced.effects
+    assert effects is not None
+    changed = set[int]().union(*effects.written_classes)
+    nodes: set[fx.Node] = set()
+    classes: set[int | None] = set()
+    for node in traced.graph.nodes:
+        alias = effects.alias.get(node)
+        if node.op == "placeholder":
+            differs = traced.in_dims[traced.place_of(node)] is not None
+        elif node.op == "get_attr":
+            differs = alias in changed or str(node.target) in traced.assigned
+        elif "number" in node.meta:
+            differs = bool(node.meta["number"].free_symbols)
+        else:
+            sources = node.all_input_nodes
+            differs = bool(node.meta.get("random")) or any(
+                source in nodes or effects.alias.get(source) in classes for source in sources
+            )
+        if differs:
+            nodes.add(node)
+            place = effects.place.get(node, -1)
+            classes |= {alias, *(effects.written_classes[place] if place >= 0 else ())} - {None}
+    return classes
+
+
+def _input_path(traced: Traced, node: fx.Node) -> str:
+    return traced.leaves[traced.place_of(node)].path
+
+
+def _writing_line(traced: Traced, node: fx.Node) -> str:
+    """Where forward writes to an input first."""
+    effects = traced.effects
+    assert effects is not None
+    alias = effects.alias[node]
+    writer = next(n for n, classes in zip(effects.nodes, effects.written_classes, strict=True) if alias in classes)
+    return str(writer.meta["source"])
+
+
+def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The memory of a tensor: which storage, the first byte, and the one after the last."""
+    if not tensor.numel():
+        return storage_of(tensor), 0, 0
+    start = int(tensor.storage_offset())
+    stop = start + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return storage_of(tensor), start * tensor.itemsize, stop * tensor.itemsize

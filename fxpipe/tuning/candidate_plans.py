@@ -1,0 +1,235 @@
+"""The plans that a tuner simulates: each cut is made once, and serves every candidate that may have it.
+
+A cut hangs on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it hangs
+only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes that
+lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.plans.retarget`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Protocol, TypeAlias
+
+from fxpipe.config.pipeline_options import Settings
+from fxpipe.config.stage_placement import place_stages
+from fxpipe.errors import ArgumentError
+from fxpipe.partitioning import block_partition
+from fxpipe.planning.choose import Cut, choose_cut
+from fxpipe.planning.cut_problem import is_cut_by_hand
+from fxpipe.planning.passes import PreparedGraph, ProfiledModel, prepare_cut
+from fxpipe.plans import Plan
+from fxpipe.plans.retarget import action_seconds
+from fxpipe.plans.simulate_plan import vary_plan
+from fxpipe.scheduling import is_searched, make_schedule
+from fxpipe.simulation import StageCost, simulate_schedule
+from fxpipe.simulation.costs import stage_times_of
+from fxpipe.tracing.verify.equivalence import holds_at_size
+from fxpipe.tuning.candidates import Candidate
+
+CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
+
+
+class PlanSource(Protocol):
+    """Where the plans of candidates come from."""
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        """Cut for stages that recompute so, as if memory had no limit.
+
+        Raises:
+            FxpipeError: there is no such plan.
+        """
+
+    def has(self, candidate: Candidate) -> bool:
+        """Is its plan for stages that do not recompute there already?"""
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
+
+        Raises:
+            FxpipeError: there is no such plan.
+        """
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that no step of the candidate can undercut: all work, shared out evenly; one micro-batch on its way
+        through all stages, there and back."""
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        """Seconds of a step with the stages that are most even, if nothing had to be sent or to fit."""
+
+
+@dataclass(slots=True)
+class ModelPlans:
+    """Plans of a model that was studied."""
+
+    studied: ProfiledModel
+    settings: Settings  # all but what candidates are about
+    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut hangs on
+    _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
+    _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        found = self._prepared(self._unlimited(candidate, mode))
+        modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(found.plan, candidate, self.studied.batch, modes)
+
+    def has(self, candidate: Candidate) -> bool:
+        try:
+            return self._key(self._unlimited(candidate, "never")) in self._cuts
+        except ArgumentError:
+            return False
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            settings = replace(settings, checkpoint=mode)
+        found = self._prepared(settings)
+        modes = found.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(found.plan, candidate, self.studied.batch, modes)
+
+    def bound(self, candidate: Candidate) -> float:
+        m = min(candidate.chunks, self.studied.batch)
+        nodes = self._fastest(-(-self.studied.batch // m))
+        total = math.fsum(cost.forward + cost.backward for cost in nodes)
+        even = m * total / len(self.settings.workers)
+        return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        m = min(candidate.chunks, self.studied.batch)
+        placement = self._placement(candidate)
+        nodes = self._fastest(-(-self.studied.batch // m))
+        lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
+        ends = accumulate(lengths)
+        starting = min(action_seconds(str(device)) for device in self.settings.workers)
+        stages = [
+            _stage_of_nodes(nodes[end - length : end], starting) for end, length in zip(ends, lengths, strict=True)
+        ]
+        demands = stage_times_of(stages) if is_searched(candidate.schedule) else None
+        schedule = make_schedule(candidate.schedule, len(placement), m, placement=placement, demands=demands)
+        return simulate_schedule(schedule, stages).step_seconds
+
+    def prepared(self, plan: Plan) -> PreparedGraph:
+        """What runs a plan that came from here."""
+        nodes = [stage.nodes for stage in plan.stages]
+        found = next(
+            one
+            for one in self._same.values()
+            if one.plan.placement == plan.placement and [stage.nodes for stage in one.plan.stages] == nodes
+        )
+        schedule = next((c for c in (self.settings.schedule,) if not isinstance(c, str)), plan.schedule)
+        settings = replace(found.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
+        return replace(found, plan=plan, settings=settings)
+
+    def _settings(self, candidate: Candidate) -> Settings:
+        settings = self.settings
+        samples = -(-self.studied.batch // min(candidate.chunks, self.studied.batch))
+        for size in {samples, self.studied.batch // min(candidate.chunks, self.studied.batch)}:
+            if not holds_at_size(self.studied.traced, size):
+                raise ArgumentError(f"micro-batches of {size} run another graph")
+        placement = self._placement(candidate)
+        return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
+
+    def _placement(self, candidate: Candidate) -> tuple[int, ...]:
+        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.studied.traced.nodes)
+        if workers * each > nodes:
+            raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
+        return place_stages(workers, each, candidate.schedule, candidate.chunks, None)
+
+    def _unlimited(self, candidate: Candidate, mode: CheckpointMode) -> Settings:
+        settings = self._settings(candidate)
+        if isinstance(settings.checkpoint, str):
+            # All but the last micro-batch are recomputed: stages are balanced for these.
+            settings = replace(settings, checkpoint="never" if mode == "never" else "always")
+        return replace(settings, memory_limits=(None,) * len(settings.workers))
+
+    def _key(self, settings: Settings) -> tuple[object, ...]:
+        """All that a cut hangs on. The schedule matters only where memory is limited, and pins hang on it."""
+        is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
+        of_schedule = settings.schedule if is_limited or settings.pins else None
+        samples = settings.largest_micro_batch(self.studied.batch)
+        return settings.placement, samples, settings.checkpoint, of_schedule, is_limited
+
+    def _prepared(self, settings: Settings) -> PreparedGraph:
+        studied, key = self.studied, self._key(settings)
+        if key not in self._cuts:
+            orders = studied.orders[:1] if is_cut_by_hand(studied.traced, settings) else studied.orders
+            cut = choose_cut(orders, studied.profiles_for(settings), studied.batch, settings, explains=False)
+            self._cuts[key] = self._of_cut(cut, settings)
+        return self._cuts[key]
+
+    def _of_cut(self, cut: Cut, settings: Settings) -> PreparedGraph:
+        key = (id(cut.traced), cut.starts, cut.settings.placement, cut.recompute)
+        if key not in self._same:
+            self._same[key] = prepare_cut(cut, self.studied.fingerprint, self.studied.batch, settings)
+        return self._same[key]
+
+    def _fastest(self, samples: int) -> list[StageCost]:
+        """What nodes take for micro-batches of so many samples, each on the device that is fastest for it."""
+        if samples not in self._nodes:
+            rows = zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True)
+            fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
+            self._nodes[samples] = [
+                StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))
+                for cost in fastest
+            ]
+        return self._nodes[samples]
+
+
+def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
+    """A stage of these nodes."""
+    backward = math.fsum(cost.backward for cost in nodes)
+    weight = min(backward, math.fsum(cost.weight or 0.0 for cost in nodes))  # sums are rounded
+    return StageCost(math.fsum(cost.forward for cost in nodes), backward, weight=weight, action=starting)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanVariants:
+    """Variants of a plan whose stages stay where they are."""
+
+    given: Plan
+    batch: int
+
+    def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
+        return _variant(self.given, candidate, self.batch, mode)
+
+    def has(self, candidate: Candidate) -> bool:
+        return True
+
+    def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
+        return None
+
+    def bound(self, candidate: Candidate) -> float:
+        return 0.0  # it costs no more to simulate it
+
+    def bound_without_sending(self, candidate: Candidate) -> float:
+        return 0.0
+
+
+def _variant(plan: Plan, candidate: Candidate, batch: int, modes: CheckpointMode) -> Plan:
+    """The same stages with the schedule of a candidate, its micro-batches, and these checkpoint modes."""
+    return vary_plan(plan, schedule=candidate.schedule, chunks=candidate.chunks, checkpoint=modes, batch=batch)
+
+
+def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
+    """The plan with what each stage may take of the memory of its device; several share it by what they need."""
+    shared = len({*plan.placement}) < len(plan.placement)
+    needs = [float(plan.memory(stage.index, plan.micro_batch)) if shared else 1.0 for stage in plan.stages]
+    stages = []
+    for stage, need, k in zip(plan.stages, needs, plan.placement, strict=True):
+        whole = limits[k]
+        together = math.fsum(other for other, place in zip(needs, plan.placement, strict=True) if place == k)
+        share = 1.0 if plan.placement.count(k) == 1 or not together else need / together
+        stages.append(replace(stage, memory_limit=None if whole is None else int(whole * share)))
+    return replace(plan, stages=tuple(stages))
+
+
+def memory_limits_of(plan: Plan) -> list[float | None]:
+    """For each worker what its stages may take."""
+    found: list[float | None] = []
+    for k in range(len(plan.workers)):
+        limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]
+        known = [limit for limit in limits if limit is not None]
+        found.append(math.fsum(known) if len(known) == len(limits) else None)
+    return found

@@ -1,0 +1,128 @@
+"""What a tuner found: a row for each candidate, and the one that it chose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
+from fxpipe.viz.html import (
+    bytes_cell,
+    code_cell,
+    missing_cell,
+    notebook_fragment,
+    notebook_heading,
+    notebook_table,
+    number_cell,
+    percent_cell,
+    seconds_cell,
+    text_cell,
+)
+
+MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, beside the chosen one
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """What `fxpipe.tune` tried. `print` shows the table that it chose from."""
+
+    best: CandidateResult
+    rows: tuple[
+        CandidateResult, ...
+    ]  # in the order of `in_order`: what fits comes first, the shortest step first of all
+    batch: int  # samples of the mini-batch
+    devices: tuple[str, ...]  # by worker
+    estimated_for: str = ""  # the hardware for which the seconds were estimated; empty where they were measured
+
+    def __str__(self) -> str:
+        is_measured = any(row.measured_seconds is not None for row in self.rows)
+        shown = self.rows[:MAX_PRINTED_CANDIDATES] + tuple(
+            row for row in self.rows[MAX_PRINTED_CANDIDATES:] if row is self.best
+        )
+        headers = ["", "schedule", "chunks", "checkpoint", "stages per device", "step", "idle", "peak memory", "lacks"]
+        table = tabulate(
+            [self._line(row, is_measured) for row in shown],
+            headers=headers[:6] + ["measured"] * is_measured + headers[6:],
+            colalign=("left", "left", "right", "left", *["right"] * (5 + is_measured)),
+            disable_numparse=True,
+        )
+        lines = [self._head(), table]
+        if len(self.rows) > len(shown):
+            lines.append(f"{len(self.rows) - len(shown)} more are in .rows")
+        if any(row.plan is None for row in shown):
+            lines.append("≥: at least so long, and so not looked at closer; .rows says why")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        pass
+
+        return tuning_html(self.rows, self.best, self.batch, len(self.devices))
+
+    def _head(self) -> str:
+        kinds = Counter(name.partition(":")[0] for name in self.devices)
+        listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
+        return f"mini-batches of {self.batch} on {listed}{how}; the chosen way is marked"
+
+    def _line(self, row: CandidateResult, is_measured: bool) -> list[str]:
+        measured = "" if row.measured_seconds is None else human_seconds(row.measured_seconds)
+        return [
+            "->" if row is self.best else "",
+            row.schedule if "\n" not in row.schedule else row.schedule.partition(":")[0],
+            str(row.chunks),
+            row.checkpoint if isinstance(row.checkpoint, str) else _modes_text(row.checkpoint),
+            str(row.stages_per_device),
+            _step_text(row),
+            *[measured] * is_measured,
+            "" if row.plan is None else percent(row.simulation.mean_bubble),
+            "" if row.plan is None else human_bytes(row.peak),
+            human_bytes(row.lacks) if row.lacks > 0 else "",
+        ]
+
+
+def _modes_text(modes: tuple[str, ...]) -> str:
+    """`0, 2 always` of ("always", "never", "always")."""
+    found = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
+    return "; ".join(text for text in found if not text.endswith("never"))
+
+
+def _step_text(row: CandidateResult) -> str:
+    least = "≥ " if row.plan is None else ""
+    return least + human_seconds(row.step_seconds) if row.step_seconds else ""
+
+
+# -- What a tuner found as notebooks show it -------------------------------------------------------------------------
+
+MAX_HTML_CANDIDATES = 12  # rows
+
+
+def tuning_html(rows: Sequence[CandidateResult], best: CandidateResult, batch: int, devices: int) -> str:
+    """The best of what was tried, the chosen one marked."""
+    cut = [row for row in rows if row.plan is not None]
+    shown = cut[:MAX_HTML_CANDIDATES] + [row for row in cut[MAX_HTML_CANDIDATES:] if row is best]
+    headers = ("", "schedule", "chunks", "checkpoint", "stages per device", "step", "measured", "bubble", "memory", "")
+    lines = [
+        (
+            text_cell("→" if row is best else ""),
+            code_cell(row.schedule.partition(":")[0]),
+            number_cell(row.chunks),
+            text_cell(row.checkpoint if isinstance(row.checkpoint, str) else "by stage"),
+            number_cell(row.stages_per_device),
+            seconds_cell(row.step_seconds),
+            missing_cell() if row.measured_seconds is None else seconds_cell(row.measured_seconds),
+            percent_cell(row.simulation.mean_bubble),
+            bytes_cell(row.peak),
+            text_cell(f"lacks {human_bytes(row.lacks)}" if row.lacks > 0 else ""),
+        )
+        for row in shown
+    ]
+    chunks = count_text(best.chunks, "micro-batch", "es")
+    title = f"{best.schedule.partition(':')[0]}, {chunks}: step {human_seconds(best.step_seconds)}"
+    more = f", of which {len(shown)} are shown" if len(cut) > len(shown) else ""
+    ways, samples = count_text(len(cut), "way"), count_text(batch, "sample")
+    facts = f"chosen from {ways}{more}, for {samples} on {count_text(devices, 'device')}"
+    return notebook_fragment([notebook_heading(title, facts), notebook_table(headers, lines)])

@@ -1,0 +1,145 @@
+"""Files to be written: looked at before the long work, and written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import secrets
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
+
+
+def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> str:
+    """The format that `path` names by its suffix, in small letters. Nothing is written.
+
+    Raises:
+        ArgumentError: a suffix that is none of `formats`.
+        FileError: a folder that is not there or may not be written to.
+        ArgumentTypeError: not the path of a file.
+    """
+    place = _as_path(path)
+    known = ", ".join(f".{name}" for name in formats)
+    form = place.suffix.removeprefix(".").lower()
+    if form not in formats:
+        given = f"the suffix {place.suffix!r} names no format" if place.suffix else "a suffix must name the format"
+        raise ArgumentError(f"{what} cannot be saved to {str(path)!r}: {given}; give one of {known}")
+    folder = place.parent
+    if place.is_dir():
+        raise _file_error(what, path, "it is a directory; give the path of a file")
+    if not folder.exists():
+        raise _file_error(what, path, f"there is no directory {str(folder)!r}; make it first, or give another path")
+    if not folder.is_dir():
+        raise _file_error(what, path, f"{str(folder)!r} is no directory; give another path")
+    if not os.access(place.resolve().parent, os.W_OK | os.X_OK):
+        raise _file_error(what, path, f"the directory {str(folder)!r} may not be written to; give another path")
+    if place.exists() and not os.access(place, os.W_OK):
+        raise _file_error(what, path, "the file may not be written to; give another path")
+    return form
+
+
+def write_atomically(path: str | Path, content: bytes, what: str) -> None:
+    """Writes beside the file first: whoever looks sees the old one or the new one, and nothing half-written.
+
+    Raises:
+        FileError: it cannot be written.
+        ArgumentTypeError: not the path of a file.
+    """
+    place = _as_path(path).resolve()  # what a link leads to is replaced, not the link
+    part = place.with_name(f".{place.name[:100]}.{secrets.token_hex(4)}.part")
+    try:
+        with part.open("xb") as file:
+            file.write(content)
+        os.replace(part, place)
+    except OSError as error:
+        raise _file_error(what, path, f"{error.strerror or error}; give another path") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _as_path(given: str | Path) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise ArgumentTypeError(f"path={given!r}: expected the path of a file, as str or pathlib.Path")
+    return Path(given)
+
+
+def _file_error(what: str, path: str | Path, why: str) -> FileError:
+    return FileError(f"{what} cannot be saved to {str(path)!r}: {why}")
+
+
+# -- Frozen dataclasses as JSON and back: what is read is checked piece by piece against the types of the fields -----
+
+T = TypeVar("T")
+
+
+def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
+    """The dataclass of this kind that `dataclasses.asdict` made `value` of; fields with a default may be missing.
+
+    Raises:
+        ArgumentError: names the place, what is there and what was expected.
+    """
+    found: T = _read(kind, value, where)
+    return found
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(kind, value, where)
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _read_one_of(inner, value, where)
+    if origin is tuple:
+        return _read_tuple(inner, value, where)
+    if kind is float and type(value) in (int, float):
+        if not math.isfinite(value):
+            raise ArgumentError(f"{where} is {value}: expected a finite number")
+        return value
+    if kind is type(None) and value is None:
+        return None
+    if type(value) is not kind:
+        raise ArgumentError(f"{where} is {_shortened(value)}: expected {getattr(kind, '__name__', kind)}")
+    return value
+
+
+def _read_dataclass(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise ArgumentError(f"{where} is {_shortened(value)}: expected an object")
+    hints = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := value.keys() - fields.keys():
+        raise ArgumentError(f"{where} has the unknown field {min(unknown)!r}")
+    for name, field in fields.items():
+        is_needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_needed and name not in value:
+            raise ArgumentError(f"{where} has no field {name!r}")
+    return kind(**{name: _read(hints[name], item, f"{where}.{name}") for name, item in value.items()})
+
+
+def _read_tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ArgumentError(f"{where} is {_shortened(value)}: expected a list")
+    kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else list(inner)
+    if len(kinds) != len(value):
+        raise ArgumentError(f"{where} has {len(value)} entries: expected {len(kinds)}")
+    return tuple(_read(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+
+
+def _read_one_of(kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+    problems = []
+    for kind in kinds:
+        try:
+            return _read(kind, value, where)
+        except ArgumentError as error:
+            problems.append(str(error))
+    raise ArgumentError(" or ".join(problems))
+
+
+def _shortened(value: Any) -> str:
+    return repr(value)[:40] if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"

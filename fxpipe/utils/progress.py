@@ -1,0 +1,80 @@
+"""Bars on stderr for what takes long, where someone is looking.
+
+A pass that may take long says how far it is, and knows nothing of who looks:
+
+    with progress("shapes", len(nodes)) as step:
+        for node in nodes:
+            ...
+            step()
+
+A bar appears once its step has taken longer than a second, and is gone when it ends, well or not. Nothing is shown
+where stderr is no terminal (a file, a pipe, a notebook, closed, None), nor in a block of `show_progress(False)`: what
+the argument `progress` of the entry points comes to. One bar within another stands below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Protocol
+
+BAR_DELAY = 1.0  # seconds before a bar appears: most steps are over by then
+
+_WITH_TOTAL = "{desc}: {percentage:3.0f}%|{bar}| {n:.5g}/{total:.5g} {unit} [{elapsed}{postfix}]"
+_WITHOUT_TOTAL = "{desc}: {n:.5g} {unit} [{elapsed}{postfix}]"
+
+_shown: ContextVar[bool] = ContextVar("fxpipe_progress", default=True)
+
+
+class ProgressStep(Protocol):
+    """Tells that so much more has been done; `note` stands behind the bar."""
+
+    def __call__(self, done: float = 1, note: str = "") -> object: ...
+
+
+@contextlib.contextmanager
+def show_progress(wanted: bool) -> Iterator[None]:
+    """A block in which bars are shown where someone is looking, unless they are not wanted here or further out."""
+    before = _shown.set(_shown.get() and wanted)
+    try:
+        yield
+    finally:
+        _shown.reset(before)
+
+
+@contextlib.contextmanager
+def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[ProgressStep]:
+    """Gives a function to call after each part of `total`, or of what nobody knows how much there will be (None)."""
+    if not (_shown.get() and _is_terminal()):
+        yield ignore_progress
+        return
+    from tqdm import tqdm  # here: it takes 50 ms to import
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that looks after bars
+
+    form = _WITHOUT_TOTAL if total is None else _WITH_TOTAL
+    # miniters: a slow part after many quick ones is shown too.
+    with Bar(
+        total=total, desc=what, unit=unit, delay=BAR_DELAY, leave=False, miniters=1, dynamic_ncols=True, bar_format=form
+    ) as bar:
+
+        def step(done: float = 1, note: str = "") -> None:
+            if note:
+                bar.set_postfix_str(note, refresh=False)
+            bar.update(done)
+
+        yield step
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except (ValueError, AttributeError):  # closed; something that only writes
+        return False
+
+
+def ignore_progress(done: float = 1, note: str = "") -> None:
+    """The step of what nobody looks at."""

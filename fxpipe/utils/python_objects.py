@@ -1,0 +1,174 @@
+"""Objects of Python classes: taken apart and put together, and looked into.
+
+An object is its items, where its class is a kind of list or dict, and its attributes. It is put together without
+`__init__` and `__post_init__`, which have run where it was made. Objects of classes made in C, other than the
+containers of Python, cannot be taken apart; nor are modules, tensors, classes and plain values.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinMethodType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)
+_ATOMIC = (nn.Module, torch.Tensor, type, ModuleType, enum.Enum, str, bytes, int, float, complex, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectParts:
+    """All of an object but its children, which are its items, then its attributes."""
+
+    kind: type[Any]
+    base: type[Any]  # object, or the container that its class is a kind of
+    keys: tuple[Any, ...]
+    names: tuple[str, ...]
+
+
+def builtin_base_of(kind: type[Any]) -> type[Any] | None:
+    """The built-in class under a Python class; None where its objects cannot be taken apart."""
+    if issubclass(kind, _ATOMIC):
+        return None
+    base: type[Any] = next(cls for cls in kind.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    if base not in _BASES or (base is kind and base is not SimpleNamespace):
+        return None
+    make: Any = base.__new__
+    try:
+        make(kind)
+    except TypeError:  # made in C
+        return None
+    return base
+
+
+def is_empty_object(value: Any) -> bool:
+    """Is an object nothing but itself?"""
+    return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
+
+
+def take_apart(value: Any, base: type[Any]) -> tuple[list[pytree.KeyEntry], list[Any], ObjectParts]:
+    """Names of the children, the children, and the rest of an object whose class has this `builtin_base_of`."""
+    attributes = _attributes(value)
+    names: list[pytree.KeyEntry] = []
+    items: dict[Any, Any] = {}
+    if issubclass(base, dict):
+        items = dict(base.items(value))
+        names += map(pytree.MappingKey, items)
+    elif issubclass(base, (list, tuple)):
+        items = dict(enumerate(base.__iter__(value)))
+        names += map(pytree.SequenceKey, items)
+    names += map(pytree.GetAttrKey, attributes)
+    return (
+        names,
+        [*items.values(), *attributes.values()],
+        ObjectParts(type(value), base, tuple(items), tuple(attributes)),
+    )
+
+
+def put_together(children: Any, parts: ObjectParts) -> Any:
+    """The object again, of other children."""
+    children = list(children)
+    items, values = children[: len(parts.keys)], children[len(parts.keys) :]
+    make: Any = parts.base.__new__
+    made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
+    if parts.base is list:
+        list.extend(made, items)
+    elif issubclass(parts.base, dict):
+        for key, item in zip(parts.keys, items, strict=True):
+            parts.base.__setitem__(made, key, item)
+    slots = _slots(parts.kind)
+    for name, value in zip(parts.names, values, strict=True):
+        if name in slots:
+            slots[name].__set__(made, value)  # also where the class is frozen
+        else:
+            made.__dict__[name] = value
+    return made
+
+
+def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
+    return {
+        name: member
+        for cls in reversed(kind.__mro__)
+        if cls.__flags__ & _HEAP_TYPE or cls is defaultdict
+        for name, member in vars(cls).items()
+        if isinstance(member, MemberDescriptorType)
+    }
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(getattr(value, "__dict__", {}))
+    for name, slot in _slots(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+    return found
+
+
+# -- what is inside -------------------------------------------------------------------------------------------------
+
+
+def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
+    """Is there anything `wanted` inside a value of any kind, also where it could not be taken apart?
+
+    What modules hold is their own. `in_functions`: also in what functions were made over, or are bound to?
+    """
+    return any(map(wanted, _walk(value, _contents if in_functions else _data_contents)))
+
+
+def containers_in(value: Any) -> Iterator[Any]:
+    """The dicts, lists and sets in a value of any kind, those in which objects keep their attributes among them."""
+    for item in _walk(value, _contents):
+        if isinstance(item, _ATOMIC):
+            continue
+        if isinstance(item, (dict, list, set, deque)):
+            yield item
+        if type(attributes := getattr(item, "__dict__", None)) is dict:
+            yield attributes
+
+
+def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """A value and, each once, what it holds, what that holds, and so on."""
+    seen: dict[int, Any] = {}
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            yield item
+            todo.extend(inside(item))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """What a value holds; a function holds what it was made over, or bound to."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, BuiltinMethodType):
+        yield value.__self__
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # empty
+                continue
+    yield from _data_contents(value)
+
+
+def _data_contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, _ATOMIC):
+        return
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (tuple, list, set, frozenset, deque)):
+        yield from value
+    yield from _attributes(value).values()

@@ -1,0 +1,361 @@
+"""The user's trees, taken apart into leaves and put together again: inputs, outputs, targets.
+
+Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered with `torch.utils._pytree`), and
+besides
+
+- dataclasses,
+- in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
+- in inputs, any object of a Python class that holds no tensors, a configuration: its parts are leaves, so that it is
+  noticed when they change, and forward gets the object itself.
+
+How objects are taken apart: see `fxpipe.utils.python_objects`. Nothing is registered for the user's classes: in a spec
+these objects bear a type of ours, so that torch's own `tree_unflatten` gives the user's types back. As with lists, one
+object in two places comes back as two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fxpipe.errors import ArgumentError
+from fxpipe.utils.python_objects import (
+    ObjectParts,
+    builtin_base_of,
+    containers_in,
+    contains_any,
+    is_empty_object,
+    put_together,
+    take_apart,
+)
+
+_DICTS = (dict, OrderedDict, defaultdict)
+_LEAF = pytree.tree_structure(0)
+
+
+class StructureError(ValueError):
+    """A tree has not the structure it should have."""
+
+
+class _Object:
+    """The type of a node that torch does not know."""
+
+
+class _LookedAtObject:
+    """The type of the node of an object that is only looked at."""
+
+
+class _Size(tuple[int, ...]):
+    """The type of the node of a `torch.Size`, of which torch makes a tuple."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LookedAtParts:
+    """The context of an object that is only looked at."""
+
+    parts: ObjectParts
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _LookedAtParts) and self.parts == other.parts
+        return same and (self.value is other.value or (self.value == other.value) is True)  # type: ignore[attr-defined]
+
+
+def _refuse_flatten(value: Any) -> Any:
+    raise AssertionError("nodes of this type stand in specs only")
+
+
+pytree.register_pytree_node(_Object, _refuse_flatten, put_together)
+pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes, _: torch.Size(sizes))
+pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: seen.value)
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # of leaves, and the leaves
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Not in functions: the recorder finds out whether forward uses what those hold."""
+    return contains_any(value, lambda item: isinstance(item, torch.Tensor), in_functions=False)
+
+
+def refuse_hidden_tensors(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf that is no tensor holds some: they could not be cut into micro-batches.
+
+    And what forward puts into such an object, as into a cache, would be lost to the caller.
+    """
+    if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
+        raise ArgumentError(
+            f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
+            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
+        )
+
+
+def is_plain_layout(tensor: torch.Tensor) -> bool:
+    """Is it a tensor that can be cut along a dimension: neither nested nor sparse?"""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def refuse_layout(what: str, leaf: Any) -> None:
+    """Raises ArgumentError where a leaf is a tensor that cannot be cut into micro-batches."""
+    if not isinstance(leaf, torch.Tensor) or is_plain_layout(leaf):
+        return
+    if leaf.is_nested:
+        raise ArgumentError(
+            f"{what} is a nested tensor, which cannot be cut into micro-batches; pad it (to_padded_tensor), and give "
+            "lengths or a mask"
+        )
+    raise ArgumentError(f"{what} has the layout {leaf.layout}; only strided tensors can be cut: to_dense()")
+
+
+def _kind_of_input(value: Any) -> type[Any] | None:
+    if _is_dataclass(value):
+        return _Object
+    return None if is_empty_object(value) or _holds_tensors(value) else _LookedAtObject
+
+
+def flatten_with_paths(tree: Any) -> tuple[LeafPaths, pytree.TreeSpec]:
+    """The leaves of inputs or targets with their paths, and their structure.
+
+    Raises:
+        ArgumentError: something in the tree holds itself.
+    """
+    leaves: LeafPaths = []
+    return leaves, _flatten(tree, _kind_of_input, (), (), leaves)
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of inputs or targets, and their structure; see `flatten_with_paths`."""
+    leaves, spec = flatten_with_paths(tree)
+    return [leaf for _, leaf in leaves], spec
+
+
+def flatten_output(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of an output and its structure. Objects without anything that `is_recorded` are leaves: constants.
+
+    Raises:
+        ArgumentError: something in the output holds itself.
+    """
+    leaves: LeafPaths = []
+    spec = _flatten(tree, lambda value: _Object if contains_any(value, is_recorded) else None, (), (), leaves)
+    return [leaf for _, leaf in leaves], spec
+
+
+def flatten_dataclasses(tree: Any, is_recorded: Callable[[Any], bool]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The same for what goes in and out of one node: of all objects only dataclasses are taken apart."""
+    leaves: LeafPaths = []
+
+    def kind_of(value: Any) -> type[Any] | None:
+        return _Object if _is_dataclass(value) and contains_any(value, is_recorded) else None
+
+    spec = _flatten(tree, kind_of, (), (), leaves)
+    return [leaf for _, leaf in leaves], spec
+
+
+def map_tensor_leaves(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """The tree with `function(tensor)` for each tensor."""
+    leaves, spec = flatten(tree)
+    return pytree.tree_unflatten([function(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
+
+
+def _flatten(
+    value: Any,
+    kind_of: Callable[[Any], type[Any] | None],
+    path: tuple[pytree.KeyEntry, ...],
+    around: tuple[int, ...],
+    leaves: LeafPaths,
+) -> pytree.TreeSpec:
+    """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
+    kind = pytree._get_node_type(value)
+    if kind is torch.Size:
+        kind = _Size
+    known = pytree.SUPPORTED_NODES.get(kind)
+    keys: Sequence[pytree.KeyEntry]
+    context: Any
+    if known is not None:
+        made, context = known.flatten_fn(value)
+        children = list(made)
+        keys = _keys(value, known, children, context)
+    elif (base := builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
+        keys, children, context = take_apart(value, base)
+        if kind is _LookedAtObject:
+            context = _LookedAtParts(context, value)
+    else:
+        leaves.append((path, value))
+        return _LEAF
+    if id(value) in around:
+        if kind is _LookedAtObject:
+            leaves.append((path, value))
+            return _LEAF
+        raise ArgumentError(
+            f"a {type(value).__name__} holds itself (at {''.join(map(str, path))}), and cannot be taken apart; take "
+            "the reference out"
+        )
+    around = (*around, id(value))
+    specs = [_flatten(child, kind_of, (*path, key), around, leaves) for key, child in zip(keys, children, strict=True)]
+    return pytree.TreeSpec(kind, context, specs)
+
+
+def _keys(value: Any, known: Any, children: list[Any], context: Any) -> Sequence[pytree.KeyEntry]:
+    if known.flatten_with_keys_fn is not None:
+        return [key for key, _ in known.flatten_with_keys_fn(value)[0]]
+    if isinstance(context, (list, tuple)) and len(context) == len(children):
+        return [pytree.MappingKey(key) for key in context]
+    return [pytree.SequenceKey(place) for place in range(len(children))]
+
+
+def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None:
+    """The name of a class of which each of two equal trees has its own."""
+    kinds = [_class_of(spec), _class_of(other)]
+    if kinds[0] is not kinds[1] and kinds[0].__qualname__ == kinds[1].__qualname__:
+        return str(kinds[0].__name__)
+    found = (redefined_class(a, b) for a, b in zip(spec.children(), other.children(), strict=False))
+    return next((name for name in found if name is not None), None)
+
+
+def _class_of(spec: pytree.TreeSpec) -> Any:
+    """Of the objects that have this structure at their top."""
+    if spec.is_leaf():
+        return torch.Tensor
+    return spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
+
+
+def leaves_by_structure(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The leaves of a tree that is known to have this structure.
+
+    Raises:
+        DiffersError: it has another.
+    """
+    if spec.is_leaf():
+        return [tree]
+    children = _children_like(tree, spec)
+    return [
+        leaf for child, part in zip(children, spec.children(), strict=True) for leaf in leaves_by_structure(child, part)
+    ]
+
+
+def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """The children of a node that has the structure of `spec` at its top."""
+    wanted = _class_of(spec)
+    if spec.type in _DICTS and type(tree) in _DICTS:  # the order may differ, as in torch
+        names = list(spec.context[1] if spec.type is defaultdict else spec.context)
+        if set(tree) == set(names):
+            return [tree[name] for name in names]
+    elif type(tree) is wanted or _are_plain_tuples(tree, spec):
+        if spec.type is _Object:
+            _, children, context = take_apart(tree, spec.context.base)
+        else:
+            made, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
+            children = list(made)
+        comparable = isinstance(context, (list, tuple, ObjectParts))
+        if len(children) == spec.num_children and (not comparable or context == spec.context):
+            return children
+    raise StructureError(
+        f"a {type(tree).__name__} of other parts stands where a {wanted.__name__} of {spec.num_children} was"
+        if type(tree) is wanted
+        else f"a {type(tree).__name__} stands where a {wanted.__name__} was"
+    )
+
+
+def _are_plain_tuples(tree: Any, spec: pytree.TreeSpec) -> bool:
+    """A recorded shape is a tuple of its own kind."""
+    return isinstance(tree, tuple) and not _is_named(spec) and spec.type is not _Object and issubclass(spec.type, tuple)
+
+
+def _is_named(spec: pytree.TreeSpec) -> bool:
+    return not isinstance(spec.type, type)  # torch calls all named tuples by the function that makes them
+
+
+class _Unnamed:
+    """Of what `prefix` does not name."""
+
+    def __repr__(self) -> str:
+        return "found"
+
+
+UNNAMED = _Unnamed()
+
+
+def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
+    """For each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+
+    A dict speaks of fields by name, also of a dataclass, a named tuple or any mapping: of the others it says `UNNAMED`.
+
+    Raises:
+        DiffersError: it has another structure.
+    """
+    is_node = pytree._get_node_type(prefix) in pytree.SUPPORTED_NODES
+    is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
+    if not is_node:
+        return [prefix] * spec.num_leaves
+    if spec.is_leaf():
+        raise StructureError(f"a {type(prefix).__name__} stands where a single value was")
+    names = _fields_of(spec)
+    if type(prefix) is dict and names is not None:
+        if unknown := [name for name in prefix if name not in names and not _may_have(spec, name)]:
+            raise StructureError(f"it has no {', '.join(map(repr, unknown))}, but {', '.join(map(repr, names))}")
+        children = [prefix.get(name, UNNAMED) for name in names]
+    else:
+        children = _children_like(prefix, spec)
+    return [
+        entry for child, part in zip(children, spec.children(), strict=True) for entry in broadcast_prefix(child, part)
+    ]
+
+
+def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
+    """The names of the children of a mapping, a dataclass or a named tuple; None where they have none."""
+    if spec.type is _Object:
+        parts = spec.context
+        return [*parts.keys, *parts.names] if not issubclass(parts.base, (list, tuple)) else None
+    if _is_named(spec):
+        return list(spec.context._fields)
+    if spec.type in _DICTS:
+        return list(spec.context[1] if spec.type is defaultdict else spec.context)
+    is_mapping = issubclass(spec.type, Mapping) and isinstance(spec.context, (list, tuple))
+    return list(spec.context) if is_mapping and len(spec.context) == spec.num_children else None
+
+
+def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
+    """Has the output a field of this name in other calls, as one of transformers has a loss where there are labels?"""
+    kind = spec.type
+    return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
+
+
+# -- objects that forward is given as they are -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def preserve_objects(spec: pytree.TreeSpec) -> Iterator[None]:
+    """A block after which the objects that the inputs of this structure only look at are as they were before it."""
+    before = [(inside, copy.copy(inside)) for value in _looked_at_in(spec) for inside in containers_in(value)]
+    try:
+        yield
+    finally:
+        for inside, items in before:
+            if list(map(id, _container_items(inside))) != list(map(id, _container_items(items))):
+                inside.clear()
+                (inside.update if isinstance(inside, (dict, set)) else inside.extend)(items)
+
+
+def _looked_at_in(spec: pytree.TreeSpec) -> Iterator[Any]:
+    if spec.type is _LookedAtObject:
+        yield spec.context.value
+    for child in spec.children():
+        yield from _looked_at_in(child)
+
+
+def _container_items(inside: Any) -> list[Any]:
+    return [*inside, *inside.values()] if isinstance(inside, dict) else list(inside)

@@ -1,0 +1,66 @@
+"""Numbers of bytes, seconds and things as people read them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+
+def human_bytes(number: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    if number < 1024:
+        return f"{number:.4g} B"
+    size, units = number / 1024, ["TiB", "GiB", "MiB", "KiB"]
+    while size >= 999.95 and len(units) > 1:  # what would print as 1000.0 or more goes on to the next unit
+        size /= 1024
+        units.pop()
+    return f"{size:.1f} {units[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`0.0123` -> `12.3 ms`, `360` -> `6:00 min`, `7209` -> `2:00:09 h`.
+
+    Milliseconds, so that a column compares at a glance, up to ten seconds.
+    """
+    if seconds >= 120:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes // 60}:{minutes % 60:02}:{rest:02} h" if minutes >= 120 else f"{minutes}:{rest:02} min"
+    if seconds >= 10:
+        return f"{seconds:.1f} s"
+    milliseconds = seconds * 1e3
+    digits = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2 if milliseconds >= 1 else 3
+    return f"{milliseconds:.{digits}f} ms"
+
+
+def percent(share: float) -> str:
+    """`0.3333` -> `33.3 %`."""
+    return f"{share:.1%}".replace("%", " %")
+
+
+def count_text(number: int, noun: str, plural: str = "s") -> str:
+    """`1, "stage"` -> `1 stage`; `2, "batch", "es"` -> `2 batches`."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def three_digits(number: float) -> str:
+    """`0.012345` -> `0.0123`, `1118.2` -> `1,118`: as many as one compares by, and no powers of ten."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+# -- Whole numbers as users give them --------------------------------------------------------------------------------
+
+
+def whole_number(given: Any) -> int | None:
+    """As an int, so that there is one form of whatever stands for an integer (numpy's, too); None if nothing does.
+
+    True stands for none: it is given by mistake.
+
+    >>> whole_number(3), whole_number(3.0), whole_number(True)
+    (3, None, None)
+    """
+    if isinstance(given, bool):
+        return None
+    try:
+        return operator.index(given)
+    except TypeError:
+        return None

@@ -1,0 +1,326 @@
+"""A timeline as a picture: what each device does when, and below it what it holds in memory.
+
+    device 0 │ F0 F1 F2    B0    F3 B1          │ busy 12 s  bubble 33 %
+    device 1 │    F0 F1 B0    F2 B1 …           │
+             0      5 s     10 s     15 s
+    memory     ▁▂▃▃▂▂▁
+
+A picture has room for a few hundred labels and a few thousand boxes. So the rows get lower where there are many
+devices; the picture gets wider, up to a bound, where there are many actions; an action that is still too narrow for its
+name shows its colour only; and where there are more actions than boxes, all of a kind in a row are drawn as one shape.
+Widths and gaps are exact always, so that white is bubble.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.simulation.text_timeline import has_looped_stages, span_names
+from fxpipe.simulation.timeline import Span, StepTimeline
+from fxpipe.utils.units import count_text, human_seconds, percent
+from fxpipe.viz.axes import LegendEntry, TimeAxis, legend_items, time_ticks
+from fxpipe.viz.memory_chart import CHART_HEAD, memory_chart
+from fxpipe.viz.scene import Bars, Group, Item, Line, Rect, Scene, Text
+from fxpipe.viz.style import (
+    FAINT,
+    GRID,
+    KIND_COLOURS,
+    PAPER,
+    RECEIVING_COLOUR,
+    fit_text,
+    printable,
+    text_colour_on,
+    text_width,
+)
+
+# -- The boxes of a timeline, one for each action, and the names in them ---------------------------------------------
+
+MAX_BOXES = 4000
+INSTANT = 1.0  # the width of an action that takes no time
+NEARLY_ALL = 0.8  # of the boxes of a kind; the others, short by chance, stay without a name
+RIM = 5.0  # a narrower box has none: it would hide the colour
+SMALLEST_TEXT = 6.5  # letters
+LEADING = 1.15  # from a line to the next, in heights of letters
+NAME_SLACK = 1.6  # points beside a name
+
+
+def action_boxes(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Item]:
+    """From `top` downwards; a row is `height` high, and begins `pitch` below the one before."""
+    if len(step.spans) > MAX_BOXES:
+        for d, row in enumerate(step.rows):
+            yield from _merged_boxes(row, d, frame, top + d * pitch, height)
+    else:
+        for span in step.spans:
+            yield from _span_boxes(span, frame, top + span.device * pitch, height)
+
+
+def _span_boxes(span: Span, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
+    left, start, right = _span_places(span, frame)
+    title = span_title(span)
+    if start > left:
+        yield Rect(left, y, start - left, height, RECEIVING_COLOUR, title=title)
+    width = right - start
+    if width > 0:
+        yield Rect(start, y, width, height, KIND_COLOURS[span.action.kind], PAPER if width >= RIM else "", title=title)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxNames:
+    """What stands in the boxes."""
+
+    texts: tuple[Text, ...]
+    are_stacked: bool  # somewhere the stage stands above the micro-batch
+
+
+def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> BoxNames:
+    """In the boxes of a kind on a device one sort of name: the longest and largest that has room in nearly all.
+
+    `F3`, or `2F3` where a device has several stages; then `3`, or 2 above 3. Where no sort has room, as of a measured
+    step whose actions are of all lengths, names stand where they have.
+    """
+    letters = text_size_for(height)
+    if letters < SMALLEST_TEXT:
+        return BoxNames((), False)
+    found: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
+    for span, name in zip(step.spans, span_names(step.spans), strict=True):
+        found[span.device, span.action.kind].append((span, name))
+    loops = has_looped_stages(step.spans)
+    texts: list[Text] = []
+    are_stacked = False
+    for (device, kind), row in found.items():
+        sorts: list[list[tuple[str, ...]]] = [[(name,) for _, name in row]]
+        if not loops:
+            sorts.append([(str(span.action.micro_batch),) for span, _ in row])
+        elif height >= 2 * LEADING * SMALLEST_TEXT:
+            sorts.append([(str(span.action.stage), str(span.action.micro_batch)) for span, _ in row])
+        rooms = [_span_places(span, frame)[1:] for span, _ in row]
+        options = [
+            (names, size, _fitting_names(names, size, rooms))
+            for names in sorts
+            for size in (letters, smaller_text_size(letters))
+            if len(names[0]) * LEADING * size <= height or len(names[0]) == 1
+        ]
+        good = (one for one in options if len(one[2]) >= NEARLY_ALL * len(row))
+        chosen, size, fitting = next(good, options[0])
+        are_stacked = are_stacked or len(chosen[0]) > 1
+        for k in fitting:
+            for place, text in enumerate(chosen[k]):
+                y = top + device * pitch + height / 2 + size * (0.36 + LEADING * (place - (len(chosen[k]) - 1) / 2))
+                texts.append(Text(sum(rooms[k]) / 2, y, text, size, text_colour_on(KIND_COLOURS[kind]), "middle"))
+    return BoxNames(tuple(texts), are_stacked)
+
+
+def text_size_for(height: float) -> float:
+    """In a box of that height."""
+    return min(11.0, height * 0.68)
+
+
+def smaller_text_size(letters: float) -> float:
+    """Where there is less room."""
+    return max(SMALLEST_TEXT, letters * 0.75)
+
+
+def _fitting_names(names: Sequence[tuple[str, ...]], size: float, rooms: Sequence[tuple[float, float]]) -> list[int]:
+    widths = (max(text_width(line, size) for line in lines) for lines in names)
+    return [k for k, (width, (a, b)) in enumerate(zip(widths, rooms, strict=True)) if width + NAME_SLACK <= b - a]
+
+
+def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
+    """All of a kind as one shape."""
+    by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    seconds: defaultdict[ActionKind, list[float]] = defaultdict(list)
+    for span in row:
+        left, start, right = _span_places(span, frame)
+        if start > left:
+            by_colour[RECEIVING_COLOUR].append((left, start))
+        by_colour[KIND_COLOURS[span.action.kind]].append((start, right))
+        seconds[span.action.kind].append(span.seconds)
+    if RECEIVING_COLOUR in by_colour:
+        yield Bars(y, height, tuple(by_colour[RECEIVING_COLOUR]), RECEIVING_COLOUR, f"device {device}: receiving")
+    for kind, found in seconds.items():
+        title = f"device {device}: {kind.words}, {len(found)} times, {human_seconds(sum(found))} in all"
+        yield Bars(y, height, tuple(by_colour[KIND_COLOURS[kind]]), KIND_COLOURS[kind], title)
+
+
+def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
+    """Where it begins, where it has received what it needs, where it ends; what takes no time is a thin stroke."""
+    if not span.seconds:
+        left = min(frame.x(span.start), frame.right - INSTANT)
+        return left, left, left + INSTANT
+    return frame.x(span.start), frame.x(span.start + span.receiving), frame.x(span.end)
+
+
+def span_title(span: Span) -> str:
+    """What a box says where the pointer rests on it."""
+    action = span.action
+    times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
+    received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
+    stage = f"stage {action.stage}, micro-batch {action.micro_batch}"
+    return f"{action.kind.words}, {stage}: {times}{received}"
+
+
+GANTT_MARGIN = 16.0
+NARROWEST_GANTT, WIDEST_GANTT = 720.0, 1500.0  # of the part where time runs
+ROWS_HEIGHT = 900.0  # points: as high as rows become together, where they may be
+HIGHEST_PITCH, LOWEST_PITCH = 34.0, 4.0  # from a row to the next
+LABEL_SIZE = 10.0  # letters beside the rows, where there is room
+LONGEST_LABEL = 170.0  # of a device's name
+
+
+@dataclass(frozen=True, slots=True)
+class Gantt:
+    """The picture, and where in it what is."""
+
+    scene: Scene
+    frame: TimeAxis
+    top: float  # of the first row
+    pitch: float  # from a row to the next
+    height: float  # of a row
+    bottom: float  # of all that stands on the time axis
+    axis: float  # the base line of its numbers
+    grid: tuple[tuple[float, float], ...]  # from where to where, downwards, lines at round times go
+
+
+def draw_gantt(step: StepTimeline, *, title: str = "") -> Gantt:
+    """The picture of a step. `title` stands above it; what the step is, if not given."""
+    n = len(step.devices)
+    pitch = min(HIGHEST_PITCH, max(LOWEST_PITCH, ROWS_HEIGHT / max(1, n)))
+    height = pitch * 0.82 if pitch > 8 else pitch - 1
+    labels = [fit_text(name, LONGEST_LABEL, LABEL_SIZE) for name in _device_labels(step)]
+    figures = _RowFigures([human_seconds(seconds) for seconds in step.busy], [percent(share) for share in step.bubble])
+    left = GANTT_MARGIN + max((text_width(label, LABEL_SIZE) for label in labels), default=0) + 8
+    frame = TimeAxis(left, left + _time_width(step, text_size_for(height)), step.seconds)
+    width = frame.right + 8 + max(figures.width, 70) + GANTT_MARGIN
+    top = GANTT_MARGIN + 68
+    names = box_names(step, frame, top, pitch, height)
+    headline, facts = " ".join(printable(title).split()) or _headline(step), _facts(step)
+    if names.are_stacked:
+        facts += "; numbers in boxes: stage above micro-batch"
+
+    still: list[Item] = [
+        Text(
+            GANTT_MARGIN,
+            GANTT_MARGIN + 14,
+            fit_text(headline, width - 2 * GANTT_MARGIN, 15, is_bold=True),
+            15,
+            is_bold=True,
+        ),
+        Text(GANTT_MARGIN, GANTT_MARGIN + 32, fit_text(facts, width - 2 * GANTT_MARGIN, 11), 11, FAINT),
+        *legend_items(_legend_entries(step), frame.left, GANTT_MARGIN + 54, frame.width),
+    ]
+    bottom = end = top + n * pitch
+    still += _row_labels(labels, figures, frame, top, pitch, height)
+    grid = [(top - 2, bottom + 4)]
+    axis = bottom + 15
+    chart = None
+    if step.memory:
+        begin = bottom + 34
+        chart = memory_chart(step.memory, step.limits, [f"device {d}" for d in range(n)], frame, begin)
+        end = begin + chart.height
+        grid.append((begin + CHART_HEAD, end))
+        still += chart.fixed_items
+    moving = [
+        Group(tuple(_time_ticks(frame, axis, grid)), "ticks"),
+        Group(tuple(action_boxes(step, frame, top, pitch, height)), "boxes"),
+        Group(names.texts, "names"),
+        *([Group(chart.time_items, "memory")] if chart else []),
+    ]
+    told = f"{headline}. {facts}" if title else f"Timeline of {headline}. {facts}"
+    depth = end + GANTT_MARGIN + (0 if chart else 8)
+    scene = Scene(width, depth, (Group(tuple(moving), "time"), *still), told)
+    return Gantt(scene, frame, top, pitch, height, end, axis, tuple(grid))
+
+
+# -- beside the rows ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _RowFigures:
+    """What stands behind each row."""
+
+    busy: list[str]
+    bubble: list[str]
+
+    @property
+    def widths(self) -> tuple[float, float]:
+        busy, bubble = (
+            max(text_width(text, LABEL_SIZE) for text in (*texts, name))
+            for texts, name in ((self.busy, "busy"), (self.bubble, "bubble"))
+        )
+        return busy, bubble
+
+    @property
+    def width(self) -> float:
+        return sum(self.widths) + 14
+
+
+def _row_labels(
+    labels: Sequence[str], figures: _RowFigures, frame: TimeAxis, top: float, pitch: float, height: float
+) -> Iterator[Text]:
+    """Names and figures of the devices; of every few, where rows are lower than letters."""
+    size = min(LABEL_SIZE, max(SMALLEST_TEXT, pitch * 0.72))
+    one, _ = figures.widths
+    columns = frame.right + 8 + one, frame.right + 8 + figures.width
+    for x, name in zip(columns, ("busy", "bubble"), strict=True):
+        yield Text(x, top - 6, name, 9, FAINT, "end")
+    for d in range(0, len(labels), ceil((size + 2) / pitch)):
+        y = top + d * pitch + height / 2 + size * 0.36
+        yield Text(frame.left - 8, y, labels[d], size, anchor="end")
+        for x, text in zip(columns, (figures.busy[d], figures.bubble[d]), strict=True):
+            yield Text(x, y, text, size, anchor="end")
+
+
+def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]]) -> Iterator[Item]:
+    """Lines and numbers at round times."""
+    for time, name in time_ticks(frame.seconds, int(frame.width / 90)):
+        x = frame.x(time)
+        for top, bottom in grid:
+            yield Line(((x, top), (x, bottom)), GRID)
+        yield Text(x, axis, name, 9, FAINT, "middle")
+
+
+def _time_width(step: StepTimeline, letters: float) -> float:
+    """As wide as names need: most in letters of the usual size, nearly all in small ones."""
+    taking = sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving)
+    if not taking:
+        return NARROWEST_GANTT
+    longest = max(span_names(step.spans), key=len)
+    usual, short = taking[len(taking) // 2], taking[len(taking) // 10]
+    wanted = max(
+        (text_width(longest, letters) + NAME_SLACK) * step.seconds / usual,
+        (text_width(longest, smaller_text_size(letters)) + NAME_SLACK) * step.seconds / short,
+    )
+    return min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def _headline(step: StepTimeline) -> str:
+    stages, m, n = step.stages, step.micro_batches, len(step.devices)
+    where = "" if stages == n else f" on {count_text(n, 'device')}"
+    return f"{step.schedule}: {count_text(stages, 'stage')}{where}, {count_text(m, 'micro-batch', 'es')}"
+
+
+def _facts(step: StepTimeline) -> str:
+    facts = [f"{'simulated' if step.is_simulated else 'measured'} step {human_seconds(step.seconds)}"]
+    facts.append(f"mean bubble {percent(step.mean_bubble)}")
+    if step.away:
+        facts.append(f"{human_seconds(step.away)} between forward and backward left out")
+    return ", ".join(facts)
+
+
+def _device_labels(step: StepTimeline) -> list[str]:
+    return [f"device {d}: {name}" if name else f"device {d}" for d, name in enumerate(step.devices)]
+
+
+def _legend_entries(step: StepTimeline) -> list[LegendEntry]:
+    kinds = {span.action.kind for span in step.spans}
+    entries = [LegendEntry(f"{kind} {kind.words}", KIND_COLOURS[kind]) for kind in KIND_COLOURS if kind in kinds]
+    if any(span.receiving for span in step.spans):
+        entries.append(LegendEntry("receiving", RECEIVING_COLOUR))
+    return [*entries, LegendEntry("bubble", PAPER, border="#bbbbbb")]

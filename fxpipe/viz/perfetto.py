@@ -1,0 +1,124 @@
+"""A step as a trace that chrome://tracing and https://ui.perfetto.dev open.
+
+One process is the step, one row (a thread, there) each device. An action is a complete event ("X") with what it was and
+what it moved; an arrow, a pair of flow events ("s", "f"), leads from the action that made a value or a gradient to the
+one that used it; the memory of a device is a counter ("C") with its parts, where it is known, as it is of a simulation.
+Times are in microseconds. The format: "Trace Event Format", Google, 2016.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from fxpipe.scheduling.actions import Action
+from fxpipe.simulation.timeline import (
+    HasTimeline,
+    MemoryParts,
+    MemoryTimeline,
+    Span,
+    StepTimeline,
+    TransferArrow,
+    range_name,
+)
+from fxpipe.utils.files import write_atomically
+
+PERFETTO_PROCESS = 1
+_MEMORY_PARTS = tuple(field.name for field in fields(MemoryParts))
+
+
+def write_perfetto(source: HasTimeline, path: str | Path) -> None:
+    """Raises `FileError` where the file cannot be written."""
+    write_atomically(path, perfetto_text(source).encode(), "a trace")
+
+
+def perfetto_text(source: HasTimeline) -> str:
+    """The file's content."""
+    return json.dumps(perfetto_trace(source), separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def perfetto_trace(source: HasTimeline) -> dict[str, Any]:
+    """The trace as a JSON document."""
+    step = source.as_step()
+    at = {span.action: span for span in step.spans}
+    numbers = count(1)
+    arrows = tuple(source.arrows())
+    events = [*_name_events(step), *_action_events(step, arrows)]
+    for arrow in arrows:
+        events += _flow_events(arrow, at, next(numbers))
+    for d, memory in enumerate(step.memory):
+        events += _memory_events(d, memory)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"schedule": step.schedule, "seconds": step.seconds, "seconds left out": step.away},
+    }
+
+
+def _name_events(step: StepTimeline) -> Iterator[dict[str, Any]]:
+    yield _metadata_event("process_name", 0, name=f"fxpipe {step.schedule}{', simulated' if step.is_simulated else ''}")
+    for d, device in enumerate(step.devices):
+        yield _metadata_event("thread_name", d, name=f"device {d}: {device}" if device else f"device {d}")
+        yield _metadata_event("thread_sort_index", d, sort_index=d)
+
+
+def _metadata_event(what: str, device: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": PERFETTO_PROCESS, "tid": device, "args": args}
+
+
+def _action_events(step: StepTimeline, arrows: Sequence[TransferArrow]) -> Iterator[dict[str, Any]]:
+    received: defaultdict[Action, float] = defaultdict(int)
+    sent: defaultdict[Action, float] = defaultdict(int)
+    for arrow in arrows:
+        received[arrow.user] += arrow.bytes
+        sent[arrow.maker] += arrow.bytes
+    for span, waited in zip(step.spans, step.waited, strict=True):
+        action = span.action
+        start, end = _nanoseconds(span)
+        yield {
+            "ph": "X",
+            "name": str(action),
+            "cat": action.kind.words,
+            "pid": PERFETTO_PROCESS,
+            "tid": span.device,
+            "ts": start / 1e3,
+            "dur": (end - start) / 1e3,
+            "args": {
+                **({} if step.is_simulated else {"range": range_name(action)}),
+                "stage": action.stage,
+                "micro-batch": action.micro_batch,
+                "waited before (us)": round(waited * 1e6, 3),
+                **({"receiving (us)": round(span.receiving * 1e6, 3)} if span.receiving else {}),
+                "bytes received": received[action],
+                "bytes sent": sent[action],
+            },
+        }
+
+
+def _flow_events(arrow: TransferArrow, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
+    """From within the maker's event, at its end, to the start of the user's: an end belongs to the event it lies in."""
+    maker, user = at[arrow.maker], at[arrow.user]
+    start, end = _nanoseconds(maker)
+    kind = "gradient" if arrow.is_gradient else "value"
+    common = {"cat": kind, "name": kind, "id": number, "pid": PERFETTO_PROCESS}
+    args = {**({"value": arrow.value} if arrow.value else {}), "bytes": arrow.bytes}
+    yield {"ph": "s", **common, "tid": maker.device, "ts": max(start, end - 1) / 1e3, "args": args}
+    yield {"ph": "f", "bp": "e", **common, "tid": user.device, "ts": _nanoseconds(user)[0] / 1e3, "args": args}
+
+
+def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, Any]]:
+    """Bytes of all parts that there are at some time; a viewer stacks them."""
+    held = [name for name in _MEMORY_PARTS if any(getattr(parts, name) for _, parts in memory.steps)]
+    common = {"ph": "C", "name": f"memory of device {device}", "cat": "memory", "pid": PERFETTO_PROCESS, "tid": device}
+    for time, parts in memory.steps:
+        yield {**common, "ts": round(time * 1e9) / 1e3, "args": {name: getattr(parts, name) for name in held}}
+
+
+def _nanoseconds(span: Span) -> tuple[int, int]:
+    """Whole ones, at which an arrow and its event meet."""
+    return round(span.start * 1e9), round(span.end * 1e9)

@@ -1,0 +1,468 @@
+"""A plan as a picture: every stage a lane, its modules as long as they take, and what goes from stage to stage.
+
+    ┌───────────┬────────────────────────────┬────────────────────┐
+    │ stage 0   │ ▇▇▇▇ down.0 ▇▇▇ ▇ down.1 ▇ │ down.0.5 → stage 3 ├──╮
+    └───────────┴─────┬──────────────────────┴────────────────────┘  │
+                      ▼ 64.0 KiB                                     │ portals: arcs over the lanes that they skip
+    ┌───────────┬────────────────────────────┬────────────────────┐  │
+    │ stage 1   │ ▇▇▇▇▇▇ bottom ▇▇▇▇▇▇▇▇▇▇▇▇ │                    │  │
+    └───────────┴─────┬──────────────────────┴────────────────────┘  │
+
+Lanes are rows, so that names and figures read as text, a plan of 64 stages is a page to scroll, and stages compare
+like the bars of a chart: all lanes have one scale of time. Arcs have a side of their own, where nothing is written: the
+names of portals stand in the lane that they leave. Portals with the same two ends are one arc. A picture of hundreds of
+arcs says nothing: the largest are drawn, the others counted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fxpipe.plans.node_groups import NodeGroup, node_groups_of, short_group_name
+from fxpipe.utils.files import check_output_path, write_atomically
+from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
+from fxpipe.viz.html import html_page
+from fxpipe.viz.scene import Curve, Item, Rect, Scene, Text
+from fxpipe.viz.style import FAINT, INK, fit_text, text_width
+from fxpipe.viz.svg import svg_of
+
+if TYPE_CHECKING:
+    from fxpipe.plans import Plan, Portal, StagePlan
+
+
+# -- Where everything stands in a picture of lanes: the measures that lanes and arcs share, in points ----------------
+
+MAX_ARCS = 160
+MANY_STAGES = 20  # from here on lanes are low
+MAX_TITLE_LINES = 30  # lines of what is shown where the pointer rests
+
+GRAPH_MARGIN = 16.0
+LANE_HEAD = 156.0  # what stands in front of a lane
+LONGEST_BAR = 760.0  # the slowest stage
+PORTAL_NAMES_WIDTH = 236.0  # for the names of portals
+LEAST_BOX_WIDTH = 30.0  # smaller modules go together with their neighbours
+BOX_GAP = 1.5  # between boxes
+TEXT_ROW = 13.0  # a line of text in a lane
+SMALL_LETTERS, USUAL_LETTERS, LARGE_LETTERS = 10.0, 11.0, 15.0  # letters
+
+
+@dataclass(frozen=True, slots=True)
+class PortalBundle:
+    """The portals from one stage to another."""
+
+    source: int
+    target: int
+    portals: tuple[Portal, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(portal.bytes for portal in self.portals)
+
+    @property
+    def label(self) -> str:
+        return self.portals[0].name if len(self.portals) == 1 else f"{len(self.portals)} portals"
+
+
+def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
+    """By their ends; the largest first."""
+    found: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
+    for portal in portals:
+        found[portal.source, portal.target].append(portal)
+    bundles = [PortalBundle(source, target, tuple(members)) for (source, target), members in found.items()]
+    return tuple(sorted(bundles, key=lambda bundle: (-bundle.bytes, bundle.source, bundle.target)))
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLayout:
+    """The measures that the parts of the picture share."""
+
+    stages: int
+    slowest: float  # seconds of a stage, forward and backward
+    drawn: tuple[PortalBundle, ...]  # as arcs
+    omitted_bundles: tuple[PortalBundle, ...]
+    leaving: dict[int, tuple[PortalBundle, ...]]  # by stage; the largest first
+    arriving: dict[int, tuple[PortalBundle, ...]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> GraphLayout:
+        bundles = bundles_of(plan.portals)
+        leaving: defaultdict[int, list[PortalBundle]] = defaultdict(list)
+        arriving: defaultdict[int, list[PortalBundle]] = defaultdict(list)
+        for bundle in bundles:
+            leaving[bundle.source].append(bundle)
+            arriving[bundle.target].append(bundle)
+        return cls(
+            len(plan.stages),
+            max(stage_seconds(stage) for stage in plan.stages),
+            bundles[:MAX_ARCS],
+            bundles[MAX_ARCS:],
+            {stage: tuple(found) for stage, found in leaving.items()},
+            {stage: tuple(found) for stage, found in arriving.items()},
+        )
+
+    @property
+    def is_low(self) -> bool:
+        return self.stages >= MANY_STAGES
+
+    @property
+    def lane_height(self) -> float:
+        """Its height."""
+        return 2 * TEXT_ROW + 10 if self.is_low else 4 * TEXT_ROW + 14
+
+    @property
+    def between(self) -> float:
+        return 18.0 if self.is_low else 28.0
+
+    @property
+    def right(self) -> float:
+        """The end of the lanes, where arcs begin."""
+        return GRAPH_MARGIN + LANE_HEAD + LONGEST_BAR + 10 + (PORTAL_NAMES_WIDTH if self.drawn else 0)
+
+    @property
+    def reach(self) -> float:
+        """How far the widest arc goes."""
+        farthest = max((b.target - b.source for b in self.drawn), default=0)
+        return min(240.0, 50.0 + 16.0 * farthest) if farthest else 0.0
+
+    @property
+    def width(self) -> float:
+        return self.right + self.reach + GRAPH_MARGIN
+
+    @property
+    def bottom(self) -> float:
+        return self.top(self.stages - 1) + self.lane_height
+
+    def top(self, stage: int) -> float:
+        return 58.0 + stage * (self.lane_height + self.between)
+
+    def length(self, stage: StagePlan) -> float:
+        """Of its boxes; one that takes no time is still there."""
+        return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage_seconds(stage) / self.slowest if self.slowest else 1.0))
+
+    @property
+    def rows(self) -> int:
+        """Lines of text in a lane."""
+        return 2 if self.is_low else 4
+
+    def row(self, stage: int, k: int) -> float:
+        """The middle of its k-th line."""
+        return self.top(stage) + (self.lane_height - self.rows * TEXT_ROW) / 2 + TEXT_ROW * (k + 0.5)
+
+    def first_row(self, stage: int) -> int:
+        """The line in which the portals that leave begin: those that arrive have the one before."""
+        return 1 if self.arriving.get(stage) else 0
+
+    def line_of(self, bundle: PortalBundle) -> int:
+        """The line in which it is named or, with others, counted."""
+        place = self.leaving[bundle.source].index(bundle)
+        return min(self.first_row(bundle.source) + place, self.rows - 1)
+
+
+def stage_seconds(stage: StagePlan) -> float:
+    """What its lane is as long as."""
+    return stage.forward_seconds + stage.backward_seconds
+
+
+def hover_title(head: str, lines: Sequence[str]) -> str:
+    """What is shown where the pointer rests: not more than a person reads."""
+    shown = [head, *lines[:MAX_TITLE_LINES]]
+    return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
+
+
+# -- A page around one picture, which can be dragged and zoomed: with mouse and wheel, fingers, or keys --------------
+
+VIEWER_STYLE = """\
+:root { color-scheme: light dark; }
+html, body { height: 100%; margin: 0; background: #fff; font: 13px/1.4 system-ui, sans-serif; }
+#view { height: 100%; overflow: auto; }
+#view > svg { display: block; margin: 0 auto; max-width: 100%; height: auto; }
+.moves #view { overflow: hidden; cursor: grab; touch-action: none; }
+.moves #view:active { cursor: grabbing; }
+.moves #view > svg { width: 100%; height: 100%; max-width: none; }
+#view:focus { outline: none; } /* nothing else here has the focus */
+#help { position: fixed; right: 12px; bottom: 10px; padding: 2px 8px; border-radius: 4px; color: #5c6470;
+  background: #fffc; }
+@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }
+@media print { #help { display: none; } }
+"""
+
+
+VIEWER_HELP = "drag to move, Ctrl + wheel or + and − to zoom, 0 to begin again"
+
+
+def viewer_page(svg: str, title: str) -> str:
+    """The page: without scripts the picture as wide as the window."""
+    body = f'<div id="view" tabindex="0">\n{svg}</div>\n<div id="help" hidden>{VIEWER_HELP}</div>'
+    return html_page(title, VIEWER_STYLE, body, Path(__file__).with_name("viewer.js").read_text(encoding="utf-8"))
+
+
+# -- The portals of a plan in the picture of its lanes: named in the lane that they leave, drawn beside the lanes ----
+
+ARC_COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#b85c94",
+    "#a88000",
+    "#5b55b5",
+    "#3aa0d8",
+)  # by the stage that they leave
+
+
+def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
+    """What the lane says of its portals: those that arrive in sum, those that leave by name, as many as fit."""
+    x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
+    base = 3.5  # from the middle of a line to its base line
+    if arriving := frame.arriving.get(j, ()):
+        yield Text(x, frame.row(j, 0) + base, _bundles_text("in", arriving, room), SMALL_LETTERS, FAINT)
+    leaving = frame.leaving.get(j, ())
+    rows = frame.rows - frame.first_row(j)
+    named = leaving if len(leaving) <= rows else leaving[: rows - 1]
+    for bundle in named:
+        size = f" → {bundle.target}, {human_bytes(bundle.bytes)}"
+        name = fit_text(bundle.label, room - text_width(size, SMALL_LETTERS), SMALL_LETTERS)
+        yield Text(x, frame.row(j, frame.line_of(bundle)) + base, name + size, SMALL_LETTERS, INK)
+    if rest := leaving[len(named) :]:
+        yield Text(
+            x,
+            frame.row(j, frame.rows - 1) + base,
+            _bundles_text("and" if named else "out", rest, room),
+            SMALL_LETTERS,
+            FAINT,
+        )
+
+
+def _bundles_text(word: str, bundles: Sequence[PortalBundle], room: float) -> str:
+    portals = count_text(sum(len(bundle.portals) for bundle in bundles), "portal")
+    return fit_text(f"{word}: {portals}, {human_bytes(sum(bundle.bytes for bundle in bundles))}", room, SMALL_LETTERS)
+
+
+def portal_arcs(frame: GraphLayout) -> Iterator[Item]:
+    """The widest below, so that the short ones, which they would hide, are seen and pointed at."""
+    farthest = max((bundle.target - bundle.source for bundle in frame.drawn), default=1)
+    largest = max((bundle.bytes for bundle in frame.drawn), default=1) or 1
+    for bundle in sorted(frame.drawn, key=lambda bundle: bundle.source - bundle.target):
+        start = frame.row(bundle.source, frame.line_of(bundle))
+        arriving = frame.arriving[bundle.target]
+        place = (arriving.index(bundle) + 0.5) / len(arriving)
+        end = frame.top(bundle.target) + 4 + (TEXT_ROW + 2) * place
+        part = (bundle.target - bundle.source) / farthest
+        control = frame.right + (frame.reach * (0.2 + 0.8 * part)) / 0.75  # a Bézier curve goes three quarters as far
+        thickness = 1.0 + 2.5 * (bundle.bytes / largest) ** 0.5
+        colour = ARC_COLOURS[bundle.source % len(ARC_COLOURS)]
+        yield Curve(
+            (frame.right, start),
+            ((control, start), (control, end)),
+            (frame.right + 1, end),
+            colour,
+            thickness,
+            True,
+            _bundle_title(bundle),
+        )
+
+
+def _bundle_title(bundle: PortalBundle) -> str:
+    head = f"stage {bundle.source} to stage {bundle.target}: {human_bytes(bundle.bytes)} for each micro-batch"
+    by_size = sorted(bundle.portals, key=lambda portal: -portal.bytes)
+    return hover_title(head, [f"{portal.name}  {human_bytes(portal.bytes)}" for portal in by_size])
+
+
+MAX_GROUPS = 16  # in a lane
+
+BAND, LOCAL_ARROW_COLOUR = "#f3f5f7", "#8b949e"
+# For each device: of its boxes, those of small modules together, and the mark at the head of a lane.
+DEVICE_COLOURS = (
+    ("#b9d6f2", "#dcebf8", "#0072b2"),
+    ("#f6cfa8", "#fbe7d4", "#d55e00"),
+    ("#b5e0d1", "#daf0e8", "#009e73"),
+    ("#ecc9dd", "#f5e4ee", "#b85c94"),
+    ("#f3e3a6", "#f9f1d3", "#a88000"),
+    ("#cfcdf0", "#e7e6f7", "#5b55b5"),
+)  # fmt: skip
+
+
+def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
+    """The picture. Bytes and seconds are those of one micro-batch."""
+    frame = GraphLayout.of(plan)
+    items: list[Item] = []
+    items += _title_items(plan, title)
+    for stage in plan.stages:
+        items += _lane_items(plan, stage, frame)
+    for stage in plan.stages[:-1]:
+        items += _next_stage_arrow(plan, stage, frame)
+    items += portal_arcs(frame)
+    y = frame.bottom + 24
+    for line in _note_lines(plan, frame):
+        items.append(Text(GRAPH_MARGIN, y, line, SMALL_LETTERS, FAINT))
+        y += 15
+    return Scene(frame.width, y + GRAPH_MARGIN - 10, tuple(items), title or _plan_summary(plan))
+
+
+def _title_items(plan: Plan, title: str) -> Iterator[Item]:
+    yield Text(GRAPH_MARGIN, 28, title or _plan_summary(plan), LARGE_LETTERS, INK, is_bold=True)
+    if title:
+        yield Text(GRAPH_MARGIN, 46, _plan_summary(plan), USUAL_LETTERS, FAINT)
+
+
+def _plan_summary(plan: Plan) -> str:
+    stages, devices = len(plan.stages), len(plan.workers)
+    on = f" on {count_text(devices, 'device')}" if devices != stages else ""
+    most = "" if plan.micro_batches == 1 else "at most "
+    return (
+        f"{count_text(stages, 'stage')}{on}, {count_text(plan.micro_batches, 'micro-batch', 'es')} of {most}"
+        f"{count_text(plan.micro_batch, 'sample')}, {plan.schedule.partition(':')[0]}"
+    )
+
+
+def _note_lines(plan: Plan, frame: GraphLayout) -> Iterator[str]:
+    yield (
+        "A box is a module, as long as what it takes of a micro-batch, forward and backward: the longest lane is "
+        f"{human_seconds(frame.slowest)}. Paler boxes are several small ones."
+    )
+    arcs = "; arcs: portals, straight to the stage that uses them" if frame.drawn else ""
+    yield f"Arrows: values that the next stage uses{arcs}. Gradients go back the same ways."
+    if frame.omitted_bundles:
+        portals = sum(len(bundle.portals) for bundle in frame.omitted_bundles)
+        size = human_bytes(sum(bundle.bytes for bundle in frame.omitted_bundles))
+        yield f"Only the {MAX_ARCS} largest arcs are drawn: {portals} more portals between other stages, {size}."
+
+
+def _lane_items(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
+    top, boxes, small, mark = frame.top(stage.index), *_device_colours(plan, stage)
+    title = _stage_title(plan, stage)
+    yield Rect(GRAPH_MARGIN, top, frame.right - GRAPH_MARGIN, frame.lane_height, BAND, radius=4, title=title)
+    yield Rect(GRAPH_MARGIN, top, 5, frame.lane_height, mark, radius=2, title=title)
+    yield from _lane_head(plan, stage, frame)
+    x, length = GRAPH_MARGIN + LANE_HEAD, frame.length(stage)
+    groups = node_groups_of(stage, MAX_GROUPS, LEAST_BOX_WIDTH / length)
+    for group in groups:
+        width = length * group.share / (sum(g.share for g in groups) or 1.0)
+        fill = small if group.is_elided else boxes
+        yield Rect(
+            x,
+            top + 5,
+            max(min(0.75, width), width - BOX_GAP),
+            frame.lane_height - 10,
+            fill,
+            radius=2,
+            title=_group_title(group, stage),
+        )
+        yield from _box_text(group, stage, x, width - BOX_GAP, frame)
+        x += width
+    yield from portal_labels(stage.index, frame)
+
+
+def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
+    """By device, where devices have several stages; where each lane has its own, colours would tell nothing."""
+    device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
+    return DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
+
+
+def _lane_head(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
+    x, room = GRAPH_MARGIN + 13, LANE_HEAD - 20
+    device = plan.placement[stage.index]
+    name = f"stage {stage.index}"
+    where = f"device {device}, {stage.device}"
+    time = f"{human_seconds(stage.forward_seconds)} + {human_seconds(stage.backward_seconds)}"
+    base = 3.5  # from the middle of a line to its base line
+    yield Text(x, frame.row(stage.index, 0) + base, name, USUAL_LETTERS, INK, is_bold=True)
+    if frame.is_low:
+        beside = text_width(name, USUAL_LETTERS, is_bold=True) + 6
+        short = f"device {device}" if len(plan.workers) < len(plan.stages) else stage.device
+        yield Text(
+            x + beside,
+            frame.row(stage.index, 0) + base,
+            fit_text(short, room - beside, SMALL_LETTERS),
+            SMALL_LETTERS,
+            FAINT,
+        )
+        yield Text(x, frame.row(stage.index, 1) + base, time, SMALL_LETTERS, FAINT)
+        return
+    lines = (fit_text(where, room, SMALL_LETTERS), time, f"{human_bytes(stage.parameter_bytes)} parameters")
+    for k, line in enumerate(lines):
+        yield Text(x, frame.row(stage.index, k + 1) + base, line, SMALL_LETTERS, FAINT)
+
+
+def _stage_title(plan: Plan, stage: StagePlan) -> str:
+    lines = [
+        f"forward {human_seconds(stage.forward_seconds)}, backward {human_seconds(stage.backward_seconds)}",
+        f"{human_bytes(stage.parameter_bytes)} of parameters",
+        *([f"{count_text(len(stage.copies), 'node')} of other stages computed here, too"] if stage.copies else ()),
+    ]
+    device = plan.placement[stage.index]
+    return hover_title(
+        f"stage {stage.index}, device {device}, {stage.device}: {count_text(len(stage.nodes), 'node')}", lines
+    )
+
+
+def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: GraphLayout) -> Iterator[Item]:
+    """Its name and its time, each where there is room."""
+    room = width - 8
+    name = (
+        count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)
+    )
+    time = human_seconds(group.share * stage_seconds(stage))
+    middle = frame.top(stage.index) + frame.lane_height / 2
+    if not name or text_width(name, SMALL_LETTERS) > room:
+        return
+    has_time = text_width(time, SMALL_LETTERS) <= room
+    yield Text(x + 4, middle + (-2.5 if has_time else 3.5), name, SMALL_LETTERS, INK)
+    if has_time:
+        yield Text(x + 4, middle + 9.5, time, SMALL_LETTERS, FAINT)
+
+
+def _group_title(group: NodeGroup, stage: StagePlan) -> str:
+    time = human_seconds(group.share * stage_seconds(stage))
+    head = (
+        f"{group.name}: {count_text(len(group.nodes), 'node')}, {time}, {percent(group.share)} of stage {stage.index}"
+    )
+    return hover_title(head, [name for name in group.nodes if name != group.name])
+
+
+def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
+    """To the next stage."""
+    if not stage.sent_bytes:
+        return
+    x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + frame.lane_height, frame.top(stage.index + 1)
+    size = human_bytes(stage.sent_bytes)
+    is_same = plan.placement[stage.index] == plan.placement[stage.index + 1]
+    text = f"{size}, stays on the device" if is_same else size
+    title = f"stage {stage.index} to stage {stage.index + 1}: {size} for each micro-batch"
+    middle = (y + end) / 2
+    yield Curve(
+        (x, y + 1), ((x, middle), (x, middle)), (x, end - 1), LOCAL_ARROW_COLOUR if is_same else FAINT, 1.5, True, title
+    )
+    yield Text(x + 9, middle + 3.5, text, SMALL_LETTERS, FAINT)
+
+
+# -- `save_graph`: the picture of a plan's stages as a file, SVG or a page that pans and zooms -----------------------
+
+GRAPH_FORMATS = ("svg", "html")
+GRAPH_FILE = "a graph"
+
+
+def save_graph(plan: Plan, path: str | Path, *, title: str = "") -> None:
+    """Writes the picture of a plan: its stages as lanes of modules, what goes from one to the next, portals as arcs.
+
+        save_graph(plan, "graph.svg")
+
+    Args:
+        path: ends in `.svg` or `.html`; the page can be dragged, and zoomed with the wheel, two fingers or keys.
+        title: stands above it, such as the model's name.
+
+    Raises:
+        ArgumentError: the path has another suffix, or (a `FileError`) cannot be written.
+    """
+    form = check_graph_path(path)
+    picture = svg_of(draw_stage_graph(plan, title))
+    content = viewer_page(picture, title or "Graph of a pipeline") if form == "html" else picture
+    write_atomically(path, content.encode(), GRAPH_FILE)
+
+
+def check_graph_path(path: str | Path) -> str:
+    """The format of a graph's file, before there is a plan: raises as `save_graph` would; writes nothing."""
+    return check_output_path(path, GRAPH_FORMATS, GRAPH_FILE)

@@ -1,0 +1,126 @@
+"""The colours of pictures, which also those tell apart who see no red, no green or no blue, and who print in grey.
+
+The colours of kinds of actions go from Okabe and Ito ("Color Universal Design", 2008), moved apart in lightness: that
+is the difference that every eye sees. `CATEGORIES` are theirs as they are, without the yellow, which no line can have.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fxpipe.scheduling.actions import ActionKind
+
+INK = "#222222"  # of text
+FAINT = "#6b6b6b"  # of text that matters less; still legible on white
+GRID = "#e3e3e3"
+PAPER = "#ffffff"
+LIMIT_COLOUR = "#b3261e"  # of a line that must not be passed
+
+KIND_COLOURS = {
+    ActionKind.FORWARD: "#6fbdf0",
+    ActionKind.RECOMPUTE: "#f0e050",
+    ActionKind.BACKWARD: "#0a5c99",
+    ActionKind.WEIGHT: "#d9701c",
+    ActionKind.UPDATE: "#2b2b2b",
+}
+RECEIVING_COLOUR = "#c9c9c9"
+
+MEMORY_COLOURS = {  # what stays throughout a step, in greys; what comes and goes
+    "parameters": "#3f4a5a",
+    "gradients": "#7d8a9c",
+    "optimizer": "#b9c2cd",
+    "activations": "#009e73",
+    "portals": "#8fdcc2",
+    "working": "#a23f8c",
+}
+
+CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
+RAMP = ("#a6d3ef", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
+
+
+def text_colour_on(fill: str) -> str:
+    """The colour of text that is read best on `fill`, which is `#rrggbb`."""
+    return INK if contrast(INK, fill) >= contrast(PAPER, fill) else PAPER
+
+
+def contrast(one: str, other: str) -> float:
+    """1 for the same colour to 21 for black on white; text needs 4.5, or 3 where it is large (WCAG 2.1, 1.4.3)."""
+    lower, higher = sorted((_luminance(one), _luminance(other)))
+    return (higher + 0.05) / (lower + 0.05)
+
+
+def mix_colours(one: str, other: str, share: float) -> str:
+    """From `one` (share 0) to `other` (share 1)."""
+    parts = zip(_rgb(one), _rgb(other), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in parts)
+
+
+def ramp_colour(share: float) -> str:
+    """The colour at `share`, 0 to 1, of `RAMP`."""
+    place = min(1.0, max(0.0, share)) * (len(RAMP) - 1)
+    step = min(int(place), len(RAMP) - 2)
+    return mix_colours(RAMP[step], RAMP[step + 1], place - step)
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def _luminance(colour: str) -> float:
+    red, green, blue = (_linear_light(part / 255) for part in _rgb(colour))
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def _linear_light(value: float) -> float:
+    return value / 12.92 if value <= 0.04045 else float(((value + 0.055) / 1.055) ** 2.4)
+
+
+# -- How wide a text is drawn: a layout has to know before there is anything that draws ------------------------------
+#
+# The widths are those of DejaVu Sans, which comes with matplotlib and with most Linux systems; Verdana has nearly the
+# same ones, and what else a browser may take is narrower: so a text that fits by these widths is never cut.
+
+FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # the first that is there draws
+MONOSPACE_FONTS = ("DejaVu Sans Mono", "Menlo", "Consolas", "monospace")
+
+# Of the printable characters of ASCII, from the space on, in hundredths of the size of the letters.
+REGULAR_WIDTHS = (
+    32, 40, 46, 84, 64, 95, 78, 27, 39, 39, 50, 84, 32, 36, 32, 34, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 34, 34, 84,
+    84, 84, 53, 100, 68, 69, 70, 77, 63, 58, 77, 75, 29, 29, 66, 56, 86, 75, 79, 60, 79, 69, 63, 61, 73, 68, 99, 69, 61,
+    69, 39, 34, 39, 84, 50, 50, 61, 63, 55, 63, 62, 35, 63, 63, 28, 28, 58, 28, 97, 63, 61, 63, 63, 41, 52, 39, 63, 59,
+    82, 59, 59, 52, 64, 34, 64, 84,
+)  # fmt: skip
+BOLD_WIDTHS = (
+    35, 46, 52, 84, 70, 100, 87, 31, 46, 46, 52, 84, 38, 42, 38, 37, 70, 70, 70, 70, 70, 70, 70, 70, 70, 70, 40, 40, 84,
+    84, 84, 58, 100, 77, 76, 73, 83, 68, 68, 82, 84, 37, 37, 77, 64, 100, 84, 85, 73, 85, 77, 72, 68, 81, 77, 110, 77,
+    72, 73, 46, 37, 46, 84, 50, 50, 67, 72, 59, 72, 68, 44, 72, 71, 34, 34, 67, 34, 104, 71, 69, 72, 72, 49, 60, 48, 71,
+    65, 92, 65, 65, 58, 71, 37, 71, 84,
+)  # fmt: skip
+OTHER_WIDTHS = {"·": 38, "–": 50, "—": 100, "…": 100, "µ": 74, "×": 84, "→": 84, "−": 84}
+WIDEST_LETTER = 100  # of whatever else there is
+UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # nor may XML hold it
+
+
+def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
+    """In the unit of `size`."""
+    widths = BOLD_WIDTHS if is_bold else REGULAR_WIDTHS
+    return (
+        sum(widths[ord(c) - 32] if " " <= c <= "~" else OTHER_WIDTHS.get(c, WIDEST_LETTER) for c in text) * size / 100
+    )
+
+
+def fit_text(text: str, width: float, size: float, *, is_bold: bool = False) -> str:
+    """`text`, or as much of both its ends as is no wider than `width`, around dots; nothing where not even that is."""
+    if text_width(text, size, is_bold=is_bold) <= width:
+        return text
+    for kept in range(len(text) - 1, 0, -1):
+        tail = kept // 2
+        shorter = f"{text[: kept - tail]}…{text[len(text) - tail :]}"
+        if text_width(shorter, size, is_bold=is_bold) <= width:
+            return shorter
+    return ""
+
+
+def printable(text: str) -> str:
+    """`text` with a mark in place of each character that is none: control codes, halves of pairs."""
+    return UNPRINTABLE.sub("\ufffd", text)

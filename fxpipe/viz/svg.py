@@ -1,0 +1,134 @@
+"""A scene as SVG: one element that stands in a page or, as it is, in a file; no scripts, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from fxpipe.viz.scene import Area, Bars, Curve, Group, Item, Line, Point, Rect, Scene, Text, arrow_head
+from fxpipe.viz.style import FONTS, printable
+
+TEXT_DEFAULTS = Text(0, 0, "")  # what a text has that says nothing else
+
+
+def svg_of(scene: Scene) -> str:
+    """The text of an `svg` element. What has a title shows it where the pointer rests on it."""
+    width, height = _number_text(scene.width), _number_text(scene.height)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
+        f' role="img"{_attribute("aria-label", scene.title)} font-family="{_font_families()}" '
+        f'font-size="{TEXT_DEFAULTS.size:g}"'
+        f' fill="{TEXT_DEFAULTS.fill}">'
+    ]
+    if scene.title:
+        lines.append(f"<title>{escape_markup(scene.title)}</title>")
+    if scene.background:
+        lines.append(f'<rect width="{width}" height="{height}" fill="{scene.background}"/>')
+    return "\n".join([*lines, *_item_elements(scene.items), "</svg>\n"])
+
+
+def escape_markup(text: str) -> str:
+    """For content and attributes alike."""
+    return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
+
+
+def _item_elements(items: Iterable[Item]) -> Iterator[str]:
+    for item in items:
+        match item:
+            case Group():
+                yield f"<g{_attribute('class', item.name)}>"
+                yield from _item_elements(item.items)
+                yield "</g>"
+            case Text():
+                yield _text_element(item)
+            case Curve():
+                yield _titled_element("path", _curve_attributes(item), item.title)
+                if item.has_arrow:
+                    points = _points_text(arrow_head(item))
+                    yield _titled_element("polygon", f'points="{points}" fill="{item.stroke}"', item.title)
+            case Rect():
+                yield _titled_element("rect", _rect_attributes(item), item.title)
+            case Bars():
+                yield _titled_element("path", _bars_attributes(item), item.title)
+            case Line():
+                yield _titled_element("polyline", _line_attributes(item), item.title)
+            case Area():
+                opacity = "" if item.opacity == 1 else f' fill-opacity="{_number_text(item.opacity)}"'
+                yield _titled_element(
+                    "polygon", f'points="{_points_text(item.points)}" fill="{item.fill}"{opacity}', item.title
+                )
+
+
+def _rect_attributes(item: Rect) -> str:
+    return (
+        f'x="{_number_text(item.x)}" y="{_number_text(item.y)}" width="{_number_text(item.width)}" '
+        f'height="{_number_text(item.height)}"'
+        f' fill="{item.fill}"'
+        + (f' stroke="{item.stroke}"' if item.stroke else "")
+        + (f' rx="{_number_text(item.radius)}"' if item.radius else "")
+    )
+
+
+def _bars_attributes(item: Bars) -> str:
+    """A line along the middle of the row, as wide as the row is high, with gaps: a few letters for each bar."""
+    moves, x = [], 0.0
+    for left, right in item.spans:
+        left, right = round(left, 2), round(right, 2)
+        moves.append(f"m{_number_text(left - x)} 0h{_number_text(right - left)}")
+        x = right
+    start = f"M0 {_number_text(item.y + item.height / 2)}"
+    return f'd="{start}{"".join(moves)}" fill="none" stroke="{item.fill}" stroke-width="{_number_text(item.height)}"'
+
+
+def _line_attributes(item: Line) -> str:
+    dashes = " ".join(map(_number_text, item.dashes))
+    return (
+        f'points="{_points_text(item.points)}" fill="none" stroke="{item.stroke}" '
+        f'stroke-width="{_number_text(item.width)}"'
+        ' stroke-linejoin="round"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+    )
+
+
+def _curve_attributes(item: Curve) -> str:
+    start, one, two, end = (
+        f"{_number_text(x)} {_number_text(y)}" for x, y in (item.start, item.control[0], item.control[1], item.end)
+    )
+    return (
+        f'd="M{start}C{one} {two} {end}" fill="none" stroke="{item.stroke}" stroke-width="{_number_text(item.width)}"'
+    )
+
+
+def _text_element(item: Text) -> str:
+    x, y = _number_text(item.x), _number_text(item.y)
+    return (
+        f'<text x="{x}" y="{y}"'
+        + ("" if item.size == TEXT_DEFAULTS.size else f' font-size="{_number_text(item.size)}"')
+        + ("" if item.fill == TEXT_DEFAULTS.fill else f' fill="{item.fill}"')
+        + ("" if item.anchor == TEXT_DEFAULTS.anchor else f' text-anchor="{item.anchor}"')
+        + (' font-weight="bold"' if item.is_bold else "")
+        + (f' transform="rotate({_number_text(item.angle)} {x} {y})"' if item.angle else "")
+        + f">{escape_markup(item.text)}</text>"
+    )
+
+
+def _titled_element(tag: str, attributes: str, title: str) -> str:
+    if not title:
+        return f"<{tag} {attributes}/>"
+    return f"<{tag} {attributes}><title>{escape_markup(title)}</title></{tag}>"
+
+
+def _attribute(name: str, value: str) -> str:
+    return f' {name}="{escape_markup(value)}"' if value else ""
+
+
+def _font_families() -> str:
+    return ", ".join(f"'{name}'" if " " in name else name for name in FONTS)
+
+
+def _points_text(points: Iterable[Point]) -> str:
+    return " ".join(f"{_number_text(x)},{_number_text(y)}" for x, y in points)
+
+
+def _number_text(value: float) -> str:
+    """Two places, which nobody sees beyond, and no zeros that say nothing."""
+    text = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
