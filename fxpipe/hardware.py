@@ -211,7 +211,7 @@ def parse_hardware(given: str | Hardware) -> Hardware:
 def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | None:
     """The way between two devices, which fill one node after the other; None where a value is handed over.
 
-    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE["h100"].between
+    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE_CHOICES["h100"].between
     True
     """
     if worker_a == worker_b:
@@ -223,7 +223,7 @@ def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | Non
 def shared_adapters(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
     """What the way from a device to another shares with other ways: the adapters of two nodes, out and in, by name.
 
-    >>> shared_between(HARDWARE["cpu"], 1, 2)
+    >>> shared_adapters(HARDWARE["cpu"], 1, 2)
     ('node 0 adapter 0 out', 'node 1 adapter 0 in')
     """
     size = hardware.devices_per_node

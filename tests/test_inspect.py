@@ -120,16 +120,16 @@ class FakePlanning:
         self.settings: Any = None
         self.error: Exception | None = None
 
-    def study(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> Any:
+    def trace_and_profile(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> Any:
         self.model, self.args, self.kwargs, self.settings = model, args, kwargs, settings
         if self.error is not None:
             raise self.error
         return self
 
-    def studied_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
+    def profile_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
         return studied
 
-    def planned(self, studied: Any, settings: Any) -> Any:
+    def prepare_profiled(self, studied: Any, settings: Any) -> Any:
         return SimpleNamespace(plan=make_plan(len(settings.placement)))
 
     @property
@@ -140,7 +140,7 @@ class FakePlanning:
 @pytest.fixture
 def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
     fake = FakePlanning()
-    for name in ("study", "studied_again", "planned"):
+    for name in ("trace_and_profile", "profile_again", "prepare_profiled"):
         monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
     return fake
 
@@ -652,7 +652,7 @@ def test_help_shows_examples_and_imports_no_torch() -> None:
     ids=["nothing", "a count", "a policy"],
 )
 def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[str, str], set_to: str | None) -> None:
-    program = "import os, fxpipe.inspect.cli as p; p.set_up(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    program = "import os, fxpipe.inspect.cli as p; p.set_up_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))} | given
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(set_to)

@@ -768,12 +768,11 @@ def test_scheduling_is_plain_data(source):
     "name",
     [
         "scheduling",
-        "scheduling.clock",
-        "scheduling.in_flight",
-        "scheduling.interleaved",
-        "scheduling.placements",
-        "scheduling.schedules",
-        "scheduling.text",
+        "scheduling.builtin",
+        "scheduling.custom",
+        "scheduling.factory",
+        "scheduling.row_transforms",
+        "scheduling.validation",
     ],
 )
 def test_examples_in_docstrings_print_what_they_say(name):

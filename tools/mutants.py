@@ -377,13 +377,13 @@ RUNTIME = (
         "test_lifecycle.py::test_a_call_inside_a_step",
     ),
     Mutant(
-        "thread_state.py",
+        "_torch/thread_state.py",
         "            torch.set_autocast_cache_enabled(False)\n",
         "",
         "test_thread_state.py::test_the_cache_of_casts_is_off_where_autocast_is_set_for_a_thread",
     ),
     Mutant(
-        "thread_state.py",
+        "_torch/thread_state.py",
         "torch.is_grad_enabled() and not torch.is_inference_mode_enabled()",
         "torch.is_grad_enabled()",
         "test_thread_state.py::test_nothing_in_inference_mode_records_gradients",
@@ -454,8 +454,8 @@ SCHEDULING = (
     ),
     Mutant(
         "scheduling/validation.py",
-        "last = [ActionKind.WEIGHT if (j, ActionKind.WEIGHT) in kinds else",
-        "last = [ActionKind.BACKWARD if (j, ActionKind.WEIGHT) in kinds else",
+        "        ActionKind.WEIGHT if (j, ActionKind.WEIGHT) in kinds else",
+        "        ActionKind.BACKWARD if (j, ActionKind.WEIGHT) in kinds else",
         "test_in_flight.py::test_they_are_the_largest_set_that_is_there",
     ),
     Mutant(
@@ -966,8 +966,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/lazy_state.py",
-        "_calls_agree(first, later) and _calls_agree(first_of_others, later_of_others) and",
-        "_calls_agree(first, later) and",
+        "            and _calls_agree(first_of_others, later_of_others)\n",
+        "",
         "test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
     ),
     Mutant(
@@ -1085,13 +1085,13 @@ TRACING = (
         "test_autograd_functions.py::test_applying_is_as_it_was_after_a_block_and_for_nested_ones",
     ),
     Mutant(
-        "combination.py",
+        "utils/output_combination.py",
         "return torch.where(count == 0, torch.zeros((), dtype=wide, device=mean.device), mean.to(wide) * count)",
         "return mean.to(wide) * count",
         "test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",
     ),
     Mutant(
-        "combination.py",
+        "utils/output_combination.py",
         "                piece = piece / weight",
         "                pass",
         "test_own_losses.py::test_a_models_loss_is_that_of_the_mini_batch",

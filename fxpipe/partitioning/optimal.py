@@ -273,7 +273,7 @@ def optimal_partition(
     """Cuts a chain into as many stages as there are sites; see the module's text for what is the best cut.
 
         >>> chain = Chain(forward=((1.0, 1.0, 2.0, 2.0),), backward=((2.0, 2.0, 4.0, 4.0),))
-        >>> print(optimal_partition(chain, [Site(), Site()]))
+        >>> print(optimal_partition(chain, [StageSite(), StageSite()]))
         optimal: 2 stages, bottleneck 12 s
           stage 0: places 0-1, 6 s, share 33.3%, 0 B
           stage 1: places 2-, 12 s, share 66.7%, 0 B

@@ -55,7 +55,7 @@ That is for stages that are all alike. Where it is known what they take, an orde
 the second stage takes twice as long as all else, and so does W of the third; in the order of `zero_bubble` a step takes
 15 s, in this one 14:
 
->>> demands = [Demand(forward=1, backward=b, weight=w) for b, w in ((1, 1), (2, 1), (1, 2))]
+>>> demands = [StageTimes(forward=1, backward=b, weight=w) for b, w in ((1, 1), (2, 1), (1, 2))]
 >>> print(make_schedule("zero_bubble_auto", stages=3, micro_batches=3, demands=demands))
 zero_bubble_auto: 3 stages, 3 micro-batches
 device 0: 0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2
