@@ -66,7 +66,7 @@ def pipeline(
             of 1, 2, 4, ... with the shortest simulated step of `schedule` that fits into memory, as `fxpipe.tune` finds
             it, which also prints what it chose from. It is chosen with the plan, for the first mini-batch, and again at
             each that has more samples than any before, for the stages as they are then; mini-batches without gradients
-            count only until one comes with them. It hangs on the profile: seconds that are measured anew may lead to
+            count only until one comes with them. It depends on the profile: seconds that are measured anew may lead to
             another number, and other numbers round in other ways. Say a number, or give a `profile`, where runs must
             be equal to the last bit.
         example_args, example_kwargs: inputs to plan with. Without them planning waits for the first call.

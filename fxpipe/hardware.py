@@ -211,7 +211,7 @@ def parse_hardware(given: str | Hardware) -> Hardware:
 def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | None:
     """The way between two devices, which fill one node after the other; None where a value is handed over.
 
-    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE_CHOICES["h100"].between
+    >>> link_between(HARDWARE["h100"], 7, 8) == HARDWARE["h100"].between
     True
     """
     if worker_a == worker_b:

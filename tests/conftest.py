@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _measured_in_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly any test hangs on how well times are known."""
+    """Hardly any test depends on how well times are known."""
     monkeypatch.setattr("fxpipe.config.parse.PROFILE_BUDGET", 0.05)
 
 

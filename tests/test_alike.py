@@ -96,7 +96,7 @@ def test_sizes_changed_in_place(change, made):
     assert shapes(result) == made
 
 
-def test_sizes_that_hang_on_values_differ_from_call_to_call():
+def test_sizes_that_depend_on_values_differ_from_call_to_call():
     def forward(lin, x):
         first, second = (lin(x) > 0), (lin(x) > 0.5)
         return first.nonzero(), second.nonzero(), lin(x)

@@ -1,4 +1,5 @@
-"""Plain numbers that hang on the batch size: the same outputs and gradients as the plain model, at every batch size."""
+"""Plain numbers that depend on the batch size: the same outputs and gradients as the plain model, at every batch
+size."""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def test_ints_in_the_graph_are_computed_from_a_size():
         ("batch", (0,)), ("batch_mul", (4,)),
     ]  # fmt: skip
     assert [str(o.meta["shapes"][0]) for o in traced.outputs] == ["float32[b, 4, 6]"]
-    assert traced.why[-1].startswith("plain numbers that hang on the batch size are computed in the graph (holds for ")
+    assert traced.why[-1].startswith(
+        "plain numbers that depend on the batch size are computed in the graph (holds for "
+    )
 
 
 def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
@@ -160,7 +163,7 @@ def test_a_model_that_is_right_as_recorded_is_recorded_once():
     assert len(runs) > without
 
 
-def test_what_hangs_on_a_size_that_was_not_recorded():
+def test_what_depends_on_a_size_that_was_not_recorded():
     """`min(len(x), 8)` looks like the batch size in small batches."""
     model = Forward(lambda m, x: m.out(m.lin(x)[:, :1] + torch.zeros(1, min(len(x), 8), 1)).sum(1))
     with fxpipe.pipeline(model, ["cpu", "cpu"], chunks=1, example_args=(torch.randn(4, T, 6),), out_dims=0) as pipe:
@@ -334,9 +337,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "scaled by the micro-batch": (
         lambda m, x: m.lin(x) / len(x), ArgumentError, "outputs of micro-batches, put together, are not the output",
     ),
-    "rows that hang on values": (
+    "rows that depend on values": (
         lambda m, x: m.lin(x[x > 0].new_zeros(len(x[x > -9]) // 24, T, 6)), TraceError,
-        "size that hangs on the values of tensors",
+        "size that depends on the values of tensors",
     ),
     "made by numpy": (
         lambda m, x: m.lin(x) + torch.as_tensor(np_arange(len(x)))[:, None, None], TraceError, "other functions with",

@@ -106,7 +106,7 @@ class WritesItsInput(nn.Module):
         return self.two(x) * scale * (y * 3)
 
 
-def test_what_hangs_on_memory_that_is_written_to_may_not():
+def test_what_depends_on_memory_that_is_written_to_may_not():
     traced = trace(WritesItsInput(), (torch.randn(4, 4), torch.randn(4, 4)), chunks=2)
     assert rematerializable_nodes(traced) == {}
 
@@ -140,7 +140,7 @@ def test_a_size_of_what_is_no_copy_is_received_and_the_rest_computed():
     assert ones.name in found[1]
 
 
-def test_what_hangs_on_an_input_that_requires_grad_may_not():
+def test_what_depends_on_an_input_that_requires_grad_may_not():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()

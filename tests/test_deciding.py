@@ -234,7 +234,7 @@ def test_every_remedy_that_is_named_works(options: dict[str, Any], share: float,
     """`share`: of what a stage needs where nothing is limited, a device has."""
     options |= {"memory_limit": int(share * max(needs(planned(**options))))}
     found = remedies(refusal(**options))
-    assert {key for remedy in found for key in remedy} - {"balance"} == kinds  # that hangs on measured seconds
+    assert {key for remedy in found for key in remedy} - {"balance"} == kinds  # that depends on measured seconds
     for remedy in found:
         assert_within(planned(**options | remedy))
 

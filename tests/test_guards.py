@@ -149,7 +149,7 @@ def test_reads_of_sizes_and_constants_are_no_guards():
         assert graphs(pipe) == 1
 
 
-def test_a_read_that_hangs_on_the_batch_size_is_asked_for_the_whole_batch():
+def test_a_read_that_depends_on_the_batch_size_is_asked_for_the_whole_batch():
     model = Reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h)
     plain = copy.deepcopy(model)
     with pipe_of(model) as pipe:
@@ -203,7 +203,7 @@ class Statistics(nn.Module):
 def test_a_read_of_what_forward_changes_is_no_guard(before):
     """Micro-batches change it one after the other: nobody knows before a step what they will find."""
     with pytest.raises(
-        CannotRecord, match=r"'norm.running_mean', which forward changes|that hangs on the inputs and 'norm.bias'"
+        CannotRecord, match=r"'norm.running_mean', which forward changes|that depends on the inputs and 'norm.bias'"
     ):
         refuse_unguardable(record(Statistics(before), (positive(),), {}))
 
@@ -281,7 +281,7 @@ def test_a_value_that_only_the_stages_know_is_compared_there():
     model = Bare()
     plain = copy.deepcopy(model)
     with pipe_of(model, example_args=(positive(),)) as pipe:
-        assert re.search(r"\(bool\) that hangs on the inputs and 'first", pipe.plan.why[0])
+        assert re.search(r"\(bool\) that depends on the inputs and 'first", pipe.plan.why[0])
         assert re.search(
             r"compared in the stages: .*bool of all_1\) at .*test_guards.py:\d+ is True", pipe.plan.why[-1]
         )
@@ -338,7 +338,7 @@ def test_what_a_general_path_raises_is_not_the_models():
             return super().forward(x)
 
     found = trace(Raising(True), (positive(),), tracer="record")
-    assert "hangs on the inputs and 'lin" in found.why[0]
+    assert "depends on the inputs and 'lin" in found.why[0]
     assert "forward of the model behind its call of 'lin' is kept whole" in found.why[-1]
 
 
@@ -444,7 +444,7 @@ def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
     for seed in range(4):
         traced = trace(Reading(between), (positive(),), tracer="record", seed=seed)
         assert not traced.guards.guards
-        assert "hangs on random numbers" in traced.whole[""]
+        assert "depends on random numbers" in traced.whole[""]
 
 
 # -- what it tells ---------------------------------------------------------------------------------------------------

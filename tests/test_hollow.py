@@ -1,4 +1,4 @@
-"""Under `UncomputedMode` a model runs as it would, without arithmetic on what hangs on its parameters."""
+"""Under `UncomputedMode` a model runs as it would, without arithmetic on what depends on its parameters."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_nothing_is_computed_and_nothing_changed(function):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_what_hangs_on_inputs_and_buffers_alone_is_computed():
+def test_what_depends_on_inputs_and_buffers_alone_is_computed():
     def forward(model, x):
         decided = bool((x > model.table).any())
         return (x * model.table).sum(), decided, x @ model.weight

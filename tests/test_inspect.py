@@ -120,7 +120,9 @@ class FakePlanning:
         self.settings: Any = None
         self.error: Exception | None = None
 
-    def trace_and_profile(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any) -> Any:
+    def trace_and_profile(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any
+    ) -> Any:
         self.model, self.args, self.kwargs, self.settings = model, args, kwargs, settings
         if self.error is not None:
             raise self.error

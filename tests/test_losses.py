@@ -685,7 +685,7 @@ def test_a_loss_on_some_outputs_leaves_the_others_without_gradient():
         assert pipe.c.weight.grad is None
 
 
-# -- a loss that hangs on nothing ------------------------------------------------------------------------------------
+# -- a loss that depends on nothing ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

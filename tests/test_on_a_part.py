@@ -127,11 +127,11 @@ def test_value_that_all_samples_agree_on_is_a_guard():
 
 
 def at_five_in_all(x):
-    """A plain number that hangs on the samples, and is the same for any few of them."""
+    """A plain number that depends on the samples, and is the same for any few of them."""
     return x * torch.full((x.shape[0],), 5).sum().item()
 
 
-def test_value_that_hangs_on_the_number_of_samples():
+def test_value_that_depends_on_the_number_of_samples():
     with pytest.raises((ArgumentError, TraceError)):
         fxpipe.trace(Calling(at_five_in_all), (EXAMPLE,), chunks=4, tracer="record")
 
@@ -266,7 +266,7 @@ def test_late_samples_that_act_on_all_are_seen(function):
         fxpipe.trace(Calling(function), (EXAMPLE,), chunks=4)
 
 
-def test_mean_that_hangs_on_late_samples():
+def test_mean_that_depends_on_late_samples():
     """Of samples that are all alike any mean is right; those at the end are not."""
 
     class Weighted(nn.Module):

@@ -134,7 +134,7 @@ def test_values_are_told_only_before_a_product_was_left_out() -> None:
 
 
 def choosing(m: Any, x: torch.Tensor) -> torch.Tensor:
-    """How many rows go on hangs on a product."""
+    """How many rows go on depends on a product."""
     h = m.linear(x)
     return h + 0 * h[h.detach() > 0].square().sum()
 

@@ -148,7 +148,7 @@ def test_contiguous_is_free_only_where_it_does_not_copy() -> None:
     assert [n.output_bytes for n in costs.nodes] == [0, 0, 48 * costs.batch]
 
 
-def test_size_that_hangs_on_values_is_taken_in_proportion() -> None:
+def test_size_that_depends_on_values_is_taken_in_proportion() -> None:
     def positive(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         y[x > 0] = x[x > 0] * 2
@@ -391,7 +391,7 @@ def test_a_size_that_a_node_refuses_is_left_out() -> None:
     assert costs.micro_batch == 4
 
 
-def test_what_hangs_on_parameters_alone_is_fixed() -> None:
+def test_what_depends_on_parameters_alone_is_fixed() -> None:
     def scaled(module: Any, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] == 6:  # no other size takes this graph
             x = x * module.weight.exp()
@@ -403,7 +403,7 @@ def test_what_hangs_on_parameters_alone_is_fixed() -> None:
 
 
 def test_one_profile_serves_other_micro_batch_sizes() -> None:
-    """With seconds that hang on the sizes alone, as those of a roofline: where it is flat the line is exact."""
+    """With seconds that depend on the sizes alone, as those of a roofline: where it is flat the line is exact."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.LayerNorm(2048), nn.Linear(2048, 512))
     x = torch.zeros(65536, 512, device="meta")

@@ -319,7 +319,7 @@ def test_so_it_does_without_gradients_and_under_autocast(name, grad):
 
 
 @pytest.mark.parametrize(("function", "args", "kwargs"), ALL)
-def test_numbers_hang_on_seed_and_ordinal(function, args, kwargs):
+def test_numbers_depend_on_seed_and_ordinal(function, args, kwargs):
     def draw(seed, ordinal):
         stage_context.seed = seed
         torch.manual_seed(1)

@@ -148,7 +148,7 @@ def _inputs() -> tuple[torch.Tensor, torch.Tensor]:
 def _train(model: Watched, pipe: Any, checkpoint: str, one_pass: bool) -> list[Counter[Any]]:
     """Two steps of a pipe from the same numbers; what each has called."""
     inside = pipe._fxpipe
-    inside.settings = dataclasses.replace(inside.settings, checkpoint=checkpoint)  # none of its graphs hangs on that
+    inside.settings = dataclasses.replace(inside.settings, checkpoint=checkpoint)  # none of its graphs depends on that
     torch.manual_seed(3)
     calls = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The symbolic batch: which dimension holds it, what hangs on it, and how outputs of micro-batches go together."""
+"""The symbolic batch: which dimension holds it, what depends on it, and how outputs of micro-batches go together."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ SYMBOLIC: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", SYMBOLIC)
-def test_sizes_that_hang_on_the_batch_stay_symbolic(name):
+def test_sizes_that_depend_on_the_batch_stay_symbolic(name):
     forward, shape = SYMBOLIC[name]
     result = traced(forward)
     assert shapes(result) == [shape]
@@ -228,7 +228,7 @@ def test_size_that_depends_on_values_is_a_value_that_is_read():
     graph = traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
     assert [(g.expected, g.text.split()[0]) for g in graph.guards.guards] == [(True, "gt")]
     graph = traced(lambda lin, x: lin(x) if (h := lin(x))[h > 0].shape[0] > 3 else x)
-    assert re.search(r"reads a size \(gt\) that hangs on the inputs and .* at .*test_shapes.py:\d+", graph.why[0])
+    assert re.search(r"reads a size \(gt\) that depends on the inputs and .* at .*test_shapes.py:\d+", graph.why[0])
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     "vector": (lambda lin, x: lin(x).amax(0), r"float32\[6\].*no dimension for it.*out_dims"),
     "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), r"output 1 \(floordiv, a number.*out_dims"),
     "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), r"output 1 \(add, a number.*out_dims"),
-    "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that hangs on values.*out_dims"),
+    "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that depends on values.*out_dims"),
 }
 
 

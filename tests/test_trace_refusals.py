@@ -94,18 +94,18 @@ def _counted(m, x):
     return m.lin(x) * int(m.n)
 
 
-HIDDEN = "hangs on the inputs and 'inner.lin.bias'"
+HIDDEN = "depends on the inputs and 'inner.lin.bias'"
 
 READS: dict[str, tuple[Any, str]] = {
     "if": (lambda m, x: m.lin(x) if (m.lin(x) > -9).all() else x, rf"\(bool\) that {HIDDEN}"),
     "item": (lambda m, x: m.lin(x) * m.lin(x).max().item(), rf"\(item\) that {HIDDEN}"),
     "float": (lambda m, x: m.lin(x) * float(m.lin(x).norm().detach()), rf"\(float\) that {HIDDEN}"),
     "of a trained parameter": (
-        lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that hangs on 'inner.lin.weight'"
+        lambda m, x: m.lin(x) * m.lin.weight.sum().item(), r"\(item\) that depends on 'inner.lin.weight'"
     ),
-    "of a changed buffer": (_counted, r"\(int\) that hangs on 'inner.n', which forward changes"),
-    "of noise": (_noise, r"\(bool\) that hangs on random numbers"),
-    "of a lot that goes on": (_lot, r"\(bool\) that hangs on random numbers"),
+    "of a changed buffer": (_counted, r"\(int\) that depends on 'inner.n', which forward changes"),
+    "of noise": (_noise, r"\(bool\) that depends on random numbers"),
+    "of a lot that goes on": (_lot, r"\(bool\) that depends on random numbers"),
     "tolist": (lambda m, x: m.lin(x) * m.lin(x).tolist()[0][0], rf"\(tolist\) that {HIDDEN}"),
     "numpy": (lambda m, x: m.lin(x) * float(m.lin(x).detach().numpy().sum()), rf"\(numpy\) that {HIDDEN}"),
     "index": (lambda m, x: m.lin(x) * [1.0][m.lin(x)[0].argmax() * 0], rf"\(index\) that {HIDDEN}"),
@@ -498,7 +498,7 @@ def test_the_error_of_all_ways_says_for_each_why_and_what_can_be_done():
         trace(Hopeless(), (x(),))
     title, recording, export, remedies = str(caught.value).split("\n")
     assert title == "Hopeless cannot be traced:"
-    assert recording.startswith("- recording: the model reads the value of a tensor (bool) that hangs on random")
+    assert recording.startswith("- recording: the model reads the value of a tensor (bool) that depends on random")
     assert _names_line_of(Hopeless.forward, recording)
     assert export.startswith("- torch.export: ")
     assert _names_line_of(Hopeless.forward, export), export

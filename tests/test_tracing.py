@@ -583,7 +583,7 @@ def test_flags_are_those_of_all_modules():
         assert len(module_flags(model)) == len(list(model.modules()))
 
 
-def test_matches_asks_for_everything_that_a_graph_hangs_on():
+def test_matches_asks_for_everything_that_a_graph_depends_on():
     traced = trace(Forward(lambda m, x, k: m.lin(x) * k), (x(), 2))
     assert traced.matches([x(9), 2], traced.in_spec, traced.flags)
     for other in ([x(), 3], [x(), 2.0], [x().double(), 2], [x()[:, :5], 2], [x().requires_grad_(), 2], [2, 2]):

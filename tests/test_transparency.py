@@ -236,7 +236,7 @@ def test_the_pipe_shows_the_models_own_parameters():
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_same_seed_same_numbers_for_every_cut_and_checkpoint_mode(schedule):
-    """A node's random numbers hang on the step's seed, the micro-batch and the node, on nothing else."""
+    """A node's random numbers depend on the step's seed, the micro-batch and the node, on nothing else."""
     found = []
     for stages, checkpoint in [(1, "never"), (2, "never"), (3, "always"), (2, "except_last")]:
         case, _, pipe = _pair("gpt", stages, 3, checkpoint=checkpoint, schedule=schedule)
@@ -271,7 +271,7 @@ def test_planning_waits_for_the_first_call_without_example_inputs():
 
 
 def _compare_losses(pipe, plain, loss_of_pipe, loss_of_plain, x, target, extra=()):
-    """Gradients of both models, and of what else the losses hang on, after a step of each."""
+    """Gradients of both models, and of what else the losses depend on, after a step of each."""
     loss_of_plain(plain(x), target).backward()
     pipe.forward_backward(x, target=target, loss_fn=loss_of_pipe)
     assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])

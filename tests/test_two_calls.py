@@ -102,7 +102,7 @@ def test_large_gradients_are_compared_by_their_sums(fault: Any, monkeypatch: pyt
 
 
 def test_what_cancels_out_is_rounding_and_no_difference() -> None:
-    """The gradient of a key's bias is zero: softmax does not see it. What comes out hangs on the kernels."""
+    """The gradient of a key's bias is zero: softmax does not see it. What comes out depends on the kernels."""
 
     def forward(m: Any, a: torch.Tensor) -> torch.Tensor:
         return torch.softmax(m.lin(a) @ m.key(a).mT / 7, -1) @ a

@@ -976,7 +976,7 @@ def _zeroed(lin: nn.Linear) -> dict[str, torch.Tensor]:
 
 
 BY_ITSELF: dict[str, tuple[Any, str]] = {
-    "hidden value": (Hidden, r"\(bool\) that hangs on the inputs and 'first.bias'"),
+    "hidden value": (Hidden, r"\(bool\) that depends on the inputs and 'first.bias'"),
     "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
     "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
     "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func|runs vmap"),

@@ -25,7 +25,7 @@ def has_no_way_back(error: RuntimeError) -> bool:
 def gradients_of(
     inputs: Sequence[Any], roots: Sequence[Any], gradients: Sequence[torch.Tensor], keep_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad` for tensors and gradient edges; None where no root hangs on an input.
+    """`torch.autograd.grad` for tensors and gradient edges; None where no root depends on an input.
 
     What torch does in Python around its engine takes longer than to go back through several small nodes: it looks for
     classes that override the function, compares shapes, which the engine does as well, and prepares for threads of the
@@ -54,7 +54,7 @@ def takes_gradient(tensor: torch.Tensor) -> bool:
 
 
 def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaves that a tensor hangs on: of a loss, the outputs and whatever parameters its function uses."""
+    """The leaves that a tensor depends on: of a loss, the outputs and whatever parameters its function uses."""
     found: list[torch.Tensor] = []
     todo: list[Any] = [tensor.grad_fn]
     seen: set[Any] = {None}

@@ -154,7 +154,7 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
         peak             what they are: {parameters, gradients, optimizer, activations, portals, working}
         limit_bytes      null where none is known
     sent                 list of {source, target, bytes}: from device to device, in the whole step
-    critical_shares      what the step hangs on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
+    critical_shares      what the step depends on: of F, R, B, W, U, "sending" and "waiting" (for a link) the share of
                          the step, as a map
     critical_path        list of texts: these actions in order, as in `1F0`, stage 1, forward, micro-batch 0
     """

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fxpipe.simulation.timeline import MemoryParts
 
 
-# The part of a report that hangs on the number of micro-batches: figures, timeline and memory of a step, for each.
+# The part of a report that depends on the number of micro-batches: figures, timeline and memory of a step, for each.
 
 MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # of the critical path that are named
 

@@ -94,7 +94,7 @@ SUMMARY_HEADERS = ("schedule", "step", "change", "bubble", "peak memory", "on de
 
 
 def step_text(simulation: Simulation, plan: Plan) -> str:
-    """The step, what it hangs on, where it takes most memory."""
+    """The step, what it depends on, where it takes most memory."""
     run = summarize_step(simulation, plan)
     samples = simulation.samples
     rate = f", {three_digits(samples / run.step_seconds)} samples a second" if samples and run.step_seconds else ""

@@ -1,7 +1,7 @@
 """The graph as a chain of plain numbers: all that a cut can be judged by, for one micro-batch.
 
 Nodes are known by their *place*, 0 to n - 1, in the order in which they run; stage j holds the places starts[j] to
-starts[j + 1] - 1. Seconds hang on the kind of device; bytes do not. What several nodes share is listed with all its
+starts[j + 1] - 1. Seconds depend on the kind of device; bytes do not. What several nodes share is listed with all its
 places, and so counts once in each stage that has one of them:
 
     place          0    1    2    3    4    5

@@ -1,6 +1,6 @@
 """What `loads.py` says of one stage, for any start and end in a chain: exact integers, quickly, after some setup.
 
-What hangs on one place is a difference of prefix sums. What several places share counts once in a stage:
+What depends on one place is a difference of prefix sums. What several places share counts once in a stage:
 
     place           0    1    2    3    4    5        three places share a thing
     thing           .    x    x    .    x    .        a stage from 2 to 4 has two of them; the thing was begun before

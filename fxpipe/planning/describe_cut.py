@@ -99,7 +99,7 @@ def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
 def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
     """Of what a node returns. `samples` are those of the planned micro-batch, for which it is right in any case.
 
-    A size that hangs on values (nonzero) counts as 0.
+    A size that depends on values (nonzero) counts as 0.
     """
     formula = bytes_formula(node.meta.get("shapes", ()))
     return _value_bytes(formula.subs(dict.fromkeys(formula.free_symbols - {batch}, 0)), batch, samples)

@@ -39,8 +39,8 @@ def output_bytes(
 ) -> dict[fx.Node, sympy.Expr]:
     """For each working node the new memory that its value takes; 0 where it shares the memory of something older.
 
-    A size that hangs on values (`x[mask]`) has no formula: it is taken to grow with the batch from the bytes that were
-    `seen` with so many `samples`.
+    A size that depends on values (`x[mask]`) has no formula: it is taken to grow with the batch from the bytes that
+    were `seen` with so many `samples`.
     """
     found = {}
     for node in traced.nodes:

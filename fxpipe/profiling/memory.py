@@ -1,11 +1,11 @@
 """Bytes that autograd keeps, bytes that are taken for a moment, and FLOPs: counted, and said for every batch size.
 
 The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
-What is saved is as seen in the first run: whether `reshape` copies hangs on the size, and so do kernels. How much it is
-comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
+What is saved is as seen in the first run: whether `reshape` copies depends on the size, and so do kernels. How much it
+is comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
 
 Values do not count, so on the CPU zeros do for products (`products`), and in the other runs one node of each kind does
-for all. Where something hangs on values after all, such a run comes to an end, and another one computes everything.
+for all. Where something depends on values after all, such a run comes to an end, and another one computes everything.
 
 What cannot be exact:
 
@@ -307,7 +307,7 @@ def _run_at_size(
         try:
             with preserve_state(traced.model):  # a module kept whole may write to what is not its own
                 return observe_storages(traced, effects, sample, products, is_once)
-        except Exception:  # something hangs on values after all, or it would have been raised anyway
+        except Exception:  # something depends on values after all, or it would have been raised anyway
             if not products.has_zeros:
                 raise
     with preserve_state(traced.model):

@@ -193,7 +193,7 @@ def _describe_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
 #
 # - are written to, or share memory with what is;
 # - are no floating point numbers: an index out of one table may lie beyond another;
-# - have a size that hangs on values: it may be another one;
+# - have a size that depends on values: it may be another one;
 # - a hook sees.
 #
 # A value is kept as long as a node is still to come that may be of its kind.

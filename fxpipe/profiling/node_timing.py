@@ -377,7 +377,7 @@ def _samples_for(seconds: float) -> int:
 
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
-    """`sources`, and all nodes whose values hang on them."""
+    """`sources`, and all nodes whose values depend on them."""
     found = {*sources}
     for node in traced.graph.nodes:
         if any(n in found for n in node.all_input_nodes):

@@ -110,7 +110,7 @@ class _EstimateRun:
     alike: NodeCache | None  # None: each node is a kind of its own
     values: dict[fx.Node, _Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
-    fixed: set[fx.Node] = field(default_factory=set)  # hang on no input: their gradients are those of parameters
+    fixed: set[fx.Node] = field(default_factory=set)  # depend on no input: their gradients are those of parameters
     known: dict[Hashable, _KindEstimate] = field(default_factory=dict)
     classes: dict[int | None, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))  # of aliases, so far
 

@@ -112,7 +112,7 @@ def _undeferrable_reason(
     if any(str(s.target) in traced.assigned for s in statistics):
         return "tracks running statistics that forward also sets"
     if isinstance(_bound_norm_arguments(norm)["momentum"], fx.Node):
-        return "has a momentum that hangs on the size of the batch"
+        return "has a momentum that depends on the size of the batch"
     classes = {effects.alias[s] for s in statistics}
     for node, written in zip(effects.nodes, effects.written_classes, strict=True):
         if node not in norms and classes & written:
@@ -255,7 +255,7 @@ class _BatchNormCatcher(TorchFunctionMode):
 #     mean = sum(n mean_i) / N
 #     var  = (sum((n_i - 1) var_i) + sum(n_i (mean_i - mean)^2)) / (N - 1)
 #
-# in float64, in the order of micro-batches, so that no bit hangs on the schedule. The means come rounded to the
+# in float64, in the order of micro-batches, so that no bit depends on the schedule. The means come rounded to the
 # buffer's dtype; so the variance of values that are k times farther from 0 than from each other is right to about k /
 # 1e7 in float32, as good as the values themselves are rounded. (Sums of squares would lose k^2.)
 #

@@ -7,7 +7,7 @@ its own. `choose_rematerialization` says for which that takes less time than to 
     stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model and comes by itself
 
 What may be a copy is the same whenever and wherever it is computed: it has no gradient, draws nothing, touches no
-memory that is written to, does nothing but return, and hangs on model inputs, on buffers that do not change, on plain
+memory that is written to, does nothing but return, and depends on model inputs, on buffers that do not change, on plain
 numbers (sizes of whatever tensor; they weigh nothing), and on other such nodes alone. Not on parameters: a stage would
 need the weight in its memory.
 

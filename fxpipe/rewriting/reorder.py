@@ -3,7 +3,7 @@
     traced = ordered(traced)
 
 `constraints` says what of the order must stay, `arranging` finds the order; here the one is asked about the other. The
-result hangs on the graph alone, not on the number of samples in the example, nor on measured times: the same model
+result depends on the graph alone, not on the number of samples in the example, nor on measured times: the same model
 gives the same order in every run, and a plan finds its graph again.
 """
 
@@ -278,5 +278,5 @@ def _node_bytes(node: fx.Node) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _assumed_bytes(formula: sympy.Expr) -> int:
-    """Bytes for SAMPLES; a size that hangs on values is taken for as many."""
+    """Bytes for SAMPLES; a size that depends on values is taken for as many."""
     return int(formula.subs(dict.fromkeys(formula.free_symbols, ASSUMED_SAMPLES)))

@@ -45,7 +45,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 
 def mix_seed(*numbers: int) -> int:
-    """A seed of 63 bits. Each bit hangs on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
+    """A seed of 63 bits. Each bit depends on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK

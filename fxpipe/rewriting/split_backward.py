@@ -297,7 +297,7 @@ def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | No
 
 
 def _static_shape(node: Any) -> tuple[int, ...] | None:
-    """Of a parameter, or of what is made of one; None where it hangs on the batch."""
+    """Of a parameter, or of what is made of one; None where it depends on the batch."""
     shapes = node.meta.get("shapes") if isinstance(node, fx.Node) else None
     if not shapes or any(size.free_symbols for size in shapes[0].shape):
         return None

@@ -1,7 +1,7 @@
 """A stage whose backward is split and that the compiler can take: see `taps`.
 
 The same nodes are split as in `splitting`, but for those whose output's shape is not known before they run: a tap has
-to have it. It is known where it hangs on nothing but sizes of received values, as almost all do on the batch's. And
+to have it. It is known where it depends on nothing but sizes of received values, as almost all do on the batch's. And
 nodes whose input is written to later stay whole, so that autograd can complain of that: an output of compiled code is
 what it is at the end.
 """
@@ -209,7 +209,7 @@ def _size_value(size: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
 def _weight_gradient_task(
     tape: WeightGradientTape, tap: GradientTap, weights: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> WeightGradientTask:
-    """What W does for one split node that was applied to `x`; None: its gradients do not hang on that."""
+    """What W does for one split node that was applied to `x`; None: its gradients do not depend on that."""
     names = [name for name in tap.names if name is not None]
     wants = [weight.requires_grad for weight in weights]
     wants_w, wants_b = wants[0], len(wants) > 1 and wants[1]

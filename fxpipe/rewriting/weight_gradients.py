@@ -393,7 +393,7 @@ class GradientTap:
 
 @dataclass(frozen=True, slots=True)
 class SizeSource:
-    """Where the code finds a size that shapes hang on: the batch, as a rule."""
+    """Where the code finds a size that shapes depend on: the batch, as a rule."""
 
     symbol: sympy.Symbol
     place: int  # among received values

@@ -119,7 +119,7 @@ class ThreadedExecutor:
     """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
 
     def __init__(self, devices: Sequence[torch.device], jitter: int | None = None):
-        """`jitter`: a seed; workers then wait a random time before each action, to shake out what hangs on timing."""
+        """`jitter`: a seed; workers then wait a random time before each action, to shake out what depends on timing."""
         self._devices = tuple(devices)
         self._jitter = random.Random(jitter) if jitter is not None else None
         self._queues: list[queue.SimpleQueue[Any]] = []

@@ -44,7 +44,7 @@ class LossStage:
     gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)  # of outputs, where they are verified
     others: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by micro-batch: results besides outputs
     own: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=dict)
-    # Of what else the loss hangs on, by id: the tensor, the sum of its gradients, and how many these are.
+    # Of what else the loss depends on, by id: the tensor, the sum of its gradients, and how many these are.
     run_as_caller: CallerStateRunner = field(init=False)
     tree: OutputTree = field(init=False)
 
@@ -91,7 +91,7 @@ class LossStage:
     def _go_back(
         self, loss: torch.Tensor, begin: torch.Tensor, outputs: Sequence[torch.Tensor], i: int
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of a micro-batch's outputs; those of what else the loss hangs on are summed."""
+        """The gradients of a micro-batch's outputs; those of what else the loss depends on are summed."""
         received = {id(x) for x in outputs}
         own = [x for x in leaves_below(loss) if id(x) not in received]
         reductions = self.loss_weighting.reductions_of(loss.grad_fn, loss.output_nr)

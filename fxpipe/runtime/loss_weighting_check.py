@@ -9,7 +9,7 @@ Autograd's graph of the loss knows: the gradient that arrives at a mean over n e
 counts, whatever the loss does in between. Only the head of the graph is looked at, from the loss through 0-dim values
 down to the first sums and means; what it finds beyond them is not its business, and a loss without any passes.
 
-A term that hangs on no sample, a penalty on parameters, counts its share in each micro-batch: that is right as well.
+A term that depends on no sample, a penalty on parameters, counts its share in each micro-batch: that is right as well.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class MicroBatchLosses:
         `output` is such that the losses of micro-batches add up; `own`, where it is another one, gives that of the
         micro-batch by itself, which a function that returns pairs weighs by itself.
 
-        What scales it by a number is that gradient: the same bits as of a product, without one. The loss may hang on
+        What scales it by a number is that gradient: the same bits as of a product, without one. The loss may depend on
         nothing: a micro-batch of padding, say.
         """
         value = self.function(own() if own is not None and self.returns_weights else output, *self.targets[i])

@@ -372,7 +372,7 @@ class Transport:
             held.append((arrived, memory))
             while held and held[0][0].query():
                 done.append(held.popleft())
-        del done  # not under the lock: whatever hangs on a tensor may run now
+        del done  # not under the lock: whatever depends on a tensor may run now
 
     def settle(self) -> None:
         """At the end of a part of a step: all that was sent may be given back, or be written to by the caller.

@@ -69,7 +69,7 @@ def make_schedule(
 
 
 def is_searched(schedule: ScheduleLike) -> bool:
-    """Does it hang on what stages cost?"""
+    """Does it depend on what stages cost?"""
     return isinstance(schedule, str) and schedule in SCHEDULES and SCHEDULES[schedule].search_rows is not None
 
 

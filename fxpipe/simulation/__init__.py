@@ -24,8 +24,8 @@ do the gradients of values; the gradient of an output that the loss takes from a
 stage's B.
 
 `events.py` walks, by what `needs.py` has found that actions need; `results.py` holds what comes of it; `critical.py`
-says what the end of the step hangs on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also on
-hardware, with schedules and micro-batches that it was not made for.
+says what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also
+on hardware, with schedules and micro-batches that it was not made for.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from fxpipe.simulation.timeline import (
 from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.units import human_bytes, human_seconds, percent
 
-# -- The critical path: the chain of actions and transfers that the end of a step hangs on, read backwards -----------
+# -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
 #
 #     device 0  |F0 F1 F2 .........B0=== ...       F0, its value on its way to device 1, F0 there, its B0, the gradient
 #     device 1  |...F0 B0===F1 B1=== ...           on its way back, and so on: make one of these faster, and the step is
@@ -259,7 +259,7 @@ class Simulation(TimelineMixin):
 
     @property
     def critical_path(self) -> tuple[Span, ...]:
-        """The actions that the end of the step hangs on, in order; between them things are sent (see `legs`)."""
+        """The actions that the end of the step depends on, in order; between them things are sent (see `legs`)."""
         return tuple(dict.fromkeys(leg.span for leg in self.legs))
 
     @property

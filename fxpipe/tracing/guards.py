@@ -1,11 +1,11 @@
 """Guards: forward has read the value of a tensor, and its graph holds where the value is the same.
 
-A read that hangs on nothing but constants is none. One that hangs on inputs, buffers or parameters alone is asked in
-every step, on the whole mini-batch, as the plain model would ask; the answers choose the graph, and other answers are
-another graph. Never micro-batch by micro-batch: these may disagree where one graph is right for all. A read of what is
-computed from inputs and parameters is known to nobody before the step; nor is one of a buffer that forward changes.
+A read that depends on nothing but constants is none. One that depends on inputs, buffers or parameters alone is asked
+in every step, on the whole mini-batch, as the plain model would ask; the answers choose the graph, and other answers
+are another graph. Never micro-batch by micro-batch: these may disagree where one graph is right for all. A read of what
+is computed from inputs and parameters is known to nobody before the step; nor is one of a buffer that forward changes.
 
-`extract_guards` takes the reads out of a graph. What they hang on becomes a program of its own, and is left in the
+`extract_guards` takes the reads out of a graph. What they depend on becomes a program of its own, and is left in the
 graph only where that uses it too.
 """
 
@@ -242,7 +242,7 @@ def _storages(node: fx.Node) -> frozenset[int]:
 
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
-    """What a read hangs on: the nodes before it, those among them included that write to what it hangs on."""
+    """What a read depends on: the nodes before it, those among them included that write to what it depends on."""
     needed: set[fx.Node] = {read}
     storages: set[int] = set()
     node = read
@@ -257,7 +257,7 @@ def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
 
 
 def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
-    """What a read hangs on in the end."""
+    """What a read depends on in the end."""
     for node in needed:
         if node.op == "placeholder":
             yield "the inputs"
@@ -273,7 +273,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
-    """Why a read cannot be answered before a step, if so. `known` is what all reads hang on."""
+    """Why a read cannot be answered before a step, if so. `known` is what all reads depend on."""
     needed = _dependencies_of_read(read)
     sources = set(_source_names(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
@@ -301,7 +301,7 @@ def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]
     )
     return CannotRecord(
         f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({read.meta['text']}) that "
-        f"hangs on {what} at {read.meta['source']}; {remedy}",
+        f"depends on {what} at {read.meta['source']}; {remedy}",
         frozenset({path}) if path else frozenset(),
         in_stages=what != "random numbers",  # each stage would draw another one
     )
@@ -317,7 +317,7 @@ def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> boo
     numbers = {n for n in needed if n.meta.get("random")}
     if not all(n.meta.get("draw") for n in numbers):
         return False
-    for node in next(iter(needed)).graph.nodes:  # in order, so that what hangs on them is found in one go
+    for node in next(iter(needed)).graph.nodes:  # in order, so that what depends on them is found in one go
         if node in needed and not numbers.isdisjoint(node.all_input_nodes):
             numbers.add(node)
     return all(user in known for node in numbers for user in node.users)
@@ -326,7 +326,7 @@ def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> boo
 def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | None:
     """What would make a number another one, and the graph another graph, in each step, and is the same in each part.
 
-    A number that hangs on samples is not: it is the mini-batch's, which a module would not find in its part.
+    A number that depends on samples is not: it is the mini-batch's, which a module would not find in its part.
     """
     for node in needed:
         if node.op == "placeholder" and traced.leaves[traced.place_of(node)].shape:

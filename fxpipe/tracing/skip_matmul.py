@@ -1,13 +1,13 @@
 """Products that are not computed where only sizes count: zeros stand for them.
 
-What is counted hangs on shapes, strides and types, and nearly all arithmetic of a model is in products of matrices and
-in convolutions. So a dispatch mode answers these with zeros, which lie in memory as the real results do:
+What is counted depends on shapes, strides and types, and nearly all arithmetic of a model is in products of matrices
+and in convolutions. So a dispatch mode answers these with zeros, which lie in memory as the real results do:
 
 - products of matrices without gaps, row after row;
 - convolutions that oneDNN would run in the memory format that torch chooses for it. (Other kernels lay out some of the
   gradients otherwise; so does oneDNN for a convolution over one dimension, which is run as one over two, with strides.)
 
-All else is computed, on zeros as on other values. What hangs on values must not be asked of zeros: an operation that
+All else is computed, on zeros as on other values. What depends on values must not be asked of zeros: an operation that
 tells values, or whose result has a size by value, is refused when a product has been left out before it.
 """
 

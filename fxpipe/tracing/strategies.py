@@ -119,7 +119,8 @@ def _without_marks(way: Callable[..., Traced], *args: Any) -> Traced:
 
 
 def _guard_attributes(traced: Traced) -> Traced:
-    """A graph made in another way holds for the attributes that the modules have: nobody saw which ones it hangs on."""
+    """A graph made in another way holds for the attributes that the modules have: nobody saw which ones it depends
+    on."""
     traced.attributes_read = all_attribute_guards(traced.model)
     return traced
 
@@ -211,7 +212,7 @@ def _record_with_fallbacks(
         reasons.insert(0, f"by the general paths of libraries: {first}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
-        reasons.append(f"plain numbers that hang on the batch size are computed in the graph (holds for {sizes})")
+        reasons.append(f"plain numbers that depend on the batch size are computed in the graph (holds for {sizes})")
     reasons += [f"compared in the stages: {text}" for text in expectations_of(traced)]
     traced.why = tuple(reasons)
     return traced

@@ -147,7 +147,7 @@ class Traced:
     draws_from_stream: tuple[
         bool, ...
     ] = ()  # of each number drawn: does a guard answer for it, or did a module kept whole draw it?
-    recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it hang on the batch size: it holds for these only
+    recorded_sizes: tuple[int, ...] = ()  # where plain numbers in it depend on the batch size: it holds for these only
     recorded_samples: int | None = None  # samples, where these were not all of the example's
     uneven_outputs: tuple[tuple[str, sympy.Expr], ...] = ()  # outputs whose sizes do not simply grow with the batch
     marks: tuple[str, ...] = ()  # source lines of `fxpipe.cut()`, in order

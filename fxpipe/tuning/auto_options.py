@@ -1,9 +1,9 @@
 """What was left to planning (`chunks="auto"`, `schedule="auto"`) chosen by the tuner, once a model has been studied.
 
-The choice hangs on the profile alone: the same profile, the same choice. The graph was compared with the model for the
-usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model there,
-or the model refuses them (batch norm, of a single value), the next best way is tried. Where no way fits into memory
-planning goes on with the usual values, and says what is missing.
+The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
+the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
+there, or the model refuses them (batch norm, of a single value), the next best way is tried. Where no way fits into
+memory planning goes on with the usual values, and says what is missing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The plans that a tuner simulates: each cut is made once, and serves every candidate that may have it.
 
-A cut hangs on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it hangs
-only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes that
-lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.plans.retarget`).
+A cut depends on where stages are, on the size of micro-batches, and on whether stages recompute. On the schedule it
+depends only by what stages hold at once, so only where that does not fit into memory is it cut anew for each. Two sizes
+that lead to the same cut share its plan: of a plan all figures follow for any size (`fxpipe.plans.retarget`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ModelPlans:
 
     studied: ProfiledModel
     settings: Settings  # all but what candidates are about
-    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut hangs on
+    _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut depends on
     _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
@@ -145,7 +145,7 @@ class ModelPlans:
         return replace(settings, memory_limits=(None,) * len(settings.workers))
 
     def _key(self, settings: Settings) -> tuple[object, ...]:
-        """All that a cut hangs on. The schedule matters only where memory is limited, and pins hang on it."""
+        """All that a cut depends on. The schedule matters only where memory is limited, and pins depend on it."""
         is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
         samples = settings.largest_micro_batch(self.studied.batch)

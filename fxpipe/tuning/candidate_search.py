@@ -119,7 +119,7 @@ def _simulate_candidate(
     candidate: Candidate, plan: Plan, limits: MemoryLimits, others: Mapping[str, Any]
 ) -> CandidateResult:
     if is_searched(plan.schedule):
-        plan = with_memory_limits(plan, limits)  # its order hangs on them
+        plan = with_memory_limits(plan, limits)  # its order depends on them
     simulation = simulate(plan)
     memory = tuple(held.peak for held in simulation.memory)
     lacks = max(

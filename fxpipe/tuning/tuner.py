@@ -100,7 +100,7 @@ def tune(
     schedule="auto" in `fxpipe.pipeline`); numbers of micro-batches in between, and more than 32 for each device unless
     nothing fits otherwise; recomputing where a candidate fits as it is, or would be slower than the best even with all
     the memory it likes. Nor is a candidate cut that would be slower than the best even with all work shared out evenly
-    and nothing to send; its row says so. The choice hangs on the profile and nothing else: the same profile, the same
+    and nothing to send; its row says so. The choice depends on the profile and nothing else: the same profile, the same
     choice.
 
     Args:

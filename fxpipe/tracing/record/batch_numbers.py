@@ -1,4 +1,4 @@
-"""Plain numbers that hang on the batch size: found by comparing recordings at several sizes.
+"""Plain numbers that depend on the batch size: found by comparing recordings at several sizes.
 
 A model that computes with `len(x)`, `int(x.shape[0])` or `1 / x.shape[0]` has left the sizes that a recording follows
 (`sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at another
@@ -13,7 +13,7 @@ the simplest formula that gives all of the numbers seen, if need be a polynomial
 at a size that was not seen (`min(len(x), 512)`), so the graph holds for the sizes recorded and no others; a batch of
 another size is recorded by itself.
 
-Nothing is read off the values of tensors: where some size hangs on them, so might a number.
+Nothing is read off the values of tensors: where some size depends on them, so might a number.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def record_with_batch_numbers(
     in_dims: Any,
     chunks: int,
 ) -> Traced:
-    """A recording, finished; if that fails as it is, with plain numbers that hang on the batch size replaced.
+    """A recording, finished; if that fails as it is, with plain numbers that depend on the batch size replaced.
 
     Raises:
         CannotRecord: the model runs other functions at other batch sizes.
@@ -75,7 +75,7 @@ def record_with_batch_numbers(
 def _record_formulas(
     record_on: RecordFunction, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, chunks: int
 ) -> Traced | None:
-    """Another recording, right at several sizes. None: no number in it hangs on the batch size."""
+    """Another recording, right at several sizes. None: no number in it depends on the batch size."""
     base = record_on(args, kwargs)
     leaves = flatten((args, kwargs))[0]
     error: CannotRecord | None = None
@@ -118,7 +118,7 @@ class _ComparedRecordings:
     sizes: tuple[int, ...]
     numbers: tuple[tuple[Number, ...], ...]  # by size: all the numbers among the arguments, in order
     needed: frozenset[int]  # sizes of the batch, of micro-batches and of its halves
-    differs: bool  # is there a number that hangs on the batch size?
+    differs: bool  # is there a number that depends on the batch size?
 
 
 def _compare_recordings(

@@ -138,7 +138,7 @@ def call_opaque(
         if isinstance(leaf, (torch.Tensor, RecordedSize)):
             nodes.append(recorder.node_argument(leaf))
             continue
-        if type(leaf) in (int, float):  # may hang on the batch size
+        if type(leaf) in (int, float):  # may depend on the batch size
             nodes.append(leaf)
             continue
         if any(recorder.knows(t) for t in hidden_tensors(leaf)):

@@ -94,7 +94,7 @@ def record(
         continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
         disguised: sizes and texts that look other than they are (`recording.untracked`).
-        hollow: nothing is computed that hangs on parameters (`recording.hollow`); for models on the CPU.
+        hollow: nothing is computed that depends on parameters (`recording.hollow`); for models on the CPU.
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the

@@ -8,7 +8,7 @@ samples, no branch on their number. The graph is then compared with the model, o
 micro-batches.
 
 Anything else is left to recording on all samples: a model that reads other values of all samples than of a few, or
-values that hang on its parameters, hooks of the user's and tables that are kept from call to call outside the modules
+values that depend on its parameters, hooks of the user's and tables that are kept from call to call outside the modules
 (which should meet no tensors without values), a graph that turns out not to be the model's. That also has the right
 words for what is wrong.
 """

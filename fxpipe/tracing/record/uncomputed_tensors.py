@@ -4,12 +4,12 @@ What a recording wants of a large mini-batch is which functions run, with which 
 without arithmetic, but libraries see that they are fake and take other ways, and nobody can read one. So here tensors
 are real, and just not computed:
 
-    ids ──▶ ids > 0 ──▶ .all()            hangs on inputs and buffers alone: computed, and may be read
-     └────▶ embedding(weight, ids) ──▶ …  hangs on a parameter: *hollow*, memory that nobody has written to
+    ids ──▶ ids > 0 ──▶ .all()            depends on inputs and buffers alone: computed, and may be read
+     └────▶ embedding(weight, ids) ──▶ …  depends on a parameter: *hollow*, memory that nobody has written to
 
 Shapes and strides of a hollow tensor are those that fake tensors say. A view is the real one, and so is memory that two
 tensors share; what is written in place stays as it was. Memory that is not touched takes none of a CPU's. What forward
-reads of a mini-batch is therefore what it would read, and that is all that a graph may hang on (`guards`): to read a
+reads of a mini-batch is therefore what it would read, and that is all that a graph may depend on (`guards`): to read a
 hollow tensor is refused.
 """
 
@@ -56,7 +56,7 @@ _current = _Current()
 
 
 class UncomputedMode(TorchDispatchMode):
-    """The mode under which what hangs on the parameters of a model on the CPU is not computed."""
+    """The mode under which what depends on the parameters of a model on the CPU is not computed."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

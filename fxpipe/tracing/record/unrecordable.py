@@ -144,7 +144,7 @@ def refusal_of_call(
     if name == "grad" and getattr(func, "__module__", "") == "torch.autograd":
         return "runs autograd inside forward", "do so outside forward", True
     if name == "_pack_padded_sequence":
-        return "packs a sequence, whose sizes hang on lengths", "use padded tensors and a mask", True
+        return "packs a sequence, whose sizes depend on lengths", "use padded tensors and a mask", True
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
     return None

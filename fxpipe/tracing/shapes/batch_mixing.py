@@ -113,7 +113,7 @@ class _Mixing:
     def __init__(self, traced: Traced):
         assert traced.effects is not None
         self.traced, self.effects = traced, traced.effects
-        self.valued, self.live = set[fx.Node](), set[fx.Node]()  # hang on values of samples; as floats that vary
+        self.valued, self.live = set[fx.Node](), set[fx.Node]()  # depend on values of samples; as floats that vary
         self.statistics: dict[fx.Node, frozenset[fx.Node]] = {}  # -> of what values they are reductions
         self.reductions: dict[fx.Node, fx.Node] = {}  # such a value -> the node that reduces it
         self.mixed: dict[fx.Node, Mixed] = {}

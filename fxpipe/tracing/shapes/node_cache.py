@@ -1,6 +1,6 @@
 """Calls that make alike values: a model of many equal blocks makes a shape once, not once for each block.
 
-To run a function on fake tensors with symbolic sizes takes milliseconds. What comes out hangs on nothing but the
+To run a function on fake tensors with symbolic sizes takes milliseconds. What comes out depends on nothing but the
 function, its constants, the state of the thread, and what can be told of the fake tensors among its arguments (sizes,
 strides, dtype, ...). So each value gets a *number*, the same one for values of which the same can be told, and a call
 is known by its function, constants and the numbers of its arguments. A call that is known is not run again: its value
@@ -73,7 +73,7 @@ class NodeCache:
         arguments = [values[n] for n in node.all_input_nodes]
         if any(self._numbers.get(_value_key(a)) != self.number(a) for a in arguments):
             raise ChangedInPlaceError
-        # A size that hangs on values is another one in each call.
+        # A size that depends on values is another one in each call.
         if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
             self._made[key] = value
 

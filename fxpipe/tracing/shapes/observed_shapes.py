@@ -90,7 +90,7 @@ def observe_shapes(
     Raises:
         TraceError: there is no way to vary the number of samples, or what `node` makes is no such formula.
     """
-    why = "no input that it hangs on has samples that could be varied"
+    why = "no input that it depends on has samples that could be varied"
     if any(isinstance(v, torch.Tensor) and v.is_meta for v in values):
         raise TraceError("it can only be seen in a real run, and the inputs hold no values")
     if not groups:

@@ -142,7 +142,7 @@ class _Knowledge:
     _inputs: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
 
     def inputs_of(self, node: fx.Node) -> frozenset[int]:
-        """Places of the input leaves that a node hangs on."""
+        """Places of the input leaves that a node depends on."""
         if not self._inputs:
             self._inputs |= {n: frozenset([place]) for place, n in self.traced.placeholders.items()}
             for n in self.traced.graph.nodes:
@@ -300,7 +300,7 @@ class _Attempt:
         return any(size.free_symbols - of_inputs for size in sizes)
 
     def _groups(self, node: fx.Node) -> list[list[int]]:
-        """Inputs that a node hangs on and whose samples may vary, those of one symbol together.
+        """Inputs that a node depends on and whose samples may vary, those of one symbol together.
 
         With them those that others have turned out to have as many samples as: real runs meet these on their way, also
         where nobody uses what they make of them.

@@ -112,7 +112,7 @@ def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
 
 @functools.lru_cache(maxsize=4096)
 def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
-    """For a micro-batch of so many samples. A size that hangs on values (nonzero) counts as 0."""
+    """For a micro-batch of so many samples. A size that depends on values (nonzero) counts as 0."""
     number = formula.subs(batch, samples)
     return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
 
@@ -251,7 +251,7 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
 
 
 def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
-    """What the model read of a size, where it hangs on the batch.
+    """What the model read of a size, where it depends on the batch.
 
     Raises:
         TraceError: it went on computing with it.
@@ -303,14 +303,14 @@ def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
     """A graph with numbers computed from the batch size holds where it was recorded.
 
     Raises:
-        TraceError: some size hangs on values; so may have what was taken for a number in the batch size.
+        TraceError: some size depends on values; so may have what was taken for a number in the batch size.
     """
     for node in traced.graph.nodes:
         sizes = [size for shape in node.meta.get("shapes", ()) for size in shape.shape]
         if any(size.free_symbols - {traced.batch} for size in sizes):
             raise TraceError(
                 f"the model computes with sizes in plain Python, and {node.name}, made at {node.meta['source']}, has a "
-                "size that hangs on the values of tensors: which numbers come from which cannot be told; use "
+                "size that depends on the values of tensors: which numbers come from which cannot be told; use "
                 "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
             )
     first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
@@ -321,7 +321,7 @@ def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
 
 
 def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
-    """Nodes whose values hang on a batched input by more than fixed sizes, also where it was written to them."""
+    """Nodes whose values depend on a batched input by more than fixed sizes, also where it was written to them."""
     found = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
     written = set[Any]()  # storages
     for node in traced.graph.nodes:
@@ -448,11 +448,11 @@ def _out_dim(
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
     if any(s is not None and not s.free_symbols <= batch for s in sizes):
-        why = "has a size that hangs on values"
+        why = "has a size that depends on values"
     elif any(s is not None and s.free_symbols & batch for s in sizes):
         why = "holds the batch in several dimensions"
     else:
-        why = "hangs on the batch but has no dimension for it"
+        why = "depends on the batch but has no dimension for it"
         example = {traced.leaves[p].shape[d] for p, d in enumerate(traced.in_dims) if d is not None}
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"

@@ -52,7 +52,7 @@ def check_batch_independence(traced: Traced, leaves: Sequence[Any]) -> bool:
     batch, asked = traced.batch_of(leaves), _outputs_to_compare(traced)
     if not asked or not can_run_deterministically(traced):
         return True  # nobody can tell
-    # A mean may hang on samples that are unlike the first ones (shorter texts): all have a say.
+    # A mean may depend on samples that are unlike the first ones (shorter texts): all have a say.
     if (
         batch >= FEW_SAMPLES
         and _grows_evenly(traced)

@@ -101,7 +101,7 @@ def _have_expected_sizes(value: Any, node: fx.Node, batch: sympy.Symbol, samples
 
 @functools.lru_cache(maxsize=4096)
 def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> tuple[int | None, ...]:
-    """None for what hangs on values."""
+    """None for what depends on values."""
     numbers = (size.subs(batch, samples) for size in shape)
     return tuple(int(number) if number.is_Integer else None for number in numbers)
 

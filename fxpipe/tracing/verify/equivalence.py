@@ -327,7 +327,7 @@ def _size_note(size: int, batch: int) -> str:
 def _compare_runs(traced: Traced, want: RunResult, have: RunResult, size: int, batch: int) -> None:
     what = _size_note(size, batch)
     remedy = (
-        "; forward may hang on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
+        "; forward may depend on the batch size or on values in plain Python (range(len(x)), a branch), seed random "
         "numbers, or change what it reads later: keep these in tensor functions and buffers"
     )
     for place, (w, h, node) in enumerate(zip(want.outputs, have.outputs, traced.outputs, strict=True)):
