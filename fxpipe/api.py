@@ -90,7 +90,7 @@ def pipeline(
             "zbv"               the same with two stages per device, there and back (0, 1, 1, 0): a sixth
             "zero_bubble_auto"  zero bubble in an order searched for what the plan's stages take, within their memory
             "auto"              the one with the shortest simulated step that fits into memory, with 1, 2 or 4 stages
-                                per device unless `stages_per_device`, `pin`, `balance_section` or `checkpoint` say how
+                                per device unless `stages_per_device`, `pin`, `balance` or `checkpoint` say how
                                 many there are; with a plan, whose stages stay where they are, the best for them
 
             Or your own, a line for each device, as text, as a `fxpipe.scheduling.Schedule`, or as a pure function
@@ -105,7 +105,7 @@ def pipeline(
             "except_last", "always", or a list with a mode for each stage. "auto": all in those stages that would not
             fit into their memory otherwise, and no more of such a stage than has to be, where that makes a step
             shorter: it is then cut into two parts on its device, of which one keeps and one recomputes. Each is a stage
-            of the plan, as its `placement` shows. Not where `balance_section`, `fxpipe.cut()`, `stages_per_device` or
+            of the plan, as its `placement` shows. Not where `balance`, `fxpipe.cut()`, `stages_per_device` or
             the schedule say how many stages there are.
         memory_limit: what stages may take on a device: "70GiB", bytes, or a list with one for each device. Default:
             the memory of a GPU less a margin; none on the CPU. Reckoned for `schedule`: the drop-in, which keeps all

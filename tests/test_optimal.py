@@ -102,7 +102,7 @@ def problems(draw: st.DrawFn) -> tuple[Chain, list[StageSite]]:
 def plain_load(
     chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool
 ) -> tuple[float, float]:
-    """Seconds and memory as `loads.py` defines them, said as sets of places and exact fractions."""
+    """Seconds and memory as `chain.py` defines them, said as sets of places and exact fractions."""
     site, here = sites[stage], set(range(start, end))
     later = set(range(end, len(chain)))
     following = sites[stage + 1].link if stage + 1 < len(sites) else None

@@ -125,7 +125,7 @@ class InTheModel(Part):
 
 
 def samples(source: str, number: int) -> torch.Tensor:
-    """Inputs in each micro-batch of which a read of `source` gives `number_cell`."""
+    """Inputs in each micro-batch of which a read of `source` gives `number`."""
     part = 0.01 * torch.rand(ROWS, 4)
     if source == "size":
         part[:number, 0] = 1.0

@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def with_weights(schedule: Schedule, late: int = 1, stages: set[int] | None = None) -> Schedule:
-    """The schedule with W for `stages_section`, each `late` micro-batches behind its B."""
+    """The schedule with W for `stages`, each `late` micro-batches behind its B."""
     rows = []
     for row in schedule.rows:
         found: list[Action] = []

@@ -109,7 +109,7 @@ def parse_chunks(chunks: int | str, workers: int) -> int:
 
 
 def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:
-    """A mode for all stages, or one for each; "auto" is for planning to decide. `stages_section` is None if not known
+    """A mode for all stages, or one for each; "auto" is for planning to decide. `stages` is None if not known
     yet."""
     if not isinstance(checkpoint, (tuple, list)):
         return check_one_of(

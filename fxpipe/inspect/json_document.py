@@ -29,7 +29,7 @@ def findings_document(found: Findings) -> dict[str, Any]:
             peak_bytes, limit_bytes, over_bytes                   of that device; the limit is null if none is known
         sweep                with --sweep, list of numbers of devices and schedules: each
             devices, schedule
-            run              as in `schedules_section`; null where there is no such plan
+            run              as in `schedules`; null where there is no such plan
             speedup          over one device; null where one device cannot do it
             fits, over_bytes into memory, and by how much not
             problem          text: why there is no plan, where memory is not the reason; else empty

@@ -1,9 +1,9 @@
 """Costs of nodes to stages: pure Python on plain numbers, which knows neither torch nor graphs.
 
-By time alone: `block.py` (the algorithm, and why it ends), `nodes.py` (what is known of the nodes), `by_hand.py` and
-`pins.py` (what the user says), `cutting.py` (all of it together: `partition`).
+By time alone: `block.py` (the algorithm, and why it ends), `manual_cuts.py` (what is known of the nodes),
+`manual_cuts.py` and `pins.py` (what the user says), `cutting.py` (all of it together: `partition`).
 
-With transfers, memory and unequal devices: `chain.py` (the graph in numbers), `loads.py` (what a stage comes to),
+With transfers, memory and unequal devices: `chain.py` (the graph in numbers), `chain.py` (what a stage comes to),
 `optimal.py` (what the best cut is, and the way to it), `search_candidates.py` (the way itself), `number_ranges.py`
 (loads of any stage, quickly), `memory_limit_error.py` (why nothing fits, and what would).
 

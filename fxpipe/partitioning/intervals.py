@@ -1,4 +1,4 @@
-"""What `loads.py` says of one stage, for any start and end in a chain: exact integers, quickly, after some setup.
+"""What `chain.py` says of one stage, for any start and end in a chain: exact integers, quickly, after some setup.
 
 What depends on one place is a difference of prefix sums. What several places share counts once in a stage:
 

@@ -1,10 +1,10 @@
 """Cuts a chain so that the step waits for as little as possible: the exact least bottleneck, within memory.
 
 The question: n nodes stand in a row, and stage j will run on site j. What stages come to there, in seconds with all
-that they receive and in bytes, says `loads.py`. Cut the row into stages, none empty. In order of priority:
+that they receive and in bytes, says `chain.py`. Cut the row into stages, none empty. In order of priority:
 
 1. every stage fits into its memory; it recomputes if it must, or if it may and does not fit otherwise;
-2. the *bottleneck*, the largest `seconds_cell` of a stage, is the least possible. So a cut is moved rather than a stage
+2. the *bottleneck*, the largest `seconds` of a stage, is the least possible. So a cut is moved rather than a stage
 made
    to recompute where that is faster;
 3. of such cuts, as few stages as possible recompute;
@@ -13,7 +13,7 @@ made
 
 (1) to (3) are exact, by integers (`number_ranges.py`), and tested against every cut of small chains.
 
-The way (`search_candidates.py`): a limit L on seconds is tested by going from stage to stage with the set of places
+The way (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places
 where the next one can start.
 
     starts of stage j      . . . x . x x . .        each start leads to the ends that L and its memory allow;
@@ -244,7 +244,7 @@ class OptimalCut:
 
     @property
     def bottleneck(self) -> float:
-        """The largest `seconds_cell` of a stage."""
+        """The largest `seconds` of a stage."""
         return max(load.seconds for load in self.loads)
 
     def __str__(self) -> str:

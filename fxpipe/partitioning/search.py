@@ -160,7 +160,7 @@ class CutSearch:
         return min(self._bytes.memory(site, way, start, end) for way in recompute_choices(site)) / self._bytes.unit
 
     def least_bottleneck(self) -> int | None:
-        """The least limit that a cut can keep, in the unit of `seconds_cell`; None if none fits into memory."""
+        """The least limit that a cut can keep, in the unit of `seconds`; None if none fits into memory."""
         low = self._lower_bound()
         if self.fits_limit(low):
             return low

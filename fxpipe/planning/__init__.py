@@ -1,7 +1,7 @@
 """From a model to a plan, and to what runs it: the passes in order. Trace, profile, decide, rewrite.
 
-The first two look at the model and take seconds (`studying`), the others look at what was found and take little
-(`preparing`): so one study serves many plans, for other numbers of devices and micro-batches, other schedules,
+The first two look at the model and take seconds (`passes`), the others look at what was found and take little
+(`passes`): so one study serves many plans, for other numbers of devices and micro-batches, other schedules,
 checkpoint modes and balances.
 """
 

@@ -1,9 +1,9 @@
 """From costs to a cut: in which order nodes run, where stages begin, where they run, and which of them recompute.
 
-What was asked for by hand is in the case (`cases.py`); what is left free is for the solver. Where there is a choice
-that no solver makes, several cuts are made and compared: the order of the graph (as traced, or with side branches next
-to their use), the stages that pins allow, and stages in parts of which only some recompute
-(`fxpipe.partitioning.partial_recompute`). The simulator has the last word (`outcomes.py`); where it says the same, the
+What was asked for by hand is in the case (`cut_problem.py`); what is left free is for the solver. Where there is a
+choice that no solver makes, several cuts are made and compared: the order of the graph (as traced, or with side
+branches next to their use), the stages that pins allow, and stages in parts of which only some recompute
+(`fxpipe.partitioning.partial_recompute`). The simulator has the last word (`choose.py`); where it says the same, the
 traced order and fewer stages win.
 """
 
@@ -62,7 +62,7 @@ def cut_of(
     balance: str,
     compared: tuple[Bottleneck, ...],
 ) -> Cut:
-    """The cut of a case at these places; `compare_steps` are ways of balancing that it was chosen before."""
+    """The cut of a case at these places; `compared` are ways of balancing that it was chosen before."""
     loads = stage_loads(case.chain, sites, starts, recompute)
     optimal = (Bottleneck("optimal", _bottleneck(loads, case.settings)),) if balance == "optimal" else ()
     transfers = tuple(_cut_transfers(case.chain, sites, starts))
@@ -149,7 +149,7 @@ def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
 
 
 def _with_asked_balance(case: CutProblem, chain: Chain, settings: Settings) -> Chain:
-    """With the cuts of `balance_section="block"`, if that is what was asked for."""
+    """With the cuts of `balance="block"`, if that is what was asked for."""
     if settings.balance != "block":
         return chain
     nodes = replace(case.nodes, costs=node_costs_of(chain))

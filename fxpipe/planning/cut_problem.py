@@ -1,6 +1,6 @@
 """What is asked of a cut, as conditions: places where one must stand, stages that may have a node, stages on devices.
 
-What the user says by hand becomes such conditions: names and numbers in `balance_section`, `fxpipe.cut()` in forward,
+What the user says by hand becomes such conditions: names and numbers in `balance`, `fxpipe.cut()` in forward,
 pins. Pins may be satisfied by several ways of placing stages; each is a case of its own.
 """
 

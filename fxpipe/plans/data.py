@@ -1,7 +1,7 @@
 """The plan of a pipeline as frozen data: what was decided, what it costs, and nothing of torch.
 
-`PlanData` has the fields and what follows from them; a `Plan`, in `plan.py`, is one that prints and keeps itself in a
-file. So all that reads a plan, its text among it, needs the data only.
+`PlanData` has the fields and what follows from them; a `Plan`, in `saved_plan.py`, is one that prints and keeps itself
+in a file. So all that reads a plan, its text among it, needs the data only.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     costs.seconds           # one number for each node: what partitioning balances
 
 `formulas` gives bytes for every batch size at once, from the shapes of the trace. `measure` gives seconds, from real
-runs of each node at two micro-batch sizes, and `lines` makes of them a fixed cost and a cost per sample, so that one
+runs of each node at two micro-batch sizes, and `formulas` makes of them a fixed cost and a cost per sample, so that one
 profile serves any number of micro-batches. Where model or inputs have no values (meta or fake tensors), `estimate` says
 what hardware known by name would take at least. The model stays as it was.
 """

@@ -231,7 +231,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
         leaves: flattened inputs, with any number of samples.
         samples: of one micro-batch.
 
-    To be used in a block of `tracing_section.fake.faked`.
+    To be used in a block of `tracing.fake.faked`.
 
     Raises:
         Exception: what a node raises with so many samples, with a note.

@@ -7,7 +7,7 @@ the autograd graph of a node is its own and can go back alone.
               ▲                           │
               └── autograd.grad (ones) ◀──┘
 
-What is measured must be what runs: nodes go forward in a row, and then back in a row, as `going_back` says.
+What is measured must be what runs: nodes go forward in a row, and then back in a row, as `backward_timing` says.
 
 A value is freed after its last user; a parameter, a buffer or an input comes to the device when it is first used, and
 leaves it after its last user. So no more is there than one node and the values that cross it: what fits no single
@@ -396,7 +396,7 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
 # -- Seconds of every node of a graph, forward and backward apart, measured node by node on real values --------------
 #
 # Rounds over the graph at several micro-batch sizes take turns, so that a machine which slows down does so for all of
-# them. How one round goes, `rounds` says; when there are enough, `kinds`.
+# them. How one round goes, `rounds` says; when there are enough, `node_kinds`.
 
 
 def measure(

@@ -83,7 +83,7 @@ class Profile:
     """The costs of all nodes. Made by `fxpipe.profile`; `print` shows a table."""
 
     nodes: tuple[NodeCost, ...]  # in the order of the graph
-    micro_batch: int  # samples for which `seconds_cell` holds
+    micro_batch: int  # samples for which `seconds` holds
     batch: sympy.Symbol  # the `b` of the formulas
     device: str
     estimated_for: str = ""  # the hardware whose seconds these would be; empty where they were measured

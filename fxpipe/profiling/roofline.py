@@ -8,8 +8,8 @@ is `fxpipe.hardware`'s to say. Nothing is said of caches, nor of kernels that ot
 those that torch runs on the device that the model is on.
 
 The graph is walked once for a batch size, and every value made as a tensor without values
-(`tracing_section.recording.fake`). Each *kind* of node runs once more under a clock that goes on by what operations
-would take, forward and backward on tensors of its own. Kinds are calls that are alike (`tracing_section.sizing.alike`)
+(`tracing.fake_tensors`). Each *kind* of node runs once more under a clock that goes on by what operations
+would take, forward and backward on tensors of its own. Kinds are calls that are alike (`tracing.shapes.node_cache`)
 and have the same gradients: eighty equal layers take little longer than one.
 
 A function that asks for values has no fake result. If the model has values, it is then walked on them, node by node.
@@ -245,7 +245,7 @@ def _distinct_tensors(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Roofline(TorchDispatchMode):
-    """While it is active, it takes a note of each operation; `seconds_cell` is what those so far would have taken."""
+    """While it is active, it takes a note of each operation; `seconds` is what those so far would have taken."""
 
     def __init__(self, hardware: Hardware):
         super().__init__()

@@ -107,7 +107,7 @@ def observe_storages(
         once: run of each kind just one node, and take its value for that of the others. For where nobody reads values,
             and it does not matter which of them share memory.
 
-    To be used in a block of `tracing_section.fake.running`; the model and random states change as in any forward.
+    To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
 
     Raises:
         ValuesNeededError: not without products, or not with `once`, since values decide what is to be counted.

@@ -6,8 +6,8 @@
 
 `reorder_nodes` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
 `choose_rematerialization`, which values a stage had better compute for itself than receive; `split_into_stages` does
-the work, with what is put into stages for random numbers (`functions`), batch norm (`deferring`) and recomputing
-(`NoSavedTensors`); `program` is the data that the runtime reads.
+the work, with what is put into stages for random numbers (`functions`), batch norm (`deferred_batch_norm`) and
+recomputing (`NoSavedTensors`); `program` is the data that the runtime reads.
 """
 
 from fxpipe.rewriting.build_stages import split_into_stages

@@ -2,7 +2,7 @@
 
     traced = ordered(traced)
 
-`constraints` says what of the order must stay, `arranging` finds the order; here the one is asked about the other. The
+`reorder` says what of the order must stay, `reorder_moves` finds the order; here the one is asked about the other. The
 result depends on the graph alone, not on the number of samples in the example, nor on measured times: the same model
 gives the same order in every run, and a plan finds its graph again.
 """

@@ -12,7 +12,8 @@ What an order costs (`rows`) is a sum over all places where a cut may stand. To 
 problem, and hard. Two ideas get near to it:
 
 1. Whole branches run one after another, the one that leaves the least first (`cones`).
-2. Single items, with what depends on them, sink to their first user or are hoisted to what they need (`moves`). Moves
+2. Single items, with what depends on them, sink to their first user or are hoisted to what they need (`reorder_moves`).
+Moves
    that hang together are a group, done or left out as a whole, and done only where the cost of the whole row gets less.
 
 Rounds of both go on while the row gets clearly better. So no order gets worse; and the end is a fixed point: what is

@@ -9,7 +9,7 @@ those of code that is not compiled. All other random nodes run as they are, betw
 The operator's tag keeps the compiler from making the noise once more in backward, when another micro-batch may be
 running.
 
-A forward that goes on as Python (`recording.continuation`) runs as it is: calls of modules have results in their place
+A forward that goes on as Python (`record.graph_break`) runs as it is: calls of modules have results in their place
 there, by a way that the compiler does not heed.
 """
 

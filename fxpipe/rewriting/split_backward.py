@@ -75,7 +75,7 @@ _TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
 
 
 def split_stage_backward(stage: Stage) -> Stage:
-    """The stage with `weight_gradients_of` parameters: its code takes a `WeightGradientTape` first. The same stage if
+    """The stage with `weighed` parameters: its code takes a `WeightGradientTape` first. The same stage if
     there are none."""
     graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
     parameters = stage_parameters(stage, graph)

@@ -1,9 +1,9 @@
 """A stage whose backward is split and that the compiler can take: see `taps`.
 
-The same nodes are split as in `splitting`, but for those whose output's shape is not known before they run: a tap has
-to have it. It is known where it depends on nothing but sizes of received values, as almost all do on the batch's. And
-nodes whose input is written to later stay whole, so that autograd can complain of that: an output of compiled code is
-what it is at the end.
+The same nodes are split as in `split_backward`, but for those whose output's shape is not known before they run: a tap
+has to have it. It is known where it depends on nothing but sizes of received values, as almost all do on the batch's.
+And nodes whose input is written to later stay whole, so that autograd can complain of that: an output of compiled code
+is what it is at the end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import TensorShape
 
 
 def split_compiled_stage_backward(stage: Stage) -> Stage:
-    """The stage with `weight_gradients_of` parameters and `taps`. The same stage if there are none."""
+    """The stage with `weighed` parameters and `taps`. The same stage if there are none."""
     graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
     parameters = stage_parameters(stage, graph)
     measures = _size_sources(graph, len(stage.attributes))

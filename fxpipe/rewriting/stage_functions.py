@@ -1,6 +1,6 @@
 """Functions that rewriting puts into stage code: the ends of a portal, clones, the state of the thread.
 
-Those of random nodes are in `random_nodes`.
+Those of random nodes are in `rng`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The runtime: runs a program of stages on devices, a step at a time. It never looks at a graph node.
 
-From the bottom: `wiring` (who waits for whom), `assembly` (a program on devices), `fences` (what stands between
-actions), `packing` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
-`entering` and `opened` (a stage in a step), `loss_stage`, `ambient` (what the caller has around it), `thread_defaults`
-(the state of a thread between actions), `step` (what each action does), `drivers` and `alone` (who drives the rows),
-`engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends; `tracking` ends what batch norm has put
-off. `log` is what a step notes of itself, `record` and `traces` what is made of that, `number_ranges` what a profiler
-sees.
+From the bottom: `wiring` (who waits for whom), `bound_program` (a program on devices), `wiring` (what stands between
+actions), `transport` and `transport` (tensors on their way between devices), `exchange` (what goes between stages),
+`stage_instance` and `stage_instance` (a stage in a step), `loss_stage`, `caller_context` (what the caller has around
+it), `thread_defaults` (the state of a thread between actions), `step` (what each action does), `executors` and
+`executors` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends;
+`deferred_batch_norm` ends what batch norm has put off. `step_record` is what a step notes of itself, `record` and
+`perfetto` what is made of that, `number_ranges` what a profiler sees.
 """
 
 from fxpipe.runtime.bound_program import BoundProgram

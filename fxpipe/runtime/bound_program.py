@@ -26,7 +26,8 @@ from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutpu
 # torch makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether
 # a tensor starts where its storage does, as the first micro-batch's part of an input.
 #
-# Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps (`tapped`).
+# Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps
+# (`split_backward_compiled`).
 
 StageFunction = Callable[..., tuple[Any, ...]]
 

@@ -15,7 +15,7 @@ several threads: while the caller has some, one action runs at a time. Saved-ten
 
 While the caller's own thread plans, scatters and gathers, its modes and hooks are off: they see what the model does.
 What belongs to the process (default dtype, deterministic algorithms, anomaly mode, global hooks) needs nothing, and no
-worker ever sets it. Context variables are in `drivers`.
+worker ever sets it. Context variables are in `executors`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 
 class Commit(torch.autograd.Function):
-    """`finish_process(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied."""
+    """`finish(gradients of outputs)` returns the gradients of `inputs` in a list, which is emptied."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ def attach_commit(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """`outputs`, all on one device, in a graph whose backward calls `finish_process` and gives the result to
+    """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to
     `inputs`."""
     if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
         made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)

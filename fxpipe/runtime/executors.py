@@ -1,4 +1,4 @@
-"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random (or `alone`).
+"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random (or `executors`).
 
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 

@@ -7,7 +7,7 @@ tokens looks like one over samples in its first step.
 What an output without the batch says of the mini-batch is only known where it is the same for all micro-batches, or
 where it is a mean or sum that the loss takes as such. A weighted mean of losses that the model itself takes is neither:
 then the gradients of the other outputs are compared, and nothing where there are none.
-A loss that draws random numbers draws others for the whole mini-batch: see `loss_draws`.
+A loss that draws random numbers draws others for the whole mini-batch: see `losses`.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
 #
 # To verify a loss all outputs of a mini-batch are kept and the loss is taken once more: in the first step with it, the
 # tenth, the hundredth and so on. What comes in between is not compared; but on the CPU each step looks at what elements
-# count in sums and means (see `elements`), which is where padding shows. On a GPU that would wait for it, so it is done
-# in the same steps only.
+# count in sums and means (see `loss_weighting_check`), which is where padding shows. On a GPU that would wait for it,
+# so it is done in the same steps only.
 #
 # Losses are of one kind if the same code makes them, with the same switches (`reduction="sum"`), from a target of the
 # same make-up: a loop may well make its loss function anew in each step.

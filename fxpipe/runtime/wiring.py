@@ -79,7 +79,7 @@ def _fences_before(
         found[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
         senders = {k for (source, _), ks in users.items() if source == j for k in ks}
         senders |= {link.later for link in links[j] if link.later is not None}
-        # The loss, as user number `stages_section`, sends its gradients within the last F.
+        # The loss, as user number `stages`, sends its gradients within the last F.
         last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
         found[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
     return found

@@ -1,7 +1,7 @@
 """The schedules that are made stage by stage: pure functions from (micro-batches m, stages n) to rows, one for each.
 
-They know nothing of devices: wherever a stage is, it does the same in the same order (`merging` puts stages that share
-a device into one row). So they go with any placement.
+They know nothing of devices: wherever a stage is, it does the same in the same order (`row_transforms` puts stages that
+share a device into one row). So they go with any placement.
 
 In the two of zero bubble backward is split. B makes the gradients of a stage's inputs, for which the stage before it
 waits; W those of its weights, for which nobody waits until the step ends, and so it fills what would be bubble:

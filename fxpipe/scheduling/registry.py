@@ -31,7 +31,7 @@ long as W takes no longer than F and than B. So the larger memory of the second 
 which is there as long as a step ends on all devices before the next one begins.
 
 `zero_bubble_auto` is made of what the stages of a plan cost and may take: of equal ones it is `zero_bubble`, and of any
-no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`searched`).
+no longer than that, nor by more than a thousandth than `zero_bubble_2p`, where those fit (`zero_bubble_search`).
 
 If in doubt: `1f1b`, the simplest that keeps few activations. With few micro-batches for each device, `zero_bubble`, or
 `zbv` if twice as many transfers are no matter.

@@ -79,8 +79,8 @@ def _urgency(action: Action) -> tuple[int, int]:
 # So each keeps as few micro-batches as the one stage would, where 1F1B of three stages keeps three in the first: a
 # stage that is cut in two on its device, because a part of it recomputes, costs no memory. Of all placements of 2 to 6
 # stages so on up to 3 devices, with equal stages and 1, 3 or 8 micro-batches, none keeps more than by turns
-# (`merging`), and few take longer (8 % at most, with 3 micro-batches). A device that also has stages elsewhere in the
-# row is better off with turns: with (0, 1, 1, 0) a step of 1F1B would take up to 19 % longer.
+# (`row_transforms`), and few take longer (8 % at most, with 3 micro-batches). A device that also has stages elsewhere
+# in the row is better off with turns: with (0, 1, 1, 0) a step of 1F1B would take up to 19 % longer.
 
 StageGroups = tuple[tuple[int, ...], ...]  # of stages, in order
 

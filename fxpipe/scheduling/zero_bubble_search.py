@@ -1,7 +1,7 @@
 """The automatic zero bubble schedule: backward split, in an order that is searched for what the stages take.
 
 `zero_bubble` and `zero_bubble_2p` are for stages that are all alike. Here it is known how long F, B and W of each stage
-take, and how much memory there is. Stages are played out in time (`playing`), and one that is free does
+take, and how much memory there is. Stages are played out in time (`zero_bubble_search`), and one that is free does
 
 - B, if its gradient is there: the stages before wait for it;
 - else F, if its value is there and memory for it: before the first gradient comes, as many as fill the time until then;

@@ -23,9 +23,9 @@ action takes as long as any other; the loss, which no plan knows, takes no time;
 do the gradients of values; the gradient of an output that the loss takes from an earlier stage leaves with the last
 stage's B.
 
-`events.py` walks, by what `needs.py` has found that actions need; `results.py` holds what comes of it; `critical.py`
-says what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a plan, also
-on hardware, with schedules and micro-batches that it was not made for.
+`events.py` walks, by what `events.py` has found that actions need; `simulation_result.py` holds what comes of it;
+`simulation_result.py` says what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the
+same for a plan, also on hardware, with schedules and micro-batches that it was not made for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When each action of a step runs, simulated or measured: spans, and the memory that follows from them.
 
-All that shows them starts from a `Step` (`steps.py`): `text.py` and `terminal.py` print it, `pictures.py` draws it into
-files (`gantt.py`, `pages.py`), `traces.py` writes it for Perfetto, `html.py` for notebooks.
+All that shows them starts from a `Step` (`steps.py`): `text.py` and `terminal.py` print it, `save_timeline.py` draws it
+into files (`gantt.py`, `pages.py`), `perfetto.py` writes it for Perfetto, `html.py` for notebooks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 1. *Recording*: the model runs once, values that it reads become guards.
 2. Recording with the general paths of libraries, where something stood in the way of the first.
 3. Recording with some modules kept whole: the innermost ones around what stands in the way. Where that is the model
-   itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`continuation`).
+   itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
 4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins. Not
    where the user wants modules whole (`leaf_modules`): export keeps none.
 5. Recording, with values that only the stages know compared there (`expectations_of`).
@@ -53,9 +53,9 @@ def find_graph(
     chunks: int = 1,
     in_parts: bool = False,
 ) -> Traced:
-    """The first graph that is right, by the ways that `tracer` allows. `finish_process` runs the other passes on each.
+    """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
 
-    `partial_recompute_cuts`: it compares graph and model, so that it may be enough to record on a part of the samples.
+    `in_parts`: it compares graph and model, so that it may be enough to record on a part of the samples.
 
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.

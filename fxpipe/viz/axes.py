@@ -15,7 +15,7 @@ MINUTE_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 1
 
 
 def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
-    """At most `most` + 1 places from 0 to `seconds_cell`, and what to write there: `20 ms`, `1:30 min`."""
+    """At most `most` + 1 places from 0 to `seconds`, and what to write there: `20 ms`, `1:30 min`."""
     if seconds <= 0:
         return ((0.0, "0"),)
     least = seconds / max(1, most)

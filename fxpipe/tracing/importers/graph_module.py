@@ -6,8 +6,8 @@ where the model would run, and recorded: functions only, the model's tensors by 
 seen, thread states kept. What its nodes remember of the user's code goes with them.
 
 What a graph has lost cannot be seen in it: hooks on modules are refused beforehand, the model is watched while it runs
-(`checking.lost`), and gradients are compared as of every graph, since export and symbolic tracing look through an
-`autograd.Function` and forget its backward.
+(`verify.imported_graph_check`), and gradients are compared as of every graph, since export and symbolic tracing look
+through an `autograd.Function` and forget its backward.
 """
 
 from __future__ import annotations

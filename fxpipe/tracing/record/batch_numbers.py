@@ -58,7 +58,7 @@ def record_with_batch_numbers(
 
     Raises:
         CannotRecord: the model runs other functions at other batch sizes.
-        Exception: what `finish_process` raises.
+        Exception: what `finish` raises.
     """
     recorded = record_on(args, kwargs)
     try:

@@ -74,11 +74,11 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
 
     def getattribute(module: nn.Module, name: str) -> Any:
         value = object.__getattribute__(module, name)
-        # Of modules in plain lists `training` as well: `flags` does not know them.
+        # Of modules in plain lists `training` as well: `cache_key` does not know them.
         if (
             name not in MODULE_DICT_KEYS or (name == "training" and id(module) not in recorder.paths)
         ) and not is_elsewhere():
-            own = object.__getattribute__(module, "__dict__")  # not what its class has: see `flags`
+            own = object.__getattribute__(module, "__dict__")  # not what its class has: see `cache_key`
             if name in own:
                 recorder.note_attribute(own, name)
         return value

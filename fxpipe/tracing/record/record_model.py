@@ -93,8 +93,8 @@ def record(
         whole: paths of modules to keep whole, and why.
         continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
-        disguised: sizes and texts that look other than they are (`recording.untracked`).
-        hollow: nothing is computed that depends on parameters (`recording.hollow`); for models on the CPU.
+        disguised: sizes and texts that look other than they are (`record.untracked_values`).
+        hollow: nothing is computed that depends on parameters (`record.uncomputed_tensors`); for models on the CPU.
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the

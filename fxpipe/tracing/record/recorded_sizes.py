@@ -66,7 +66,8 @@ NOT_FOLLOWED = (length, plain_number)
 
 
 class RecordedSize(int):
-    """`shown` is what code that asks no method sees, `value` what the size is: they differ in `untracked` only."""
+    """`shown` is what code that asks no method sees, `value` what the size is: they differ in `untracked_values`
+    only."""
 
     node: fx.Node
     recorder: Recorder

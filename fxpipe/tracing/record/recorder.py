@@ -2,14 +2,14 @@
 
 Recording meets real tensors, so whatever Python the model does simply runs. It goes on inside the modules of
 `torch.nn`: the graph holds functions only, and the tensors of the model are `get_attr` nodes, found by identity. What a
-function mode does not see is handled as well (`following`), since forgetting it gives a graph that is silently wrong:
+function mode does not see is handled as well (`patches`), since forgetting it gives a graph that is silently wrong:
 
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
 - A read of a tensor's value returns the real value and leaves a node with `meta["read"]`, the value: see `guards`.
 - A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
-  library keeps. Else something made it that the mode does not see, and it is refused (`refusals`).
+  library keeps. Else something made it that the mode does not see, and it is refused (`unrecordable`).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Recorder(TorchFunctionMode):
             step: to be called for each node.
             forgets: functions of torch save nothing for backward.
             disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
-                to code that no recording can follow (`untracked`).
+                to code that no recording can follow (`untracked_values`).
         """
         super().__init__()
         self.model = model

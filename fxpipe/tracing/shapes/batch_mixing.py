@@ -11,8 +11,8 @@ its own cannot be compared, a single sample shows nothing. The graph knows of
 From there it is followed to the outputs, through functions that surely keep it. Some may take it out again: a
 normalisation takes out a shift or a scale that is one number for all it normalises, a difference or a quotient what
 both sides have, a mask, an index or a function that is not known here whatever they like. Behind these the walk says
-nothing, and values decide (`checking.gathering`). Nor does it where forward keeps a statistic in a buffer: that is
-batch norm written out, which sees micro-batches.
+nothing, and values decide (`verify.batch_independence`). Nor does it where forward keeps a statistic in a buffer: that
+is batch norm written out, which sees micro-batches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every graph is compared with the model, on real values, before anything is built on it: at the sizes that will run.
 
 What a recording can miss (a loop over the batch, a branch on a size, a value that was baked) shows at another size. A
-recording on a part of the samples has been compared with those of other sizes before (`recording.on_a_part`).
+recording on a part of the samples has been compared with those of other sizes before (`record.small_batch`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Export and symbolic tracing drop hooks on tensors, what forward keeps in attributes, and numbers that were drawn while
 they looked. The recorder sees all of it; for its own graphs there is nothing to look for. Gradients and state of every
-graph are compared elsewhere (`two_calls`).
+graph are compared elsewhere (`training_equivalence`).
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ def holds_for_micro_batches(
 def must_compare_micro_batches(traced: Traced) -> bool:
     """Must what micro-batches make be compared with what the mini-batch makes, for each mini-batch anew?
 
-    Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`gathering`) is not one
-    of this graph where forward goes by the batch size.
+    Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`batch_independence`) is
+    not one of this graph where forward goes by the batch size.
     """
     return bool(traced.recorded_sizes) or not all(map(traced.holds_at, FEW_SIZES))
 

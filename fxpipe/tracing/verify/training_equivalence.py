@@ -115,7 +115,7 @@ class _CallResult:
 class _TwoCalls:
     """Two calls in a row, on some samples, of the model and then of its graph.
 
-    The first one of each is a run of `check`, which compares what it makes; here is what comes after it.
+    The first one of each is a run of `equivalence`, which compares what it makes; here is what comes after it.
 
     Attributes:
         again: the samples of the second call; None: there is none. A model that the first has left as it was needs
