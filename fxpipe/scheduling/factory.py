@@ -39,7 +39,7 @@ def make_schedule(
         checkpoint: which micro-batches are recomputed before their backward: one of `CHECKPOINTS`, or one for each
             stage. "except_last" is every one but the last, m - 1. A schedule without backward recomputes nothing.
         placement: for each stage the device that has it, and so the row. If not given: what the schedule is bound to
-            (2 stages on each device in `interleaved_1f1b` and `builtin`), else each stage its own.
+            (2 stages on each device in `interleaved_1f1b` and `zbv`), else each stage its own.
         demands: for each stage what its actions take, for a schedule that is searched (`zero_bubble_auto`); if not
             given, all take the same. Any other schedule is the same for all.
 

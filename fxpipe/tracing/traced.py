@@ -9,7 +9,7 @@ The graph has, in order of running,
 - `output`: `(outputs, assigned, pieces)`: the leaves of the model's output, the buffers that forward re-assigns, by
   name, and what such outputs are made of as only the mini-batch has (`fxpipe.utils.output_combination`).
 
-Every working node carries in `meta`: `source_lines` (the user's line), `module` (path of the module that ran), `state`
+Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state`
 (of the thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake
 tensor or number).
 """
