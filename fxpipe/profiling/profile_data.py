@@ -57,15 +57,12 @@ class NodeCost:
     weight: Seconds = NO_TIME  # the part of backward that makes gradients of parameters
     flops: sympy.Expr = ZERO_FORMULA  # forward
     backward_flops: sympy.Expr = ZERO_FORMULA
-    saved_bytes: sympy.Expr = (
-        ZERO_FORMULA  # storages kept for backward that no node before it keeps; see `SavedStorage`
-    )
-    temporary_bytes: sympy.Expr = (
-        ZERO_FORMULA  # held for a moment while it runs, beside what it reads, returns and saves
-    )
-    working_bytes: sympy.Expr = (
-        ZERO_FORMULA  # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
-    )
+    # storages kept for backward that no node before it keeps; see `SavedStorage`
+    saved_bytes: sympy.Expr = ZERO_FORMULA
+    # held for a moment while it runs, beside what it reads, returns and saves
+    temporary_bytes: sympy.Expr = ZERO_FORMULA
+    # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
+    working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
 
 
@@ -97,7 +94,6 @@ class Profile:
             ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
             FileError: the file cannot be written.
         """
-        pass
 
         save_profile(self, path)
 
@@ -109,7 +105,6 @@ class Profile:
             ArgumentError: the file is no profile.
             OSError: it cannot be read.
         """
-        pass
 
         return load_profile(path)
 

@@ -58,7 +58,6 @@ class Tuning:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        pass
 
         return tuning_html(self.rows, self.best, self.batch, len(self.devices))
 
