@@ -61,9 +61,8 @@ def _node_bytes(node: fx.Node) -> sympy.Expr:
 
 # -- what was counted at some sizes ------------------------------------------------------------------------------------
 
-MAX_FIT_DEGREE = (
-    2  # of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
-)
+# of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
+MAX_FIT_DEGREE = 2
 
 
 @functools.lru_cache(maxsize=4096)

@@ -78,9 +78,8 @@ from fxpipe.utils.progress import ProgressStep, progress
 LONG_SECONDS = 0.05  # seconds of a node, one way, from which on what disturbs is small beside it, being cold included
 SAMPLES_OF_LONG = 2  # samples of such a node
 LONG_PRODUCT_SECONDS = 1e-3  # seconds from which on a call of autograd more is small beside a product
-VERY_LONG_SECONDS = (
-    0.2  # seconds from which on one is enough: there is another size, and a plan wants no more than percents
-)
+# seconds from which on one is enough: there is another size, and a plan wants no more than percents
+VERY_LONG_SECONDS = 0.2
 
 # Of their gradients each is a product of its own.
 _PRODUCT_FUNCTIONS = frozenset(

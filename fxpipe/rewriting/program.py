@@ -54,9 +54,8 @@ class Stage:
     split_parameters: frozenset[str] = (
         frozenset()
     )  # attributes whose gradients W computes; if any, `run` takes a `WeightGradientTape` first
-    taps: StageTaps | None = (
-        None  # of a stage that will be compiled; `run` then takes taps in place of the `WeightGradientTape`
-    )
+    # of a stage that will be compiled; `run` then takes taps in place of the `WeightGradientTape`
+    taps: StageTaps | None = None
 
 
 @dataclass(frozen=True, slots=True)

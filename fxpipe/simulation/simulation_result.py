@@ -112,9 +112,8 @@ class StepComparison:
     step: ComparedFigure
     devices: tuple[DeviceComparison, ...]
     kinds: dict[ActionKind, ComparedFigure]  # seconds of all actions of a kind together
-    on_core: ComparedFigure | None = (
-        None  # seconds of all actions; measured: in which their workers had a core. Not on GPUs
-    )
+    # seconds of all actions; measured: in which their workers had a core. Not on GPUs
+    on_core: ComparedFigure | None = None
 
     @property
     def core_share(self) -> float:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-UNKNOWN_LINE = (
-    "unknown"  # in place of a line: there is none, as in a model of torch's own modules that fxpipe itself calls
-)
+# in place of a line: there is none, as in a model of torch's own modules that fxpipe itself calls
+UNKNOWN_LINE = "unknown"
 
 # With the separator: torchvision lives beside torch, and is the user's.
 _LIBRARY_DIRS = tuple(

@@ -133,9 +133,8 @@ class Traced:
     excused_sizes: set[int] = field(default_factory=set)
     accepted_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
     tried_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
-    compares_micro_batches: bool = (
-        False  # it holds for those accepted only: the batch size is a number in what it computes
-    )
+    # it holds for those accepted only: the batch size is a number in what it computes
+    compares_micro_batches: bool = False
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors

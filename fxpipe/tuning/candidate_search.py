@@ -26,9 +26,8 @@ from fxpipe.tuning.candidates import SAME_STEP_TOLERANCE, Candidate, CandidateRe
 from fxpipe.utils.progress import ignore_progress
 from fxpipe.utils.units import human_bytes
 
-PROMISING_FACTOR = (
-    1.5  # times the best step without sending: what cannot undercut that is not simulated to see what it can
-)
+# times the best step without sending: what cannot undercut that is not simulated to see what it can
+PROMISING_FACTOR = 1.5
 EVEN_STAGES_SHARE = 0.98  # of the step without sending: unevenness saves no more
 NO_SHORTER = "no step of it can be as short as those of the best"
 MemoryLimits = Sequence[float | None]  # bytes by worker; None: no limit
