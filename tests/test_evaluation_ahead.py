@@ -185,7 +185,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(evaluation, name, called)
 
     seen("_can_be_recorded")
-    seen("prepare_beside")
+    seen("prepare_additional_graph")
     return found
 
 
@@ -193,7 +193,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_nothing_is_said_of_models_that_are_not_refused(name: str, asked: list[str]) -> None:
     make, is_seen = WORKING[name]
     _quiet(make()).close()
-    assert asked == ["_can_be_recorded", *([] if is_seen else ["prepare_beside"])]
+    assert asked == ["_can_be_recorded", *([] if is_seen else ["prepare_additional_graph"])]
 
 
 def test_only_a_pipe_that_trains_and_plans_for_itself_is_asked(asked: list[str]) -> None:
@@ -210,7 +210,7 @@ def test_only_a_pipe_that_trains_and_plans_for_itself_is_asked(asked: list[str])
     assert asked == []
     with pytest.warns(UserWarning, match="its evaluation"):
         pipe = _pipeline(model, x)
-    assert asked == ["_can_be_recorded", "prepare_beside"]
+    assert asked == ["_can_be_recorded", "prepare_additional_graph"]
     with pipe, _copied(pipe) as copied:
         copied(x).sum().backward()
     assert len(asked) == 2
