@@ -29,7 +29,7 @@ from fxpipe.partitioning import (
     partition,
     stage_loads,
 )
-from fxpipe.partitioning.chain import recompute_choices, stage_load
+from fxpipe.partitioning.chain import recompute_choices
 from fxpipe.partitioning.intervals import StageClocks, StageMemory
 from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, recompute_trials
 from fxpipe.partitioning.search import CutSearch
@@ -84,7 +84,6 @@ def sites(draw: st.DrawFn, stages: int, kinds: int = 1) -> list[StageSite]:
             recomputed=draw(st.sampled_from([1, 1, 2])),
             may_recompute=draw(st.booleans()),
             must_recompute=draw(st.sampled_from([False, False, False, True])),
-            overlaps=draw(st.booleans()),
             state=draw(st.sampled_from([3.0, 0.0, 0.5])),
         )
 
@@ -138,14 +137,21 @@ def plain_load(
                 held += Fraction(chain.flows[by_size[place]].bytes)
     memory += site.in_flight * sum(Fraction(chain.flows[i].bytes) for i in kept)
     memory += (site.recomputed if recompute else site.in_flight) * held
-    return float(max(work, wire) if site.overlaps else work + wire), float(memory)
+    return float(work + wire), float(memory)
+
+
+def load_of(chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool) -> StageLoad:
+    """Of a stage that holds the places `start` to `end - 1`; the stages before and behind it hold what is left."""
+    starts = [0] * stage + [start] + [end] * (len(sites) - stage)
+    last = StageSite()  # so that the last stage may end anywhere
+    return stage_loads(chain, [*sites, last], starts, [recompute] * len(starts))[stage]
 
 
 def fitting_load(chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int) -> StageLoad | None:
     low, high = chain.first_stages or [0] * len(chain), chain.last_stages or [len(sites)] * len(chain)
     if not all(low[place] <= stage <= high[place] for place in range(start, end)):
         return None
-    loads = (stage_load(chain, sites, stage, start, end, way) for way in recompute_choices(sites[stage]))
+    loads = (load_of(chain, sites, stage, start, end, way) for way in recompute_choices(sites[stage]))
     limit = sites[stage].memory
     return next((load for load in loads if limit is None or load.memory <= limit), None)
 
@@ -195,7 +201,7 @@ def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[StageS
     j, recompute = data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans())
     start = data.draw(st.integers(0, len(chain) - 1))
     end = data.draw(st.integers(start + 1, len(chain)))
-    load = stage_load(chain, sites, j, start, end, recompute)
+    load = load_of(chain, sites, j, start, end, recompute)
     time, memory = plain_load(chain, sites, j, start, end, recompute)
     assert (load.seconds, load.memory) == pytest.approx((time, memory), rel=1e-15)
     exact_time, exact_memory = StageClocks(chain, sites, [end]), StageMemory(chain, sites)
@@ -264,11 +270,6 @@ def test_cut_moves_to_where_little_is_sent() -> None:
         0,
         3,
     )  # 3 and 1.25 beside 2 and 4
-
-
-def test_transfers_beside_computation_do_not_move_the_cut() -> None:
-    chain = row(1.0, 1.0, 1.0, 1.0, flows=(Flow(8.0, 1, (2,), False),))
-    assert optimal_partition(chain, [StageSite(), StageSite(link=Link(4.0), overlaps=True)]).bottleneck == 2.0
 
 
 def test_a_portal_is_billed_to_the_stage_that_it_reaches() -> None:

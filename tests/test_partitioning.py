@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import fxpipe.partitioning.block
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
-from fxpipe.partitioning import Partition, block_partition, partition
+from fxpipe.partitioning import block_partition, partition
 
 finite = st.floats(min_value=0, max_value=1e300)
 small = st.integers(0, 4).map(float)  # many zeros and many ties
@@ -218,14 +218,6 @@ def test_partition_prints_a_line_for_each_stage() -> None:
 
 def test_partition_of_no_cost_prints() -> None:
     assert "share 0.0%" in str(partition([0.0, 0.0], 2))
-
-
-def test_stage_of_each_place() -> None:
-    cut = Partition((0, 2, 3), (1.0, 4.0, 2.0), "block")
-    assert [cut.stage_of(place) for place in range(5)] == [0, 0, 1, 2, 2]
-    assert cut.bottleneck == 4.0
-    with pytest.raises(ArgumentError, match="place=-1: places count from 0"):
-        cut.stage_of(-1)
 
 
 @given(rows, st.data())

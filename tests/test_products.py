@@ -147,7 +147,7 @@ def clipped(h: torch.Tensor) -> torch.Tensor:
 def counts_of(model: nn.Module, x: torch.Tensor, samples: int) -> Any:
     traced = trace(model, (x,))
     counts = counted(traced, [x], samples)
-    return list(counts.nodes.values()), counts.storages, counts.temporaries, counts.saved
+    return list(counts.nodes.values()), counts.saved
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ names = st.text(max_size=10)
 def profiles(draw):
     count = draw(st.integers(0, 4))
     nodes = tuple(
-        draw(st.builds(NodeCost, names, seconds, seconds, sizes, sizes, seconds, sizes, sizes, sizes, sizes))
+        draw(st.builds(NodeCost, names, seconds, seconds, sizes, sizes, seconds, sizes, sizes, sizes))
         for _ in range(count)
     )
     places = st.lists(st.integers(0, count - 1), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
@@ -125,6 +125,16 @@ def test_a_profile_is_what_was_saved(tmp_path_factory, profile):
     path = tmp_path_factory.mktemp("profiles") / "profile.json"
     profile.save(path)
     assert Profile.load(path) == profile
+
+
+def test_a_profile_of_version_2_loads_without_the_bytes_that_nothing_reads(tmp_path):
+    profile = Profile((NodeCost("linear", Seconds(1.0, 2.0), Seconds(), 4 * b, b, working_bytes=8 * b),), 1, b, "cpu")
+    document = _document(profile, tmp_path)
+    document["version"], document["nodes"][0]["temporary_bytes"] = 2, [0, 16]
+    (tmp_path / "old.json").write_text(json.dumps(document))
+    assert Profile.load(tmp_path / "old.json") == profile
+    document["version"] = 3
+    _refused(tmp_path, json.dumps(document), "expected the fields")
 
 
 class Model(nn.Module):
@@ -233,7 +243,7 @@ def test_files_of_another_kind_are_refused(tmp_path, content):
 
 
 CHANGES = [
-    (("version",), 1, "version 1, and this fxpipe reads version 2"),
+    (("version",), 1, "version 1, and this fxpipe reads versions 2 and 3"),
     (("micro_batch",), 0, "micro_batch: expected a whole number from 1"),
     (("micro_batch",), 1.0, "micro_batch"),
     (("micro_batch",), 10**400, "micro_batch"),

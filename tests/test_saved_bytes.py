@@ -15,7 +15,7 @@ from models import GPT, ResNet, TwoBranch, UNet
 from run_stages import Stages, leaves_of, sample, saved_by
 from torch import nn
 
-from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes, peak_of_stage
+from fxpipe.profiling.memory import GraphCounts, count_flops_and_bytes
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced, trace
 from fxpipe.tracing.fake_tensors import with_fake_tensors
@@ -280,53 +280,6 @@ def test_t5_of_transformers() -> None:
     ids = torch.randint(1, 50, (8, 6))
     kwargs = {"input_ids": ids, "decoder_input_ids": ids[:, :5], "use_cache": False}
     assert_exact(transformers.T5ForConditionalGeneration(config), kwargs=kwargs, sizes=(3,))
-
-
-# -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-
-def convolutions() -> nn.Module:
-    def block(inside: int, outside: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True))
-
-    return nn.Sequential(block(3, 64), block(64, 64), nn.MaxPool2d(2), block(64, 128), nn.Conv2d(128, 8, 1))
-
-
-def most_on_a_gpu(run: Callable[[], Any], own: list[torch.Tensor], _: list[Any]) -> tuple[Any, int]:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return run(), torch.cuda.max_memory_allocated() - before
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (convolutions, lambda n: torch.randn(n, 3, 128, 128)),
-        (lambda: GPT(vocabulary=500, width=256, layers=4, heads=4), lambda n: torch.randint(0, 500, (n, 32))),
-        (lambda: nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True), lambda n: torch.randn(n, 128, 256)),
-    ],
-    ids=["convolutions", "gpt", "encoder"],
-)
-@pytest.mark.parametrize("samples", [16, 32])
-def test_memory_of_a_stage_on_a_gpu(make: Callable[[], nn.Module], inputs: Any, samples: int) -> None:
-    """Counted on that GPU for 16 samples; a stage's forward takes what is said, within 5 %."""
-    device = torch.device("cuda")
-    model, x = make().to(device), inputs(samples).to(device)
-    traced = trace(model, (x,))
-    counts = counted(traced, [x], 16)
-    for starts in some_cuts(traced, 3):
-        ends = (*starts[1:], len(traced.nodes))
-        Stages(traced, starts, device).run(sample(traced, [x], samples), most_on_a_gpu)  # libraries take workspaces
-        taken = Stages(traced, starts, device).run(sample(traced, [x], samples), most_on_a_gpu)
-        for start, end, most in zip(starts, ends, taken, strict=True):
-            said = peak_of_stage(counts.storages, counts.temporaries, start, end, traced.batch, samples)[0]
-            received = sum(  # is there before the stage runs
-                number(s.bytes, traced, samples)
-                for s in counts.storages
-                if 0 <= s.maker < start and any(start <= p < end for p in (*s.users, *s.savers))
-            )
-            assert said - received == pytest.approx(most, rel=0.05, abs=2**16)
 
 
 def test_a_node_that_saves_a_storage_twice_saves_it_once():

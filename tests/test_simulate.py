@@ -197,7 +197,8 @@ def test_peaks_are_those_of_the_formulas_of_the_plan(name: str, mode: str) -> No
     assert [stage.bytes for stage in other.stages] == [stage.bytes for stage in made.stages]
     assert [stage.activation_bytes for stage in other.stages] == [stage.activation_bytes for stage in made.stages]
     found = fxpipe.simulate(planned(), schedule=name, checkpoint=mode)
-    for j, memory in enumerate(found.stage_memory):
+    assert len(found.memory) == len(made.stages)  # each stage has a device of its own
+    for j, memory in enumerate(found.memory):
         stage, parts = made.stages[j], memory.at_peak
         assert memory.peak == made.memory(j, b=made.micro_batch) == other.memory(j, b=made.micro_batch)
         assert parts.total == memory.peak

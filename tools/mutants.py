@@ -659,12 +659,6 @@ PARTITIONING = (
     ),
     Mutant(
         "partitioning/cutting.py",
-        "return bisect_right(self.starts, place) - 1",
-        "return bisect_right(self.starts, place)",
-        "test_partitioning.py::test_stage_of_each_place",
-    ),
-    Mutant(
-        "partitioning/cutting.py",
         "at = max((p for p, part",
         "at = min((p for p, part",
         "test_partitioning.py::test_cuts_by_hand",

@@ -86,7 +86,6 @@ class StageSite:
     may_recompute: bool = False  # may the stage recompute where it does not fit otherwise
     must_recompute: bool = False
     recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
-    overlaps: bool = False  # do transfers run beside computation
     state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter
 
 
@@ -102,8 +101,8 @@ class StageSite:
 # gradients go from a user to the next earlier user, and from the first one to the maker.
 #
 # What is received takes `latency + bytes / bytes_per_second`. The caller of the model is no stage: what goes to and
-# comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both, or the larger one
-# where transfers run beside computation.
+# comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both:
+# a device copies what it receives before it computes.
 #
 # **Memory.** For the time of a step a stage has
 #
@@ -146,13 +145,6 @@ def stage_loads(
     storages = flow_of_storage(chain)
     stages = enumerate(pairwise([*starts, len(chain)]))
     return tuple(_stage_load(chain, sites, j, start, end, recompute[j], storages) for j, (start, end) in stages)
-
-
-def stage_load(
-    chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool
-) -> StageLoad:
-    """The load of places `start` to `end - 1` on `sites[stage]`."""
-    return _stage_load(chain, sites, stage, start, end, recompute, flow_of_storage(chain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +241,6 @@ def _stage_load(
         returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
         transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
     work = [*forward, *backward, *(forward if recompute else ())]
-    seconds = max(math.fsum(work), math.fsum(transfers)) if site.overlaps else math.fsum(work + transfers)
 
     weights = [w for w in chain.weights if any_within(w.users, start, end)]
     parameters = [w.bytes for w in weights]
@@ -263,7 +254,7 @@ def _stage_load(
         math.fsum(backward),
         recompute,
         math.fsum(transfers),
-        seconds,
+        math.fsum(work + transfers),
         math.fsum(parameters),
         math.fsum(state),
         math.fsum(kept),

@@ -16,7 +16,6 @@ are forbidden, the nodes on both sides cannot be separated; a run of nodes that 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -38,12 +37,6 @@ class Partition:
     def bottleneck(self) -> float:
         """The largest cost of a stage."""
         return max(self.costs)
-
-    def stage_of(self, place: int) -> int:
-        """The stage of the node at `place`."""
-        if place < 0:
-            raise ArgumentError(f"place={place}: places count from 0")
-        return bisect_right(self.starts, place) - 1
 
     def __str__(self) -> str:
         total = math.fsum(self.costs)

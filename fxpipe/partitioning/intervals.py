@@ -59,20 +59,16 @@ class StageClock:
     With C the prefix sums of computation, A(s) all that crosses a cut at s and is used behind it, and G(e) all
     gradients that cross a cut at e, a stage takes C(e) - C(s) + A(s) + G(e) at most; and just that if nothing of it
     skips the stage. So nearly all ends that a limit allows are found by bisection among the ends sorted by C(e) + G(e);
-    only those that are past it and have something that skips the stage are looked at one by one. (Where transfers
-    overlap, C(e) - C(s) is one such test and A(s) + G(e) another.)
+    only those that are past it and have something that skips the stage are looked at one by one.
     """
 
-    def __init__(
-        self, work: list[int], arrivals: CutCrossings, gradients: CutCrossings, overlaps: bool, ends: Sequence[int]
-    ) -> None:
+    def __init__(self, work: list[int], arrivals: CutCrossings, gradients: CutCrossings, ends: Sequence[int]) -> None:
         n = len(work) - 1
         self.work = work  # prefix sums
-        self._arrivals, self._gradients, self._overlaps = arrivals, gradients, overlaps
+        self._arrivals, self._gradients = arrivals, gradients
         self._limit, self._found = -1, dict[int, int]()  # the last limit, and its ends by start
-        own = [0] * (n + 1) if overlaps else work
-        self._gain = [own[s] - arrivals.total(s) for s in range(n + 1)]
-        ranked = sorted((own[e] + gradients.total(e), e) for e in ends)
+        self._gain = [work[s] - arrivals.total(s) for s in range(n + 1)]
+        ranked = sorted((work[e] + gradients.total(e), e) for e in ends)
         self._costs, self._ranked = [cost for cost, _ in ranked], [e for _, e in ranked]
         blocks = (bits_of(self._ranked[i : i + ENDS_PER_BLOCK]) for i in range(0, len(ranked), ENDS_PER_BLOCK))
         self._blocks = list(accumulate(blocks, int.__or__, initial=0))
@@ -81,8 +77,7 @@ class StageClock:
     def seconds(self, start: int, end: int) -> int:
         work = self.work[end] - self.work[start]
         gradients = self._gradients.total(end) - self._gradients.before(end, start)
-        transfers = self._arrivals.before(start, end) + gradients
-        return max(work, transfers) if self._overlaps else work + transfers
+        return work + self._arrivals.before(start, end) + gradients
 
     def ends(self, start: int, limit: int) -> int:
         """The ends, as bits, of the stages from `start` that take `limit` at most."""
@@ -134,17 +129,15 @@ class StageClocks:
         self._sending: dict[Link | None, list[int]] = dict(zip(links, exact[2 * kinds :], strict=True))
         self._arrivals: dict[Link | None, CutCrossings] = {}
         self._gradients: dict[Link | None, CutCrossings] = {}
-        self._clocks: dict[tuple[int, bool, Link | None, Link | None, bool], StageClock] = {}
+        self._clocks: dict[tuple[int, bool, Link | None, Link | None], StageClock] = {}
 
     def clock(self, stage: int, recompute: bool) -> StageClock:
         site = self._sites[stage]
         following = self._sites[stage + 1].link if stage + 1 < len(self._sites) else None
-        key = (site.kind, recompute, site.link, following, site.overlaps)
+        key = (site.kind, recompute, site.link, following)
         if key not in self._clocks:
             work = self.work(stage, recompute)
-            self._clocks[key] = StageClock(
-                work, self._arriving(site.link), self._returning(following), site.overlaps, self._ends
-            )
+            self._clocks[key] = StageClock(work, self._arriving(site.link), self._returning(following), self._ends)
         return self._clocks[key]
 
     def work(self, stage: int, recompute: bool) -> list[int]:

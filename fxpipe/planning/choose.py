@@ -115,7 +115,7 @@ def _simulate_cut(
     ]
     demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
     schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)
-    return simulate_schedule(schedule, costs, transfers, overlaps=any(site.overlaps for site in case.sites))
+    return simulate_schedule(schedule, costs, transfers, overlaps=False)
 
 
 def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:

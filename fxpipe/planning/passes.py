@@ -206,12 +206,10 @@ def _profile_kinds(
 
 def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
     """Those of a micro-batch. Where these are to be chosen yet not a single one, which not every model takes."""
-    from fxpipe.tracing.verify.equivalence import holds_at_size
-
     samples = settings.largest_micro_batch(batch)
-    if "chunks" not in settings.left or (samples > 1 and holds_at_size(traced, samples)):
+    if "chunks" not in settings.left or (samples > 1 and traced.holds_at(samples)):
         return samples
-    others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and holds_at_size(traced, size))
+    others = (size for size in (2, -(-batch // 2), batch) if samples < size <= batch and traced.holds_at(size))
     return next(others, samples)
 
 

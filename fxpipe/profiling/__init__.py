@@ -131,7 +131,6 @@ def profile(
                 counted.flops,
                 counted.backward_flops,
                 counted.saved_bytes,
-                counted.temporary_bytes,
                 counted.working_bytes,
                 None if ran is None else work_of({size: nodes[node] for size, nodes in ran.items()}, micro_batch),
             )

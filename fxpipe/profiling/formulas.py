@@ -17,7 +17,6 @@ from fxpipe.profiling.profile_data import Seconds
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.tracing.verify.equivalence import holds_at_size
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
@@ -125,7 +124,7 @@ def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None
     larger = micro_batch + max(1, micro_batch // 2)
     good = (*(s for s in smaller if s > 1), larger, 2 * micro_batch, 1)
     for size in dict.fromkeys(good if wanted is None else (wanted, *good)):
-        if size != micro_batch and holds_at_size(traced, size):
+        if size != micro_batch and traced.holds_at(size):
             yield size
 
 

@@ -21,7 +21,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from itertools import accumulate
 from typing import Any
 
 import sympy
@@ -39,14 +38,12 @@ from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.tracing.verify.equivalence import holds_at_size, take_samples
+from fxpipe.tracing.verify.equivalence import take_samples
 
 # -- Memory that a stage needs for a moment, beside parameters, their gradients and what autograd keeps --------------
 #
-# Two answers to one question. `peak_of_stage` goes through the nodes of a stage, forward and backward, and says how
-# much memory is taken at most: exact as far as its figures are, but for one stage at a time. `working_bytes_of` is a
-# number for each node, whatever the cut, for planning; a stage is taken to need all that it saves and the most that one
-# of its nodes works on:
+# `working_bytes_of` is a number for each node, whatever the cut; a stage is taken to need all that it saves, and the
+# most that one of its nodes works on:
 #
 #     forward    what the node reads and returns, where nothing keeps it so far for backward, and its temporary
 #     backward   the gradients of these, and its temporary
@@ -65,7 +62,6 @@ class StorageLifetime:
     users: tuple[int, ...]  # places of the nodes that read it, ascending; the number of nodes: the model's output
     savers: tuple[int, ...] = ()  # places of the nodes whose backward needs it, ascending
     returns: bool = False  # does a gradient come back to it
-    writers: tuple[int, ...] = ()  # places of the nodes that write to it, ascending; a stage does so to a clone
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,64 +94,6 @@ def working_bytes_of(
         )
         for place, temporary in enumerate(temporaries)
     )
-
-
-def peak_of_stage(
-    storages: Sequence[StorageLifetime],
-    temporaries: Sequence[TemporaryBytes],
-    start: int,
-    stop: int,
-    batch: sympy.Symbol,
-    samples: int,
-) -> tuple[int, int]:
-    """Most bytes at one time of one micro-batch in the stage of the places `start` to `stop` - 1: forward, backward.
-
-    Counted are values (those that are sent until the end), what autograd keeps, gradients of values (those that come
-    from a later stage from the start on) and temporaries. What is received is there as long as forward runs, and if it
-    gets a gradient until the end of backward: it is a leaf, and autograd holds its leaves. Parameters, their gradients
-    and the inputs of the model are not counted.
-    """
-    ahead, back = _Level(start, stop), _Level(start, stop)
-    for s in storages:
-        savers, users = ([p for p in places if start <= p < stop] for places in (s.savers, s.users))
-        is_made = start <= s.maker < stop
-        if s.maker < 0 or not (is_made or savers or users):
-            continue
-        size = bytes_at(s.bytes, batch, samples)
-        first = s.maker if is_made else start
-        last = max((first, *users, *savers))
-        is_own = is_made or any(start <= p < stop for p in s.writers)  # or a clone of what is received
-        is_sent = is_own and any(p >= stop for p in s.users)
-        is_leaf = not is_made and s.returns
-        if not is_made:
-            ahead.add(size, start, stop - 1)
-        if is_leaf:
-            back.add(size, start, stop - 1)
-        if is_own:
-            ahead.add(size, first, stop - 1 if savers or is_sent else last)
-        if savers and (is_own or not is_leaf):
-            back.add(size, savers[0], stop - 1)
-        if s.returns:
-            back.add(size, first, stop - 1 if is_sent else last)
-    for place in range(start, stop):
-        ahead.add(bytes_at(temporaries[place].forward, batch, samples), place, place)
-        back.add(bytes_at(temporaries[place].backward, batch, samples), place, place)
-    return ahead.most(), back.most()
-
-
-class _Level:
-    """Bytes over the places of a stage."""
-
-    def __init__(self, start: int, stop: int):
-        self.start = start
-        self.change = [0] * (stop - start + 1)
-
-    def add(self, size: int, first: int, last: int) -> None:
-        self.change[first - self.start] += size
-        self.change[last + 1 - self.start] -= size
-
-    def most(self) -> int:
-        return max(accumulate(self.change))
 
 
 # -- sums of formulas --------------------------------------------------------------------------------------------------
@@ -210,7 +148,6 @@ class NodeCounts:
     flops: sympy.Expr
     backward_flops: sympy.Expr
     saved_bytes: sympy.Expr  # storages kept for backward that no node before it keeps; inputs of the model apart
-    temporary_bytes: sympy.Expr  # taken for a moment in forward, beside what it reads, returns and saves
     working_bytes: sympy.Expr  # see `working_bytes_of`
 
 
@@ -219,9 +156,7 @@ class GraphCounts:
     """Of a graph, for a micro-batch."""
 
     nodes: Mapping[fx.Node, NodeCounts]
-    storages: tuple[StorageLifetime, ...]  # all but the model's own
-    temporaries: tuple[TemporaryBytes, ...]  # by place
-    saved: tuple[SavedStorage, ...]  # of the storages those that autograd keeps
+    saved: tuple[SavedStorage, ...]  # storages that autograd keeps; the model's own are not among them
 
 
 def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int) -> GraphCounts:
@@ -260,13 +195,10 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
         formula(lambda p: p.flops),
         formula(lambda p: p.backward_flops),
         (sum_formulas(tuple(bytes)) for bytes in saved),
-        (t.forward for t in temporaries),
         working_bytes_of(storages, temporaries, traced.batch, samples),
     )
     return GraphCounts(
         dict(zip(effects.nodes, nodes, strict=True)),
-        storages,
-        temporaries,
         tuple(_saved_storage(*pair) for pair in zip(seen, storages, strict=True) if pair[0].savers),
     )
 
@@ -319,7 +251,7 @@ def _other_sizes(traced: Traced, samples: int) -> list[int]:
     ones take may all fit into the one page of memory that a library allots."""
     twice = [2 * samples] if 1 < samples <= 4 else []
     sizes = dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)])
-    return [size for size in sizes if size != samples and holds_at_size(traced, size)]
+    return [size for size in sizes if size != samples and traced.holds_at(size)]
 
 
 def _grows_unevenly(runs: Mapping[int, StorageObservations]) -> bool:
@@ -343,8 +275,7 @@ def _storage(
     if maker < 0 and seen.writers:
         maker = seen.writers[0]  # the stage that writes to an input does so to a clone
     formula = _storage_bytes(traced, seen, runs, samples)
-    users, savers, writers = (tuple(sorted(places)) for places in (seen.users, seen.savers, seen.writers))
-    return StorageLifetime(formula, maker, users, savers, seen.returns, writers)
+    return StorageLifetime(formula, maker, tuple(sorted(seen.users)), tuple(sorted(seen.savers)), seen.returns)
 
 
 def _saved_storage(seen: ObservedStorage, storage: StorageLifetime) -> SavedStorage:

@@ -140,10 +140,6 @@ class TimingRounds:
         self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
         self._alike = ValueReuse(self.traced, self.effects)
 
-    def run(self) -> None:
-        while self.round():
-            pass
-
     def round(self) -> bool:
         """One more round, if any node needs another sample; was there one?"""
         try:

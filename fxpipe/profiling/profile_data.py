@@ -59,8 +59,6 @@ class NodeCost:
     backward_flops: sympy.Expr = ZERO_FORMULA
     # storages kept for backward that no node before it keeps; see `SavedStorage`
     saved_bytes: sympy.Expr = ZERO_FORMULA
-    # held for a moment while it runs, beside what it reads, returns and saves
-    temporary_bytes: sympy.Expr = ZERO_FORMULA
     # held for a moment, forward or back, beside what is saved; see `working_bytes_of`
     working_bytes: sympy.Expr = ZERO_FORMULA
     work: NodeWork | None = None  # its operations; None: not known
@@ -94,7 +92,6 @@ class Profile:
             ArgumentError: a formula is no polynomial in the batch size, nor bounded by one.
             FileError: the file cannot be written.
         """
-
         save_profile(self, path)
 
     @classmethod
@@ -105,7 +102,6 @@ class Profile:
             ArgumentError: the file is no profile.
             OSError: it cannot be read.
         """
-
         return load_profile(path)
 
     @property
@@ -186,7 +182,7 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #     profile.save("profile.json")
 #     fxpipe.Profile.load("profile.json")
 #
-#     {"format": "fxpipe profile", "version": 1, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
+#     {"format": "fxpipe profile", "version": 3, "fingerprint": "5d2c...", "micro_batch": 4, "device": "cpu", ...,
 #      "operations": [{"dtype": "float32", "flops": [0, 200704], "moved": [1024, 2048]}, ...],
 #      "nodes": [{"name": "linear", "forward": [1e-06, 2.5e-05], ..., "output_bytes": [0, 100352], ...,
 #                 "work": [[0], [1, 2], [1]]}, ...],
@@ -198,7 +194,11 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 # piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another
 # graph.
 
-PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 2
+PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 3
+_READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
+    2: ("temporary_bytes",),
+    3: (),
+}
 
 _SECONDS = ("forward", "backward", "weight")
 _FORMULAS = (
@@ -207,7 +207,6 @@ _FORMULAS = (
     "flops",
     "backward_flops",
     "saved_bytes",
-    "temporary_bytes",
     "working_bytes",
 )
 _FIELDS = ("format", "version", "fingerprint", "micro_batch", "device", "estimated_for", "operations", "nodes", "saved")
@@ -299,8 +298,10 @@ def _parse_profile(document: Any) -> Profile:
     if not isinstance(document, dict) or document.get("format") != PROFILE_FORMAT:
         raise ArgumentError(f"it does not say that its format is {PROFILE_FORMAT!r}")
     version = document.get("version")
-    if type(version) is not int or version != PROFILE_VERSION:
-        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads version {PROFILE_VERSION}")
+    if type(version) is not int or version not in _READ_VERSIONS:
+        versions = " and ".join(map(str, _READ_VERSIONS))
+        raise ArgumentError(f"it has version {_short(version)}, and this fxpipe reads versions {versions}")
+    unread = _READ_VERSIONS[version]
     fields = _parse_fields(document, _FIELDS, "the profile")
     batch = sympy.Symbol("b", integer=True, positive=True)
     micro_batch = _parse_count(fields["micro_batch"], "micro_batch", 1)
@@ -309,7 +310,7 @@ def _parse_profile(document: Any) -> Profile:
         for place, one in enumerate(_parse_list(fields["operations"], "operations"))
     ]
     nodes = tuple(
-        _parse_node_cost(node, batch, micro_batch, operations, f"nodes[{place}]")
+        _parse_node_cost(node, batch, micro_batch, operations, unread, f"nodes[{place}]")
         for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
@@ -342,9 +343,14 @@ def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> Node
 
 
 def _parse_node_cost(
-    value: Any, batch: sympy.Symbol, samples: int, operations: Sequence[Operation], where: str
+    value: Any,
+    batch: sympy.Symbol,
+    samples: int,
+    operations: Sequence[Operation],
+    unread: Sequence[str],
+    where: str,
 ) -> NodeCost:
-    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, "work"), where)
+    fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work"), where)
     seconds = {key: _parse_seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
     formulas = {key: _parse_formula(fields[key], batch, samples, f"{where}.{key}") for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")

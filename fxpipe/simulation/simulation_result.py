@@ -230,14 +230,6 @@ class Simulation(TimelineMixin):
         return tuple(memory_timeline_of(found, self.stages) for found in spans)
 
     @property
-    def stage_memory(self) -> tuple[MemoryTimeline, ...]:
-        """For each stage the bytes in use over time."""
-        spans: list[list[Span]] = [[] for _ in self.stages]
-        for span in self.spans:
-            spans[span.action.stage].append(span)
-        return tuple(memory_timeline_of(found, self.stages) for found in spans)
-
-    @property
     def fits(self) -> tuple[bool | None, ...]:
         """For each device whether it has the memory that it takes; None where no limit is known."""
         return tuple(

@@ -26,7 +26,6 @@ from fxpipe.plans.simulate_plan import vary_plan
 from fxpipe.scheduling import is_searched, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.simulation.costs import stage_times_of
-from fxpipe.tracing.verify.equivalence import holds_at_size
 from fxpipe.tuning.candidates import Candidate
 
 CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
@@ -126,7 +125,7 @@ class ModelPlans:
         settings = self.settings
         samples = -(-self.studied.batch // min(candidate.chunks, self.studied.batch))
         for size in {samples, self.studied.batch // min(candidate.chunks, self.studied.batch)}:
-            if not holds_at_size(self.studied.traced, size):
+            if not self.studied.traced.holds_at(size):
                 raise ArgumentError(f"micro-batches of {size} run another graph")
         placement = self._placement(candidate)
         return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)

@@ -29,7 +29,6 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.tracing.strategies import TracerOption
-from fxpipe.tracing.verify.equivalence import holds_at_size
 from fxpipe.tuning.candidate_plans import ModelPlans, PlanVariants, memory_limits_of, with_memory_limits
 from fxpipe.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.tuning.candidates import (
@@ -254,7 +253,7 @@ def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -
 def _for_batch_size(studied: ProfiledModel, size: int | None) -> ProfiledModel:
     if size is None or size == studied.batch:
         return studied
-    if not holds_at_size(studied.traced, size):
+    if not studied.traced.holds_at(size):
         raise ArgumentError(
             f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
             f"example of {studied.batch}: give example_args of {size} samples"

@@ -1,7 +1,7 @@
 """The colours of pictures, which also those tell apart who see no red, no green or no blue, and who print in grey.
 
 The colours of kinds of actions go from Okabe and Ito ("Color Universal Design", 2008), moved apart in lightness: that
-is the difference that every eye sees. `CATEGORIES` are theirs as they are, without the yellow, which no line can have.
+is the difference that every eye sees.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ MEMORY_COLOURS = {  # what stays throughout a step, in greys; what comes and goe
     "working": "#a23f8c",
 }
 
-CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#555555")
 RAMP = ("#a6d3ef", "#6fbdf0", "#0a5c99", "#0b2239")  # from the first of many to the last
 
 
@@ -81,7 +80,6 @@ def _linear_light(value: float) -> float:
 # same ones, and what else a browser may take is narrower: so a text that fits by these widths is never cut.
 
 FONTS = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")  # the first that is there draws
-MONOSPACE_FONTS = ("DejaVu Sans Mono", "Menlo", "Consolas", "monospace")
 
 # Of the printable characters of ASCII, from the space on, in hundredths of the size of the letters.
 REGULAR_WIDTHS = (

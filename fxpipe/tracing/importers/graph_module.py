@@ -27,7 +27,7 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import is_faked
-from fxpipe.tracing.interpreter import copy_of_input
+from fxpipe.tracing.interpreter import NodeValues, copy_of_input
 from fxpipe.tracing.model_state import container_tensors, equal_tensors, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.module_hooks import user_hooks_of
@@ -37,8 +37,6 @@ from fxpipe.tracing.source_lines import UNKNOWN_LINE, line_in_stack
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.imported_graph_check import check_imported_graph
 from fxpipe.utils.pytree import preserve_objects
-
-GraphValues = dict[fx.Node, Any]
 
 # What is only there to fail: the pipeline has its own checks of sizes.
 _ASSERTIONS = frozenset(
@@ -143,7 +141,7 @@ def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) ->
     return found
 
 
-def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: GraphValues, named: Callable[[str], Any]) -> Any:
+def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
     """Runs `graph` node by node under `recorder`; the argument of its output node.
 
     Args:
@@ -182,7 +180,7 @@ def attribute_getter(module: nn.Module) -> Callable[[str], Any]:
     return lambda name: operator.attrgetter(name)(module)
 
 
-def _run_node(recorder: Recorder, node: fx.Node, values: GraphValues, named: Callable[[str], Any]) -> Any:
+def _run_node(recorder: Recorder, node: fx.Node, values: NodeValues, named: Callable[[str], Any]) -> Any:
     if node.op == "get_attr":
         return named(str(node.target))
     args, kwargs = _with_values(node.args, values), _with_values(node.kwargs, values)
@@ -216,7 +214,7 @@ def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dic
         )
 
 
-def _with_values(value: Any, values: GraphValues) -> Any:
+def _with_values(value: Any, values: NodeValues) -> Any:
     """Arguments with nodes replaced; fx's immutable containers become plain ones."""
     if isinstance(value, fx.Node):
         return values[value]

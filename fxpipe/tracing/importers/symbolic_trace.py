@@ -22,7 +22,6 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
 from fxpipe.tracing.cache_key import module_flags
 from fxpipe.tracing.importers.graph_module import (
-    GraphValues,
     attribute_getter,
     node_origin,
     raise_model_errors,
@@ -30,6 +29,7 @@ from fxpipe.tracing.importers.graph_module import (
     refuse_module_hooks,
     run_imported_graph,
 )
+from fxpipe.tracing.interpreter import NodeValues
 from fxpipe.tracing.model_state import preserve_state, slots_of, without_gradients
 from fxpipe.tracing.record.module_hooks import original_module
 from fxpipe.tracing.record.patches import PATCH_TURN
@@ -246,7 +246,7 @@ class _GraphRunner:
 
     def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        values: GraphValues = {}
+        values: NodeValues = {}
         leaves = pytree.tree_leaves((args, kwargs))
         if getattr(self.graph._codegen, "pytree_info", None) is not None and len(leaves) == len(placeholders):
             values.update(zip(placeholders, leaves, strict=True))  # a graph of export's: its inputs are leaves

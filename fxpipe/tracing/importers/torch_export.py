@@ -24,13 +24,13 @@ from torch.utils import _pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.errors import TraceError
 from fxpipe.tracing.importers.graph_module import (
-    GraphValues,
     attribute_getter,
     raise_model_errors,
     record_imported,
     refuse_module_hooks,
     run_imported_graph,
 )
+from fxpipe.tracing.interpreter import NodeValues
 from fxpipe.tracing.model_state import Slot, preserve_state, without_gradients
 from fxpipe.tracing.record.patches import PATCH_TURN
 from fxpipe.tracing.record.record_model import input_leaves
@@ -232,7 +232,7 @@ class _ProgramRunner:
 
     def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
         given = iter(self._leaves(args, kwargs))
-        values: GraphValues = {}
+        values: NodeValues = {}
         for node, spec in self.inputs:
             values[node] = next(given) if spec.kind is InputKind.USER_INPUT else self._kept(spec)
         outputs = run_imported_graph(recorder, self.program.graph, values, attribute_getter(self.program.graph_module))

@@ -29,7 +29,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import batch_dependent_nodes
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.deterministic_run import ComparedOutputs, can_run_deterministically, run_deterministically
 from fxpipe.tracing.verify.effects import Effects
-from fxpipe.tracing.verify.equivalence import holds_at_size, is_close, take_samples
+from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
 
 # Samples that tell what many would: of two, rows that go round by two (`x.roll(2, 0)`) stay where they are. If they do
@@ -78,7 +78,7 @@ def _few_samples_agree(traced: Traced, asked: ComparedOutputs, leaves: Sequence[
     Raises:
         ArgumentError: rows are in another order than the samples.
     """
-    if not all(holds_at_size(traced, size) for size in (1, 2, FEW_SAMPLES)):
+    if not all(traced.holds_at(size) for size in (1, 2, FEW_SAMPLES)):
         return False
     run = functools.partial(_run_samples, traced, asked, leaves)
     whole = run((0, FEW_SAMPLES), expected=FEW_SAMPLES)
@@ -117,7 +117,7 @@ def _compare_all_samples(traced: Traced, asked: ComparedOutputs, leaves: Sequenc
     comes first."""
     cut = 1 << (batch - 1).bit_length() - 1  # samples that belong together by two or four stay together
     excuse_sizes(traced, leaves, {cut, batch - cut})
-    if not all(holds_at_size(traced, size) for size in (batch, cut, batch - cut)):
+    if not all(traced.holds_at(size) for size in (batch, cut, batch - cut)):
         return
     run = functools.partial(_run_samples, traced, asked, leaves)
     runs = _complete_runs(run((0, batch)), run((0, cut)), run((cut, batch)))

@@ -95,7 +95,7 @@ def check_against_model(
     example = traced.recorded_samples or batch
     others = (*sorted(smaller, reverse=True), *((batch + 1, 2 * batch) if example == batch else ()))
     seed = torch.default_generator.initial_seed() % 2**31
-    if traced.recorded_samples is not None and not holds_at_size(traced, batch):
+    if traced.recorded_samples is not None and not traced.holds_at(batch):
         raise TraceError("forward does something else with all samples than with a part of them")
     watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
     refused = set[int]()
@@ -103,7 +103,7 @@ def check_against_model(
         tuple[int, list[Any], RunResult | None, Calls | None]
     ] = []  # size, samples, what the model makes of them
     for size in dict.fromkeys((example, *others) if example == batch else (*others, example)):
-        if (size > batch + 1 and len(wanted) > 1) or not holds_at_size(traced, size):
+        if (size > batch + 1 and len(wanted) > 1) or not traced.holds_at(size):
             continue
         sample = sample_within_guards(traced, leaves, size, batch, seed)
         if sample is None and size == example:
@@ -232,10 +232,6 @@ def sample_within_guards(traced: Traced, leaves: Sequence[Any], size: int, batch
                     watch_seeded(traced, sample, seed)
                 return sample
     return None
-
-
-def holds_at_size(traced: Traced, size: int) -> bool:
-    return traced.holds_at(size)
 
 
 def watch_seeded(

@@ -31,7 +31,7 @@ from fxpipe.tracing.print_calls import mute_repeated_prints
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.deterministic_run import can_run_deterministically, run_deterministically
-from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, holds_at_size, is_close, take_samples
+from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_close, take_samples
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
@@ -245,7 +245,7 @@ def _first_size_line(traced: Traced) -> str:
 
 def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:
     """Whether micro-batches of these sizes are the graph's, as far as inputs and model have values to see it by."""
-    if not all(holds_at_size(traced, size) for size in sizes):
+    if not all(traced.holds_at(size) for size in sizes):
         return False
     with _checking_mode(traced, args, kwargs) as leaves:
         return is_faked() or all(agrees_at_size(traced, leaves, size) for size in sizes)

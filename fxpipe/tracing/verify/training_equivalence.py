@@ -46,7 +46,6 @@ from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Ended, observe_run
 from fxpipe.tracing.verify.equivalence import (
-    holds_at_size,
     is_close,
     run_model,
     sample_within_guards,
@@ -224,7 +223,7 @@ def check_training_equivalence(
     seed = torch.default_generator.initial_seed() % 2**31
     for size in sorted(sizes, key=lambda size: (size < FEWEST_SAMPLES, size)):
         calls = (begun or {}).get(size)
-        if calls is None and holds_at_size(traced, size) and all(r.holds(size) for r in traced.mini_batch_conditions):
+        if calls is None and traced.holds_at(size) and all(r.holds(size) for r in traced.mini_batch_conditions):
             sample = sample_within_guards(traced, leaves, size, batch, seed)
             if sample is not None:
                 calls = _begin(traced, leaves, size, sample)
