@@ -440,7 +440,7 @@ def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
         optimal_partition(row(1.0, 1.0), [StageSite(memory=1.0)] * 3)
     assert not isinstance(caught.value, MemoryLimitError)
     with pytest.raises(PartitionError, match="some is out of order"):
-        optimal_partition(row(1.0, 1.0, low=(1, 0), high=(1, 0)), [StageSite()] * 2)
+        optimal_partition(row(1.0, 1.0, first_stages=(1, 0), last_stages=(1, 0)), [StageSite()] * 2)
 
 
 def test_a_cut_is_data() -> None:
