@@ -50,5 +50,9 @@ class StateError(FxpipeError, RuntimeError):
     """The pipe is in no state for what was asked: it is closed, its backward has run, a step is running."""
 
 
+class TorchVersionError(FxpipeError, ImportError):
+    """This version of torch lacks something that fxpipe needs."""
+
+
 class InternalError(FxpipeError, RuntimeError):
     """A rule that fxpipe keeps for itself was broken: a bug in fxpipe, please report it."""

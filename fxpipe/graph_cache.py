@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
@@ -26,7 +27,6 @@ from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, microba
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
-from fxpipe.tracing.cache_key import module_flags
 from fxpipe.tracing.fake_tensors import names_without_values
 from fxpipe.tracing.print_calls import warn_of_prints
 from fxpipe.tracing.record.record_model import input_leaves

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from fxpipe._torch.module_internals import share_tensors
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
@@ -84,8 +85,7 @@ class Pipeline(nn.Module):
         own = self.__dict__
         own["_model"] = model  # not a child: its children are this module's own
         super().__init__()
-        own["_parameters"], own["_buffers"], own["_modules"] = model._parameters, model._buffers, model._modules
-        own["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        share_tensors(self, model)
         own["_fxpipe"] = PipelineState(model, settings, given, driver or executor_for(settings.workers))
 
     # -- running -----------------------------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Pipeline(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_parameters" in self.__dict__:  # not while nn.Module sets itself up
+        if "_fxpipe" in self.__dict__:  # not while nn.Module sets itself up
             self.model.training = mode
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,34 @@
-"""Graphs of autograd: where they end, and where there is no way back."""
+"""Graphs of autograd: where they begin and end, and where there is no way back.
+
+Versions and views of tensors, hooks on leaves and what nodes know of their inputs are required, and the same from torch
+2.11 to 2.14. Optional are the engine called directly (`torch.autograd.grad` does the same in more time), the classes of
+nodes in C (the public ways take longer), and which run of backward calls a hook.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.autograd.variable import Variable
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+from fxpipe._torch.versions import missing_name, optional_name, require_attributes, required_names
+from fxpipe.errors import InternalError
+
+require_attributes(torch.Tensor, "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks")
+with required_names():
+    _get_tracing_state: Any = torch._C._get_tracing_state
+require_attributes(forward_ad, "_current_level")
+
+_engine: Any = optional_name("torch.autograd.variable", "Variable._execution_engine")
+_AccumulateGrad: Any = optional_name("torch", "_C._functions.AccumulateGrad")
+_PythonNode: Any = optional_name("torch", "_C._FunctionBase")
+_current_graph_task_id: Any = optional_name("torch", "_C._current_graph_task_id")
+_DelayedError: Any = optional_name("torch", "_C._functions.DelayedError")
 
 
 def has_no_way_back(error: RuntimeError) -> bool:
@@ -34,14 +52,31 @@ def gradients_of(
     And not `.backward()`: AccumulateGrad would give each gradient the strides of its leaf, and the next kernel other
     bits.
     """
-    ends, starts, engine = tuple(roots), tuple(inputs), Variable._execution_engine
-    return engine.run_backward(ends, tuple(gradients), keep_graph, False, starts, True, accumulate_grad=False)
+    ends, starts = tuple(roots), tuple(inputs)
+    if _engine is None:
+        return torch.autograd.grad(ends, starts, tuple(gradients), retain_graph=keep_graph, allow_unused=True)
+    found: tuple[torch.Tensor | None, ...] = _engine.run_backward(
+        ends, tuple(gradients), keep_graph, False, starts, True, accumulate_grad=False
+    )
+    return found
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Has autograd call `function` when the backward that runs in this thread has ended well.
+
+    Raises:
+        TorchVersionError: torch has no engine that takes such calls.
+    """
+    if _engine is None or not hasattr(_engine, "queue_callback"):
+        raise missing_name("Variable._execution_engine has no attribute 'queue_callback'")
+    _engine.queue_callback(function)
 
 
 def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
     """`get_gradient_edge`, in a third of the time where a function of torch has made the tensor."""
     node = tensor.grad_fn
-    if node is None or isinstance(node, torch._C._FunctionBase):  # a leaf; or a node in Python, which owns no graph
+    # A leaf; or a node in Python, which owns no graph; or torch does not tell which nodes these are.
+    if node is None or _PythonNode is None or isinstance(node, _PythonNode):
         return get_gradient_edge(tensor)
     return GradientEdge(node, tensor.output_nr)
 
@@ -50,7 +85,26 @@ def takes_gradient(tensor: torch.Tensor) -> bool:
     """Does a gradient go in at a tensor? A view made without gradients says that it requires grad if its base does."""
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return tensor.requires_grad
-    return not (tensor._is_view() and tensor._base is not None and tensor._base.requires_grad)
+    return not (tensor._base is not None and tensor._base.requires_grad)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that one is a view of, as autograd sees it."""
+    return tensor._base
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or a view of its memory, has been written to. Inference tensors have none and raise."""
+    return tensor._version
+
+
+def has_gradient_hooks(leaf: Any) -> bool:
+    """Does autograd call somebody when it hands out the gradient of this leaf?"""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def _is_leaf_node(node: Any) -> bool:
+    return hasattr(node, "variable") if _AccumulateGrad is None else type(node) is _AccumulateGrad
 
 
 def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -63,7 +117,7 @@ def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
         if node in seen:
             continue
         seen.add(node)
-        if type(node) is _AccumulateGrad:  # a leaf has one, and it leads no further
+        if _is_leaf_node(node):  # a leaf has one, and it leads no further
             found.append(node.variable)
         else:
             for below, _ in node.next_functions:
@@ -82,3 +136,99 @@ def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for leaf, own in hooks:
             leaf._backward_hooks = own
+
+
+# -- where a graph begins --------------------------------------------------------------------------------------------
+
+_ENTRY_MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
+
+
+class _GraphEntry(torch.autograd.Function):
+    """A node whose outputs are its inputs, and which no backward goes past; in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise InternalError(_ENTRY_MESSAGE.decode())
+
+
+def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The same tensors as outputs of one node that keeps nothing and that no backward goes past; one requires grad.
+
+    To torch the node is the guard behind derivatives that exist once only. Where torch has none, an autograd.Function
+    does the same in three times the time.
+    """
+    if _DelayedError is None:
+        outputs: Sequence[torch.Tensor] = _GraphEntry.apply(*tensors)
+    else:
+        outputs = _DelayedError(_ENTRY_MESSAGE, len(tensors))(*tensors)
+    return outputs
+
+
+# -- what nodes know -------------------------------------------------------------------------------------------------
+
+
+def output_shape(node: Any, number: int) -> torch.Size | None:
+    """The shape of an output of the function that `node` goes back through; None where it has no such output.
+
+    Raises:
+        TorchVersionError: nodes no longer tell.
+    """
+    try:
+        outputs = node._input_metadata  # inputs of the node: gradients of those outputs
+    except AttributeError as error:
+        raise missing_name(str(error)) from error
+    return outputs[number].shape if number < len(outputs) else None
+
+
+def saved_reduction(node: Any) -> int | None:
+    """The `reduction` that the loss function behind a node was given, as torch's number; None where it takes none."""
+    _require_saved_reduction()
+    reduction: int | None = getattr(node, "_saved_reduction", None)
+    return reduction
+
+
+def saved_total_weight(node: Any) -> torch.Tensor:
+    """What the mean of `nll_loss` divides by."""
+    weight: torch.Tensor = node._saved_total_weight
+    return weight
+
+
+@functools.cache
+def _require_saved_reduction() -> None:
+    """Other nodes have no reduction, so that a renamed one would go unseen: the class of one that has it is asked."""
+    with required_names():
+        functions: Any = torch._C._functions
+        require_attributes(functions.NllLossBackward0, "_saved_reduction", "_saved_total_weight")
+
+
+def saved_names(node: Any) -> list[str]:
+    """The attributes of a node in which autograd keeps what its backward needs."""
+    return [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
+
+
+def forward_class_of(node: Any) -> type[torch.autograd.Function]:
+    """The class of the `autograd.Function` that a node in Python goes back through."""
+    function: type[torch.autograd.Function] = type(node)._forward_cls
+    return function
+
+
+# -- what is at work around a call -----------------------------------------------------------------------------------
+
+
+def backward_id() -> int:
+    """Which run of backward calls a hook; always the same where torch does not tell."""
+    return 0 if _current_graph_task_id is None else int(_current_graph_task_id())
+
+
+def is_jit_tracing() -> bool:
+    """Is `torch.jit.trace` at work in this thread?"""
+    return _get_tracing_state() is not None
+
+
+def is_in_forward_mode() -> bool:
+    """Is this within `torch.autograd.forward_ad.dual_level`?"""
+    return forward_ad._current_level >= 0

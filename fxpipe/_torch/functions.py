@@ -7,19 +7,22 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
+
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import own_children
+from fxpipe._torch.operators import OpOverload, schema_of
 
 
 def opname(target: Any) -> str:
     """The name of a function; that of an overload (`aten.add.Tensor`) without the overload's."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target._opname)
     return str(getattr(target, "__name__", target))
 
 
-def overload_writes(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments that an overload writes to, as its schema says."""
-    for place, argument in enumerate(overload._schema.arguments):
+    for place, argument in enumerate(schema_of(overload).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
@@ -29,7 +32,7 @@ def overload_writes(overload: torch._ops.OpOverload, args: tuple[Any, ...], kwar
 
 def is_torch_nn_leaf(module: nn.Module) -> bool:
     """Is it a module of torch.nn that computes by itself?"""
-    return type(module).__module__.startswith("torch.nn.") and not module._modules
+    return type(module).__module__.startswith("torch.nn.") and not own_children(module)
 
 
 def label_of(path: str, name: str, args: tuple[Any, ...], is_all_of_module: bool) -> str:

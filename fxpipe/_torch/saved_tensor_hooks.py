@@ -6,6 +6,8 @@ trace a model, which may ask what requires grad.
 
 `torch.func` refuses such hooks. It occurs only in Python that runs as it is; there they are taken off, and what that
 saves lives as long as the graph, which is to the end of F. That is no more than R needs.
+
+The stack of such hooks in a thread is required, and has been the same from torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -15,13 +17,14 @@ import functools
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from fxpipe._torch.versions import required_names
 from fxpipe.errors import InternalError
 
 
@@ -59,7 +62,29 @@ _NOTHING = contextlib.nullcontext()
 # Functions in C, and what torch has of its own in Python: none of them goes back through anything.
 _BUILTIN_TYPES = (str, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _TORCH_MODULES = ("torch._tensor", "torch.functional", "torch.nn.functional")
-_autograd: Any = torch._C._autograd
+
+SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack, unpack
+with required_names():
+    _is_enabled: Any = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+    _top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    _pop: Any = torch._C._autograd._pop_saved_tensors_default_hooks
+    _push: Any = torch._C._autograd._push_saved_tensors_default_hooks
+
+
+def current_hooks() -> SavedTensorHooks | None:
+    """The innermost hooks on saved tensors of this thread, which alone count."""
+    hooks: SavedTensorHooks | None = _top(False)
+    return hooks
+
+
+@contextlib.contextmanager
+def hooks_suspended() -> Iterator[None]:
+    """A block of this thread without hooks on saved tensors."""
+    with contextlib.ExitStack() as stack:
+        while (hooks := _top(False)) is not None:
+            _pop()
+            stack.callback(_push, *hooks)
+        yield
 
 
 def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextManager[Any]:
@@ -68,9 +93,9 @@ def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextMan
     For they may go back through what they have done. And hooks of the user's, of which the innermost count, stay.
     """
     is_of_torch = isinstance(function, _BUILTIN_TYPES) or getattr(function, "__module__", "") in _TORCH_MODULES
-    if not (is_of_torch and _autograd._saved_tensors_hooks_is_enabled()):
+    if not (is_of_torch and _is_enabled()):
         return _NOTHING
-    return _NOTHING if _autograd._top_saved_tensors_default_hooks(False) else block
+    return _NOTHING if _top(False) else block
 
 
 def is_hooks_error(error: BaseException | None) -> bool:

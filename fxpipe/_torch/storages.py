@@ -1,12 +1,25 @@
-"""Storages, told apart for as long as one likes: an address would name another one after the first is gone."""
+"""Storages, told apart for as long as one likes: an address would name another one after the first is gone.
+
+The number of a storage (`_cdata`) and the parts of a sparse tensor are required, and the same from torch 2.11 to 2.14.
+To get a storage back from a weak reference is optional.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxpipe._torch.dispatch_modes import is_traceable_wrapper_subclass
+from fxpipe._torch.versions import optional_name, require_attributes
+
+require_attributes(torch.UntypedStorage, "_cdata")
+require_attributes(torch.Tensor, "_indices", "_values")  # also of tensors that are not coalesced
+
+# The storage of a StorageWeakRef's `cdata`, or None where it is gone; is None itself where torch has no such function.
+storage_of_weak_reference: Any = optional_name("torch", "UntypedStorage._new_with_weak_ptr")
 
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),
@@ -27,6 +40,17 @@ def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     else:
         for part in _SPARSE_PARTS.get(tensor.layout, ()):
             yield from storages_of(getattr(tensor, part)())
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Names the storage of a strided tensor while it lives; tensors that share memory share it."""
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices and the values of a COO tensor, which need not be coalesced."""
+    return tensor._indices(), tensor._values()
 
 
 class StorageNumbers:

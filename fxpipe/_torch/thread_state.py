@@ -11,13 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from fxpipe._torch.versions import optional_name
+
 AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")  # torch 2.11 to 2.14
+
+
+def _is_known_autocast_enabled() -> bool:
+    return any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES))
+
+
+# Is autocast on in this thread, for whatever device? Without a function of torch's for it, for those of a pipe.
+is_any_autocast_enabled: Callable[[], bool] = _is_any_autocast_enabled or _is_known_autocast_enabled
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.storages import storage_address, storage_of_weak_reference
 from fxpipe.tracing.tensors import tensors_in
 
 DRAWN_NUMBERS = 1 << 16  # numbers of a tensor that are drawn
@@ -35,7 +36,7 @@ class _PendingDraw:
 
     def fill(self) -> None:
         """Draws, if the storage is still there."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        storage = storage_of_weak_reference(self.storage.cdata)
         if storage is not None:
             flat = torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, 0, (self.numbers,), (1,))
             self.function(flat[:DRAWN_NUMBERS], *self.args, **self.kwargs)
@@ -73,7 +74,7 @@ class RepeatedRandomWeights(TorchDispatchMode):
 
     def _fill(self, tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
-            draw = self._waiting.pop(tensor.untyped_storage()._cdata, None)
+            draw = self._waiting.pop(storage_address(tensor), None)
             if draw is not None:
                 draw.fill()
 
@@ -81,5 +82,7 @@ class RepeatedRandomWeights(TorchDispatchMode):
 def _can_wait(tensor: torch.Tensor) -> bool:
     """Is it large, and all of its storage?"""
     if tensor.device.type != "cpu" or tensor.numel() <= DRAWN_NUMBERS or not tensor.is_contiguous():
+        return False
+    if storage_of_weak_reference is None:  # it could not be found again
         return False
     return tensor.untyped_storage().nbytes() == tensor.nbytes

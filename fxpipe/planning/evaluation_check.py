@@ -71,8 +71,7 @@ def refusal_of_evaluation(
 
 def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a recording on few samples shows nothing for which evaluation would be refused."""
-    from torch.utils import _pytree as pytree
-
+    from fxpipe._torch import torch_pytree as pytree
     from fxpipe.tracing import trace_unverified
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.verify.equivalence import slice_samples

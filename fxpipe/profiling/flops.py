@@ -15,16 +15,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from fxpipe._torch.operators import attention_on_cpu
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.profiling.formulas import fit_polynomial as through
 from fxpipe.utils.polynomial import Polynomial, polynomial_of
 
 _aten = torch.ops.aten
 
-_SAME_WORK = {  # operations without a formula -> those that have it
-    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
-}
+_SAME_WORK = attention_on_cpu()  # operations without a formula -> those that have it
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import PLAIN_TYPES
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS
 from fxpipe.tracing.shapes.node_cache import function_key
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects

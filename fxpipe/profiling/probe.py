@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import has_no_way_back
+from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.flops import operation_flops

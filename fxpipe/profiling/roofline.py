@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import has_no_way_back
+from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe._torch.operators import schema_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
@@ -315,7 +316,7 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """The arguments that an operation writes to."""
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name) if argument.kwarg_only or place >= len(args) else args[place]
             yield from _tensors_of(value)

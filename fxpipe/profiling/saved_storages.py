@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.autograd import saved_names, version_of
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.node_kinds import NodeKinds
@@ -305,9 +306,8 @@ def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterato
             continue
         seen.add(function)
         waiting += [following for following, _ in function.next_functions]
-        for name in dir(function):
-            if name.startswith("_saved_") or name == "saved_tensors":
-                yield from tensors_in(getattr(function, name))
+        for name in saved_names(function):
+            yield from tensors_in(getattr(function, name))
 
 
 def _unpack(token: _SavedToken) -> torch.Tensor:
@@ -316,4 +316,4 @@ def _unpack(token: _SavedToken) -> torch.Tensor:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return -1 if tensor.is_inference() else version_of(tensor)

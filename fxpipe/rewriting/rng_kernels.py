@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import _VF, Generator, Tensor
+from torch import Generator, Tensor
+
+from fxpipe._torch.operators import RNN_FUNCTIONS, safe_softmax
 
 # What a generator of one's own is given to: (generator, *arguments of the function) -> its result.
 RngKernel = Callable[..., Any]
@@ -85,6 +87,8 @@ def attention(
     high = query.dtype in (torch.float32, torch.float64)  # others are computed in float32, and cast between the steps
     if not high or enable_gqa or not 0 < dropout_p < 1 or (scale or 1) <= 0 or torch.is_autocast_enabled("cpu"):
         return NotImplemented
+    if safe_softmax is None:
+        return NotImplemented
     mask = attn_mask
     if is_causal:
         mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
@@ -94,7 +98,7 @@ def attention(
     weights = torch.matmul(query * root, key.transpose(-2, -1) * root)
     if mask is not None:
         weights.add_(mask)
-    return torch.matmul(dropout(generator, torch._safe_softmax(weights, -1), dropout_p), value)
+    return torch.matmul(dropout(generator, safe_softmax(weights, -1), dropout_p), value)
 
 
 def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +164,7 @@ def _gumbel_softmax(
 
 
 _RECURRENT = (
-    *(_VF.lstm, _VF.gru, _VF.rnn_tanh, _VF.rnn_relu),
+    *RNN_FUNCTIONS,
     *(_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input),
 )
 RNG_KERNELS: dict[Any, RngKernel] = {

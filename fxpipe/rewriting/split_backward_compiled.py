@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
+from fxpipe._torch.autograd import version_of
 from fxpipe.rewriting.program import Stage
 from fxpipe.rewriting.split_backward import SplitOperation, SplittableNode, splittable_nodes, stage_parameters
 from fxpipe.rewriting.weight_gradients import (
@@ -215,7 +216,7 @@ def _weight_gradient_task(
     wants_w, wants_b = wants[0], len(wants) > 1 and wants[1]
     bare = [tape.detached(name, weight) for name, weight in zip(names, weights, strict=True)]
     w, b = bare[0], bare[1] if len(bare) > 1 else None
-    version = 0 if x is None else x._version
+    version = 0 if x is None else version_of(x)
 
     def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         if x is not None:

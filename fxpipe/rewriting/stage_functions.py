@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fxpipe._torch.autograd import version_of
 from fxpipe.errors import StateError
 
 T = TypeVar("T")
@@ -58,9 +59,9 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
     @functools.wraps(function)
     def call(given: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
         read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
-        versions = [tensor._version for tensor in read]
+        versions = [version_of(tensor) for tensor in read]
         result = function(given, values)
-        if any(tensor._version != version for tensor, version in zip(read, versions, strict=True)):
+        if any(version_of(tensor) != version for tensor, version in zip(read, versions, strict=True)):
             raise StateError(
                 f"{name}, kept whole, writes to an input of it, which it did not when it was traced; let it write to a "
                 "copy (x = x.clone())"

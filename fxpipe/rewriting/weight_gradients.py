@@ -30,6 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
+from fxpipe._torch.autograd import base_of, version_of
+from fxpipe._torch.operators import unsafe_view
+
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, the weight and the bias
 WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradients of the weight and of the bias
 
@@ -90,7 +93,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: b
     if not _is_made_dense(x, wants_w):
         return _operator_result(F.linear(x, w, b), x, wants_w)
     flat = _as_matrix(x)
-    y = torch.ops.aten._unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
+    y = unsafe_view(F.linear(flat, w), (*x.shape[:-1], w.shape[0]))
     if b is not None:
         y = y.add_(b)
     return OperatorResult(y, y, flat)
@@ -100,13 +103,13 @@ def _matmul(x: torch.Tensor, w: torch.Tensor, b: None, wants_w: bool) -> Operato
     if not _is_made_dense(x, wants_w):
         return _operator_result(torch.matmul(x, w), x, wants_w)
     flat = _as_matrix(x)
-    y = torch.ops.aten._unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
+    y = unsafe_view(flat.mm(w), (*x.shape[:-1], w.shape[1]))
     return OperatorResult(y, y, flat)
 
 
 def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> OperatorResult:
     # `linear` returns a view of its product; the compiler, which need not know, cannot say.
-    base = None if torch.compiler.is_compiling() else y._base
+    base = None if torch.compiler.is_compiling() else base_of(y)
     return OperatorResult(y, y if base is None else base, x if wants_w else None)
 
 
@@ -290,7 +293,7 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
         _, own_w, own_b = operands
         ran = kind.run(*operands, wants_w, *options)
         kept = None if ran.x is None else ran.x.detach()
-        version, dtype = 0 if kept is None else kept._version, w.dtype
+        version, dtype = 0 if kept is None else version_of(kept), w.dtype
 
         def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
             if kept is not None:
@@ -336,10 +339,10 @@ def _autograd_gradients(
 
 def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
     """As autograd checks what it has saved."""
-    if x._version != version:
+    if version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
-            f"that {name} was applied to, of shape {tuple(x.shape)}, is at version {x._version}; expected version "
+            f"that {name} was applied to, of shape {tuple(x.shape)}, is at version {version_of(x)}; expected version "
             f"{version} instead"
         )
 

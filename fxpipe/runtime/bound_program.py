@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch import config as functorch
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.functorch import compile_backward_at_once
+from fxpipe._torch.module_internals import tensor_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, Stage
 from fxpipe.rewriting.split_backward import split_stage_backward
@@ -62,7 +63,7 @@ class SerializedCompilation:
         if kind in self._seen:
             return self._code(*args)
         # Backward, too: else it would be compiled when it first runs.
-        with DISPATCH_MODE_LOCK, functorch.patch(force_non_lazy_backward_lowering=True):
+        with DISPATCH_MODE_LOCK, compile_backward_at_once():
             made = self._code(*args)
         self._seen.add(kind)
         return made
@@ -154,7 +155,7 @@ class ModelTensors:
             return self.constants, name
         path, _, key = name.rpartition(".")
         module = self._module(path)
-        for store in (module._parameters, module._buffers, module.__dict__):
+        for store in tensor_stores(module):
             if key in store:
                 return store, key
         raise AttributeError(f"{type(module).__name__} has no tensor {name!r} any more")

@@ -28,18 +28,29 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import overrides
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpipe._torch.thread_state import ThreadState, set_thread_state
+from fxpipe._torch.autograd import is_in_forward_mode, is_jit_tracing
+from fxpipe._torch.dispatch_modes import (
+    TorchDispatchMode,
+    current_dispatch_modes,
+    dispatch_modes_suspended,
+    is_infrastructure_mode,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+)
+from fxpipe._torch.function_modes import (
+    DeviceContext,
+    current_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
+from fxpipe._torch.functorch import is_in_functorch_transform
+from fxpipe._torch.saved_tensor_hooks import SavedTensorHooks, current_hooks, hooks_suspended
+from fxpipe._torch.thread_state import ThreadState, is_any_autocast_enabled, set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.scheduling.actions import ActionKind
 
-SavedTensorHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]  # pack, unpack
 _BACKWARD = (ActionKind.BACKWARD, ActionKind.WEIGHT)
 _NOTHING = contextlib.nullcontext()
 
@@ -65,11 +76,11 @@ class CallerContext:
             StateError: a pipe cannot run here.
         """
         _refuse_transforms()
-        stack = overrides._get_current_function_mode_stack()
+        stack = current_function_modes()
         functions = tuple(mode for mode in stack if not isinstance(mode, DeviceContext))
-        dispatches = tuple(_python_dispatch._get_current_dispatch_mode_stack())
+        dispatches = current_dispatch_modes()
         _refuse_modes(dispatches)
-        inference, hooks = torch.is_inference_mode_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(False)
+        inference, hooks = torch.is_inference_mode_enabled(), current_hooks()
         if not (inference or hooks or stack or dispatches):
             return _EMPTY_CONTEXT
         turn = threading.Lock() if functions or dispatches else _NOTHING
@@ -115,15 +126,12 @@ _EMPTY_CONTEXT = CallerContext()
 
 @contextmanager
 def _modes_suspended() -> Iterator[None]:
-    autograd = torch._C._autograd
     with ExitStack() as stack:
-        stack.enter_context(_python_dispatch._disable_current_modes())
-        modes = [overrides._pop_mode() for _ in overrides._get_current_function_mode_stack()]
+        stack.enter_context(dispatch_modes_suspended())
+        modes = [pop_function_mode() for _ in current_function_modes()]
         for mode in modes:  # they come innermost first, and go back the other way round
-            stack.callback(overrides._push_mode, mode)
-        while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
-            autograd._pop_saved_tensors_default_hooks()
-            stack.callback(autograd._push_saved_tensors_default_hooks, *hooks)
+            stack.callback(push_function_mode, mode)
+        stack.enter_context(hooks_suspended())
         with ExitStack() as device:
             for mode in modes:
                 if isinstance(mode, DeviceContext):
@@ -133,33 +141,33 @@ def _modes_suspended() -> Iterator[None]:
 
 @contextmanager
 def _on_function_stack(mode: TorchFunctionMode) -> Iterator[None]:
-    overrides._push_mode(mode)
+    push_function_mode(mode)
     try:
         yield
     finally:
-        overrides._pop_mode()
+        pop_function_mode()
 
 
 @contextmanager
 def _on_dispatch_stack(mode: TorchDispatchMode) -> Iterator[None]:
-    _python_dispatch._push_mode(mode)
+    push_dispatch_mode(mode)
     try:
         yield
     finally:
-        _python_dispatch._pop_mode()
+        pop_dispatch_mode()
 
 
 # -- where a pipe cannot run ----------------------------------------------------------------------------------------
 
 
 def _refuse_transforms() -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_functorch_transform():
         raise StateError("a pipe cannot run inside a transform of torch.func (vmap, grad); use loss.backward()")
-    if torch._C._get_tracing_state() is not None:
+    if is_jit_tracing():
         raise StateError(
             "a pipe cannot be traced by torch.jit, which does not see its workers; trace the model: pipe.model"
         )
-    if forward_ad._current_level >= 0:
+    if is_in_forward_mode():
         raise StateError(
             "a pipe cannot run inside torch.autograd.forward_ad.dual_level: tangents would stop at its stages; use the "
             "model: pipe.model"
@@ -169,7 +177,7 @@ def _refuse_transforms() -> None:
 def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
     """Torch's own, which have a key, stand for another kind of tensors: fake, functional, proxies."""
     for mode in modes:
-        if getattr(mode, "_mode_key", None) is not None:
+        if is_infrastructure_mode(mode):
             raise StateError(
                 f"a pipe cannot run inside {type(mode).__name__} (fake tensors, torch.export, make_fx): its stages "
                 "need values; give the model itself (pipe.model), or use fxpipe.plan, which takes fake tensors"
@@ -210,7 +218,7 @@ class CallerStateRunner:
         found = function(*args)
         if torch.is_grad_enabled() is not self._rest.grad:
             torch.set_grad_enabled(self._rest.grad)
-        if torch._C._is_any_autocast_enabled():
+        if is_any_autocast_enabled():
             for autocast in self._rest.autocast:
                 autocast.set()
         return found

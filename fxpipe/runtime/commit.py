@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.variable import Variable
 
+from fxpipe._torch.autograd import call_after_backward, has_gradient_hooks
 from fxpipe.errors import StateError
 
 GradientList = list[torch.Tensor | None]
@@ -216,8 +216,7 @@ def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
     back later than the exception arrives.
     """
     if any(map(has_gradient_hooks, leaves)) and all(leaf.device.type == "cpu" for leaf in leaves):
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(_RollbackCallback(_GradientSnapshot(leaves)))
+        call_after_backward(_RollbackCallback(_GradientSnapshot(leaves)))
 
 
 class _RollbackCallback:
@@ -232,8 +231,3 @@ class _RollbackCallback:
     def __del__(self) -> None:
         if self._before is not None:
             self._before.put_back()
-
-
-def has_gradient_hooks(leaf: Any) -> bool:
-    """Does autograd call somebody when it hands out the gradient of this leaf?"""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

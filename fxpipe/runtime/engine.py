@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import leaves_below
 from fxpipe.errors import LossError, StateError
 from fxpipe.rewriting.program import ConstantOutput, Program

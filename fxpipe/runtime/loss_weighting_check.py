@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge
 
-from fxpipe._torch.autograd import gradients_of
+from fxpipe._torch.autograd import gradients_of, output_shape, saved_reduction, saved_total_weight
 from fxpipe.rewriting.program import ReceivedValue
 from fxpipe.runtime.bound_program import BoundProgram
 
@@ -143,15 +143,15 @@ def reductions_under(node: Any, number: int) -> list[Reduction]:
 
 def _is_scalar(node: Any, number: int) -> bool:
     """Is this output of the function that `node` goes back through 0-dim? Leaves are no functions."""
-    made = getattr(node, "_input_metadata", ())
-    return number < len(made) and len(made[number].shape) == 0 and bool(node.next_functions)
+    shape = output_shape(node, number)
+    return shape is not None and len(shape) == 0 and bool(node.next_functions)
 
 
 def _count_of(node: Any) -> Any:
     """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
-    name, reduction = node.name(), getattr(node, "_saved_reduction", None)
+    name, reduction = node.name(), saved_reduction(node)
     if reduction == TORCH_MEAN and name.startswith("NllLoss"):
-        return node._saved_total_weight.detach()
+        return saved_total_weight(node).detach()
     if reduction == TORCH_SUM or name.startswith("SumBackward"):
         return 1
     if reduction != TORCH_MEAN and not name.startswith("MeanBackward"):
@@ -161,8 +161,8 @@ def _count_of(node: Any) -> Any:
         return None
     if (variable := getattr(below, "variable", None)) is not None:
         return variable.numel()
-    made = getattr(below, "_input_metadata", ())
-    return math.prod(made[number].shape) if number < len(made) else None
+    shape = output_shape(below, number)
+    return None if shape is None else math.prod(shape)
 
 
 def _floats(values: Sequence[Any]) -> list[float]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fxpipe._torch.autograd import gradient_edge_of, gradients_of, takes_gradient
+from fxpipe._torch.autograd import gradient_edge_of, gradients_of, graph_entry, takes_gradient
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
 from fxpipe.rewriting.deferred_batch_norm import BatchStatistics, check_same_norm_calls, updated_running_statistics
@@ -35,11 +35,6 @@ from fxpipe.runtime.wiring import ValueLink
 # memory, until B has gone through it, also where nothing in the stage has saved the value: what a linear layer in the
 # stage before has made and the first residual sum in this one has added, say. So values enter through one node that
 # keeps nothing. Gradients of later users enter there, too: a sum is made in the node's input, as a leaf's is.
-
-# Makes a node whose outputs are its inputs. To torch it is the guard behind derivatives that exist once only, so it
-# raises if backward should go past it. (An autograd.Function does the same in three times the time.)
-_EntryNode: Any = torch._C._functions.DelayedError
-_ENTRY_MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
 
 # Something that requires grad, or there would be no node: it has no memory.
 _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the default device is when this is imported
@@ -69,8 +64,8 @@ def enter_graph(
                 edges.append(get_gradient_edge(value))
         uses.append(value)
     if through:
-        made = _EntryNode(_ENTRY_MESSAGE, len(through) + 1)(*through, _entry_token)
-        node = made[0].grad_fn
+        made = graph_entry(*through, _entry_token)
+        node: Any = made[0].grad_fn
         for k, place in enumerate(places):
             uses[place] = made[k]
             wanted.append(links[place])

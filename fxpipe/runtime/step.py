@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from fxpipe._torch.profiler import is_profiler_on
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
 from fxpipe.rewriting.program import SourceLocation, Stage
 from fxpipe.rewriting.rng import mix_seed
@@ -38,7 +39,7 @@ from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_weighting_check import LossWeightingCheck
 from fxpipe.runtime.losses import MicroBatchLosses
 from fxpipe.runtime.microbatches import scatter
-from fxpipe.runtime.profiler_ranges import is_profiler_on, profiler_range
+from fxpipe.runtime.profiler_ranges import profiler_range
 from fxpipe.runtime.recomputing import RecomputeBlock
 from fxpipe.runtime.stage_instance import BackwardHandle, StageInstance, StageResult
 from fxpipe.runtime.step_record import StepLog, mark_time

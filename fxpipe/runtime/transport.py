@@ -43,6 +43,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from fxpipe._torch.operators import neg_view
+
 # A tensor as one piece of memory and the way to read it: what a copy has to move, and how it becomes a tensor again.
 #
 # A copy between devices must not be told from what was copied. Not only its numbers, its strides too: where they have
@@ -79,7 +81,7 @@ class PackedTensor:
         else:
             found = self.memory.as_strided(self.shape, self.stride, 0).detach()  # detached: no view for autograd
         if self.is_neg:
-            found = torch._neg_view(found)
+            found = neg_view(found)
         return found.conj() if self.is_conj else found
 
 
@@ -103,7 +105,7 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
     bare = tensor.detach()
     is_conj, is_neg = bare.is_conj(), bare.is_neg()
     bare = bare.conj() if is_conj else bare
-    bare = torch._neg_view(bare) if is_neg else bare
+    bare = neg_view(bare) if is_neg else bare
     is_gathered = has_gaps(bare)
     if is_gathered:
         memory = bare.contiguous().view(-1)

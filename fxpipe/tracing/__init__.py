@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxpipe._torch import fake_tensor_mode
+from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
@@ -31,7 +33,6 @@ from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
-from fxpipe.tracing.record.module_hooks import original_module
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.record.untracked_values import read_untracked_values
@@ -243,7 +244,7 @@ def _needs_inputs(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def mute_fake_tensor_logs() -> Iterator[None]:
     """A block in which torch does not log what fake tensors cannot do, each with a stack: it is raised as well."""
-    here, logger = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+    here, logger = threading.get_ident(), logging.getLogger(fake_tensor_mode.LOGGER)
 
     def is_elsewhere(record: logging.LogRecord) -> bool:
         return record.thread != here or record.exc_info is None

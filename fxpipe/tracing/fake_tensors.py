@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from fxpipe._torch.fake_tensor_mode import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
@@ -26,8 +27,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS, container_tensors, slots_of
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, tensor_stores
+from fxpipe._torch.operators import schema_of
+from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.record.unrecordable import refuse_model
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.pytree import flatten, map_tensor_leaves
@@ -46,7 +48,7 @@ class ModelFakeMode(FakeTensorMode):
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func._schema, args, kwargs or {}):
+        if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs or {}):
             self.drawn += 1
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -159,7 +161,7 @@ def _replace_tensors(model: nn.Module, other: Callable[[torch.Tensor], torch.Ten
     before: list[tuple[Any, Any, Any]] = []  # store, key, value
     try:
         for module in model.modules():
-            for store in (module._parameters, module._buffers, module.__dict__):
+            for store in tensor_stores(module):
                 for key in [key for key in store if store is not module.__dict__ or key not in MODULE_DICT_KEYS]:
                     _replace_item(store, key, other, before, 3)
         yield

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from fxpipe._torch.functions import opname
+from fxpipe._torch.module_internals import STORE_NAMES
+from fxpipe._torch.operators import OpOverloadPacket, schema_of
 from fxpipe.tracing.fake_tensors import draws_nothing, fake_draw_count, is_faked
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import tensors_in
@@ -127,7 +128,7 @@ def _random_schemas(name: str) -> tuple[torch.FunctionSchema, ...]:
     if not isinstance(packet, OpOverloadPacket):
         return ()
     overloads = (getattr(packet, overload) for overload in packet.overloads())
-    return tuple(o._schema for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
+    return tuple(schema_of(o) for o in overloads if torch.Tag.nondeterministic_seeded in o.tags)
 
 
 def _training_signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -197,7 +198,7 @@ def _generators_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
     seen = set[int]()
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
-            if name not in ("_parameters", "_buffers", "_modules"):
+            if name not in STORE_NAMES:
                 yield from _generators_in(f"{path}.{name}" if path else name, value, seen)
     for home in dict.fromkeys(kind.__module__ for module in model.modules() for kind in type(module).__mro__):
         if not home.startswith(_LIBRARIES) and home in sys.modules:

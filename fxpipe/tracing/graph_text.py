@@ -14,17 +14,9 @@ from tabulate import tabulate
 from torch import fx
 
 from fxpipe._torch.functions import opname
+from fxpipe._torch.operators import BUILTIN_MODULE, MODULE_ALIASES
 from fxpipe.tracing.traced import CALL_OPS, Traced
 
-# How people write the modules that torch functions live in.
-_SHORT = {
-    "torch.nn.functional": "F",
-    "torch": "torch",
-    "torch._C._nn": "F",
-    "torch.functional": "torch",
-    "math": "math",
-    "torch._ops.aten": "aten",
-}
 _OPERATORS = {
     "getitem": "{}[{}]",
     "add": "{} + {}",
@@ -127,7 +119,9 @@ def node_expression(node: fx.Node) -> str:
         return _OPERATORS[name].format(args[0], _index(node.args[1]))
     if node.target is getattr:
         return f"{args[0]}.{node.args[1]}"
-    prefix = f"{_SHORT[home]}." if home in _SHORT else ("torch." if home.startswith("torch._C") else "")
+    prefix = (
+        f"{MODULE_ALIASES[home]}." if home in MODULE_ALIASES else ("torch." if home.startswith(BUILTIN_MODULE) else "")
+    )
     return f"{prefix}{name}({', '.join([*args, *keywords])})"
 
 

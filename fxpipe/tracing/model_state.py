@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
 
+from fxpipe._torch.autograd import version_of
+from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
 from fxpipe.tracing.tensors import has_values
 from fxpipe.utils.pytree import map_tensor_leaves
 
-MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+_KINDS = ("parameter", "buffer", "attribute")  # of tensors of a module, in the order of `tensor_stores`
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -43,13 +45,7 @@ class Slot:
     def store(self, model: nn.Module) -> dict[str, Any]:
         """The dict in which the tensor stands under `key`."""
         module = model.get_submodule(self.path)
-        stores: dict[str, Any] = {
-            "parameter": module._parameters,
-            "buffer": module._buffers,
-            "attribute": module.__dict__,
-        }
-        found: dict[str, Any] = stores[self.kind]
-        return found
+        return tensor_stores(module)[_KINDS.index(self.kind)]
 
     def get(self, model: nn.Module) -> Any:
         return self.store(model)[self.key]
@@ -59,8 +55,7 @@ def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
     """Every tensor that a module of `model` holds by name: in each, parameters before buffers before attributes."""
     found: dict[Slot, torch.Tensor] = {}
     for path, module in model.named_modules():
-        stores = (("parameter", module._parameters), ("buffer", module._buffers), ("attribute", module.__dict__))
-        for kind, store in stores:
+        for kind, store in zip(_KINDS, tensor_stores(module), strict=True):
             for key, value in store.items():
                 if isinstance(value, torch.Tensor):
                     found[Slot(path, kind, key)] = value
@@ -89,7 +84,8 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
     """Sets a buffer or an attribute, as forward would."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
-    store: dict[str, Any] = module._buffers if key in module._buffers else module.__dict__
+    buffers = own_buffers(module)
+    store = buffers if key in buffers else module.__dict__
     store[key] = value
 
 
@@ -218,14 +214,14 @@ class Snapshot:
             if slot.kind != "parameter" and not has_values(tensor):
                 continue
             value = None if slot.kind == "parameter" else tensor.detach().clone()
-            snapshot._kept[slot] = _TensorCopy(tensor, tensor._version, tensor.detach(), value, tensor.requires_grad)
+            snapshot._kept[slot] = _TensorCopy(tensor, version_of(tensor), tensor.detach(), value, tensor.requires_grad)
         for name, tensor in container_tensors(model).items():
             if has_values(tensor) and not (tensor.requires_grad or tensor.is_inference()):
                 snapshot._held[name] = _TensorCopy(
-                    tensor, tensor._version, tensor.detach(), tensor.detach().clone(), requires_grad=False
+                    tensor, version_of(tensor), tensor.detach(), tensor.detach().clone(), requires_grad=False
                 )
         for path, module in model.named_modules():
-            for store in (module.__dict__, module._parameters, module._buffers, module._modules):
+            for store in (*tensor_stores(module), own_children(module)):
                 snapshot._dicts.append((path, store, dict(store)))
             for key, value in module.__dict__.items():
                 if key not in MODULE_DICT_KEYS or "hooks" in key:  # forward may put hooks in
@@ -302,7 +298,7 @@ class Snapshot:
                     kept.tensor.detach_()
         if kept.value is not None and kept.tensor.shape != kept.value.shape:
             self.reshaped.append(name)
-        changed = kept.tensor._version != kept.version
+        changed = version_of(kept.tensor) != kept.version
         if kept.value is None:
             if changed:
                 self.written_parameters.append(name)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS
 from fxpipe.tracing.traced import equal_constants
 
 _PLAIN = (bool, int, float, complex, str, type(None))

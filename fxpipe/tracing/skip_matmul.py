@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.operators import conv_memory_format, select_conv_backend
 from fxpipe.tracing.tensors import tensors_in
 
 _aten = torch.ops.aten
@@ -99,10 +100,12 @@ def _matmul_zeros(dimensions: int, *tensors: torch.Tensor) -> torch.Tensor | Non
 def _convolution_zeros(func: Any, args: tuple[Any, ...], data: torch.Tensor, weight: torch.Tensor, *others: Any) -> Any:
     if data.dim() == 3 and not (data.is_contiguous() and weight.is_contiguous()):
         return None
-    kernels = torch._C._select_conv_backend(data, weight, *others)  # the question that fake tensors ask
+    if select_conv_backend is None or conv_memory_format is None:
+        return None
+    kernels = select_conv_backend(data, weight, *others)  # the question that fake tensors ask
     if kernels.name != "Mkldnn":
         return None
-    memory_format = torch._C._conv_determine_backend_memory_format(data, weight, kernels)
+    memory_format = conv_memory_format(data, weight, kernels)
 
     def zeros(shape_of: torch.Tensor) -> torch.Tensor:
         of_bias = torch.contiguous_format if shape_of.dim() == 1 else memory_format

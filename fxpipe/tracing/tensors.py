@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensor
+
+from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe._torch.storages import sparse_parts, storage_address
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most of what is asked
 
@@ -36,7 +38,7 @@ def has_values(value: Any) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Names the memory of a tensor while that lives; a sparse one has several, which nobody shares."""
-    return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)
+    return storage_address(tensor) if tensor.layout == torch.strided else id(tensor)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
@@ -44,7 +46,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     if tensor.layout == torch.strided:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:
-        return tensor._values().nbytes + tensor._indices().nbytes
+        return sum(part.nbytes for part in sparse_parts(tensor))
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return tensor.values().nbytes + tensor.crow_indices().nbytes + tensor.col_indices().nbytes
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -26,11 +26,12 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.cache_key import TensorGuard, all_modules, requires_grad_flags, tensors_match
+from fxpipe.tracing.cache_key import TensorGuard, requires_grad_flags, tensors_match
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
 from fxpipe.utils.pytree import is_plain_layout

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.pipeline_module import Pipeline
 from fxpipe.plans import Plan
 from fxpipe.tracing.model_state import preserve_rng, preserve_state, slots_of, without_gradients

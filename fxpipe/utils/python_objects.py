@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from fxpipe._torch import torch_pytree as pytree
 
 _BASES = (object, SimpleNamespace, dict, OrderedDict, defaultdict, list, tuple)  # of objects that can be put together
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a `class` statement (a few in C have it too)

@@ -1,7 +1,6 @@
 """The user's trees, taken apart into leaves and put together again: inputs, outputs, targets.
 
-Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered with `torch.utils._pytree`), and
-besides
+Nodes are what torch knows (tuples, lists, dicts, named tuples, whatever is registered as a pytree), and besides
 
 - dataclasses,
 - in outputs, any object of a Python class that holds tensors of the recording: a cache, a distribution,
@@ -23,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError
 from fxpipe.utils.python_objects import (
     ObjectParts,
@@ -100,7 +99,7 @@ def refuse_hidden_tensors(what: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor) and _holds_tensors(leaf):
         raise ArgumentError(
             f"{what} is a {type(leaf).__name__} that holds tensors and is unknown to torch; pass tensors in tuples, "
-            "lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)"
+            f"lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})"
         )
 
 
@@ -179,7 +178,7 @@ def _flatten(
     leaves: LeafPaths,
 ) -> pytree.TreeSpec:
     """Adds the leaves of `value` to `leaves`. `kind_of`: the node's type of an object that torch does not know."""
-    kind = pytree._get_node_type(value)
+    kind = pytree.node_type(value)
     if kind is torch.Size:
         kind = _Size
     known = pytree.SUPPORTED_NODES.get(kind)
@@ -297,7 +296,7 @@ def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
     Raises:
         DiffersError: it has another structure.
     """
-    is_node = pytree._get_node_type(prefix) in pytree.SUPPORTED_NODES
+    is_node = pytree.node_type(prefix) in pytree.SUPPORTED_NODES
     is_node |= _is_dataclass(prefix) or (spec.type is _Object and type(prefix) is spec.context.kind)
     if not is_node:
         return [prefix] * spec.num_leaves

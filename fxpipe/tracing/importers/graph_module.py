@@ -21,9 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
+from fxpipe._torch.functorch import PREDISPATCH_MODULE
+from fxpipe._torch.module_internals import GUARDS_MODULE
+from fxpipe._torch.operators import HigherOrderOperator
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import is_faked
@@ -150,7 +153,7 @@ def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, 
     """
     paths = {path for path, _ in recorder.model.named_modules()}
     for node in graph.nodes:
-        if getattr(node.target, "__module__", None) == "torch._functorch.predispatch":
+        if getattr(node.target, "__module__", None) == PREDISPATCH_MODULE:
             line = (node_origin(node, paths) or ("", UNKNOWN_LINE))[1]
             raise TraceError(f"forward uses a transform of torch.func (vmap, grad) at {line}; write the function out")
     needed = _needed_nodes(graph)
@@ -188,7 +191,7 @@ def _run_node(recorder: Recorder, node: fx.Node, values: NodeValues, named: Call
         return named(str(node.target))(*args, **kwargs)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return _run_block(recorder, node.target, args, kwargs)
     function: Any = _PUBLIC.get(node.target, node.target)
     return function(*args, **kwargs)
@@ -235,7 +238,7 @@ def _needed_nodes(graph: fx.Graph) -> set[fx.Node]:
     needed: set[fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         name = opname(node.target)
-        is_check = name in _ASSERTIONS or (node.op == "call_module" and str(node.target).endswith("_guards_fn"))
+        is_check = name in _ASSERTIONS or (node.op == "call_module" and str(node.target).endswith(GUARDS_MODULE))
         is_number = (
             name in _SCALAR_FUNCTIONS
             and node.op == "call_function"

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd_functions import Apply, FunctionClass, intercept_apply
+from fxpipe._torch.fx_graphs import takes_input_leaves
+from fxpipe._torch.module_internals import module_flags, original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
-from fxpipe.tracing.cache_key import module_flags
 from fxpipe.tracing.importers.graph_module import (
     attribute_getter,
     node_origin,
@@ -31,7 +32,6 @@ from fxpipe.tracing.importers.graph_module import (
 )
 from fxpipe.tracing.interpreter import NodeValues
 from fxpipe.tracing.model_state import preserve_state, slots_of, without_gradients
-from fxpipe.tracing.record.module_hooks import original_module
 from fxpipe.tracing.record.patches import PATCH_TURN
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import refuse_model
@@ -248,7 +248,7 @@ class _GraphRunner:
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         values: NodeValues = {}
         leaves = pytree.tree_leaves((args, kwargs))
-        if getattr(self.graph._codegen, "pytree_info", None) is not None and len(leaves) == len(placeholders):
+        if takes_input_leaves(self.graph) and len(leaves) == len(placeholders):
             values.update(zip(placeholders, leaves, strict=True))  # a graph of export's: its inputs are leaves
             return self.graph.process_outputs(run_imported_graph(recorder, self.graph, values, self.named))
         for node, value in zip(placeholders, self._bound(placeholders, args, kwargs), strict=True):

@@ -19,9 +19,10 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
+from fxpipe._torch.fx_graphs import EXPORT_LOGGERS
 from fxpipe.errors import TraceError
 from fxpipe.tracing.importers.graph_module import (
     attribute_getter,
@@ -40,8 +41,6 @@ from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
 from fxpipe.tracing.source_lines import line_of_error
 from fxpipe.tracing.traced import SizeAssumption, Traced
 from fxpipe.utils.pytree import flatten, flatten_output, preserve_objects
-
-_LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
 
 
 def trace_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None) -> Traced:
@@ -176,7 +175,7 @@ def _mute_export() -> Iterator[None]:
     """A block in which export does not talk: a failure is an exception here, and may be no failure of the trace."""
     here = threading.get_ident()
     stderr, quiet = sys.stderr, _OtherThreadsStderr(here)
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in EXPORT_LOGGERS]
 
     def of_others(record: logging.LogRecord) -> bool:
         return record.thread != here

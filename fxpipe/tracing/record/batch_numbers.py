@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.guards import is_same_value
 from fxpipe.tracing.model_state import equal_tensors

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from fxpipe._torch.autograd import forward_class_of
+from fxpipe._torch.function_modes import without_torch_function
+
 HOOK_METHODS = frozenset({"register_hook", "register_prehook"})
 NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY = "puts a hook on a node of autograd", "do so outside forward"
 
@@ -56,10 +59,10 @@ def is_grad_fn_access(func: Any, name: str) -> bool:
 
 def custom_backward_name(tensor: torch.Tensor) -> str | None:
     """The name of the node that made a tensor, if it is one with a backward of its own."""
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         node: Any = tensor.grad_fn if tensor.requires_grad else None
     if isinstance(node, BackwardCFunction):
-        return str(type(node)._forward_cls.__name__)  # type: ignore[attr-defined]
+        return str(forward_class_of(node).__name__)
     if type(node).__name__ == "CppFunction":  # what Python makes of all nodes that are not torch's own
         return str(node.name())
     return None

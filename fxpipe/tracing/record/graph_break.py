@@ -40,6 +40,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from fxpipe._torch.autograd import version_of
+from fxpipe._torch.module_internals import COMPILED_CALL
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
@@ -149,10 +151,10 @@ def _is_in_modules(slot: Slot, names: Collection[str]) -> bool:
 @contextlib.contextmanager
 def _unwritten(buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A block that may not write to these. Where it does, and where it fails, they are what they were before it."""
-    before = {name: (buffer._version, buffer.clone()) for name, buffer in buffers.items()}
+    before = {name: (version_of(buffer), buffer.clone()) for name, buffer in buffers.items()}
 
     def written() -> list[str]:
-        return [name for name, (version, _) in before.items() if buffers[name]._version != version]
+        return [name for name, (version, _) in before.items() if version_of(buffers[name]) != version]
 
     try:
         yield
@@ -239,7 +241,7 @@ class _Segment:
 
     def _run(self, replica: nn.Module, arguments: tuple[Any, ...], _: dict[str, Any]) -> Any:
         results, args, kwargs = arguments
-        versions = [(tensor, tensor._version) for tensor in tensors_in(arguments)]
+        versions = [(tensor, version_of(tensor)) for tensor in tensors_in(arguments)]
         answers = list(zip(self.names, results, strict=True))
         result, end, outside = None, None, ThreadState.now()
         try:
@@ -249,7 +251,7 @@ class _Segment:
             result, end = stop.given, _SegmentEnd(stop.name, stop.state != outside, stop.state)
         if answers or (self._has_run and end != self.end):
             raise StateError(self._other_calls(end.name if end else None))
-        if end is not None and any(tensor._version != version for tensor, version in versions):
+        if end is not None and any(version_of(tensor) != version for tensor, version in versions):
             raise OpaqueStateError("writes to a value that it was given", "write to a copy (clone)")
         if not self._has_run:
             self.end, self._has_run = end, True
@@ -261,11 +263,11 @@ class _Segment:
 
         def run(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             own = modules[name].__dict__
-            own.pop("_compiled_call_impl")
+            own.pop(COMPILED_CALL)
             try:
                 return modules[name](*args, **kwargs)
             finally:
-                own["_compiled_call_impl"] = call_of(name)
+                own[COMPILED_CALL] = call_of(name)
 
         def call_of(name: str) -> Any:
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -285,11 +287,11 @@ class _Segment:
         modules = {name: replica.get_submodule(name) for name in (*self.names, *self.stops)}
         try:
             for name, module in modules.items():
-                module.__dict__["_compiled_call_impl"] = call_of(name)
+                module.__dict__[COMPILED_CALL] = call_of(name)
             yield
         finally:
             for module in modules.values():
-                module.__dict__.pop("_compiled_call_impl", None)
+                module.__dict__.pop(COMPILED_CALL, None)
 
     def _other_calls(self, name: str | None) -> str:
         expected = f"calls {self.end.name!r}" if self.end else "returns"

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import original_module
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.record.module_hooks import original_module
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
 from fxpipe.tracing.traced import InputLeaf, equal_constants

@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import copy_of_input
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS, Snapshot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.model_state import Snapshot, preserve_state, slots_of, without_gradients
 from fxpipe.tracing.module_attributes import AttributeGuard
 from fxpipe.tracing.record.module_hooks import run_model
 from fxpipe.tracing.record.record_model import input_leaves
@@ -78,7 +79,7 @@ def new_attributes(traced: Traced) -> list[str]:
     found = []
     for name in traced.assigned:
         path, _, key = name.rpartition(".")
-        own, buffers = (module := traced.model.get_submodule(path)).__dict__, module._buffers
+        own, buffers = (module := traced.model.get_submodule(path)).__dict__, own_buffers(module)
         if (key not in own and key not in buffers) or ((id(own), key) in asked and own.get(key) is None):
             found.append(name)
     return found

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from fxpipe._torch.functions import PLAIN_TYPES
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS, Slot, container_tensors, slots_of
-from fxpipe.tracing.record.module_hooks import is_compiled_module, original_module
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, is_compiled_module, original_module
+from fxpipe.tracing.model_state import Slot, container_tensors, slots_of
 from fxpipe.tracing.record.opaque_call import OpaqueRun, OpaqueStateError, call_opaque
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.utils.locks import call_in_forked_child

@@ -17,6 +17,14 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import BackwardHook
 
+from fxpipe._torch.module_internals import (
+    forward_hooks_with_kwargs,
+    forward_pre_hooks_with_kwargs,
+    has_legacy_backward_hook,
+    hook_stores,
+    is_compiled_module,
+    original_module,
+)
 from fxpipe.errors import StateError
 
 _COMPUTATION_MODULES = ("torch.nn.utils", "transformers.utils.output_capturing")
@@ -30,16 +38,6 @@ def is_computation_hook(hook: Any) -> bool:
     return str(home).startswith(_COMPUTATION_MODULES)
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Is it what `torch.compile` has made of another module?"""
-    return type(module).__module__ == "torch._dynamo.eval_frame"
-
-
-def original_module(module: nn.Module) -> nn.Module:
-    """A module; of a compiled one the module that it was made from."""
-    return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
-
-
 def forward_of(module: nn.Module) -> Callable[..., Any]:
     """What a module runs, its hooks aside, where nothing is compiled."""
     return original_module(module) if is_compiled_module(module) else module.forward
@@ -47,8 +45,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 
 def user_hooks_of(model: nn.Module) -> list[Any]:
     """The user's hooks on the model itself."""
-    stores = (model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)
-    return [hook for store in stores for hook in store.values() if not is_computation_hook(hook)]
+    return [hook for store in hook_stores(model) for hook in store.values() if not is_computation_hook(hook)]
 
 
 def run_with_user_hooks(
@@ -59,7 +56,7 @@ def run_with_user_hooks(
     Raises:
         StateError: it has a backward hook of the old kind.
     """
-    if model._backward_hooks and model._is_full_backward_hook is False:
+    if has_legacy_backward_hook(model):
         raise StateError(
             "the model has a hook by register_backward_hook, which sees the gradients of its last function only; use "
             "register_full_backward_hook"
@@ -68,10 +65,11 @@ def run_with_user_hooks(
     def call(hook: Any, given: tuple[Any, ...]) -> Any:
         return None if is_computation_hook(hook) else hook(model, *given)
 
-    if not model._backward_hooks and not model._backward_pre_hooks:
+    *_, pre_hooks, hooks = hook_stores(model)
+    if not hooks and not pre_hooks:
         return run_with_hooks(model, run, call, args, kwargs)
     # Of backward hooks torch's own class takes care, as in `nn.Module.__call__`.
-    watching = BackwardHook(model, list(model._backward_hooks.values()), list(model._backward_pre_hooks.values()))
+    watching = BackwardHook(model, list(hooks.values()), list(pre_hooks.values()))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         return run(*watching.setup_input_hook(args), **kwargs)
@@ -88,8 +86,7 @@ def run_with_hooks(
 ) -> Any:
     """What `nn.Module.__call__` does around `forward`, with `call` for each hook."""
     given: tuple[Any, ...]
-    for key, hook in list(module._forward_pre_hooks.items()):
-        with_kwargs = key in module._forward_pre_hooks_with_kwargs
+    for hook, with_kwargs in forward_pre_hooks_with_kwargs(module):
         given = (args, kwargs) if with_kwargs else (args,)
         found = call(hook, given)
         if found is not None and with_kwargs:
@@ -97,8 +94,8 @@ def run_with_hooks(
         elif found is not None:
             args = found if isinstance(found, tuple) else (found,)
     result = forward(*args, **kwargs)
-    for key, hook in list(module._forward_hooks.items()):
-        given = (args, kwargs, result) if key in module._forward_hooks_with_kwargs else (args, result)
+    for hook, with_kwargs in forward_hooks_with_kwargs(module):
+        given = (args, kwargs, result) if with_kwargs else (args, result)
         found = call(hook, given)
         result = result if found is None else found
     return result

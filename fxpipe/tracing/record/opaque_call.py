@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
-from fxpipe._torch.autograd import leaves_below
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.autograd import leaves_below, version_of
 from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import (
     equal_tensors,
@@ -206,9 +206,9 @@ def call_opaque(
             strangers = [t for t in strangers if id(t) in {id(other) for other in _external_tensors(again, [])}]
             del recorder.draws_from_stream[drawn:]
             recorder.skip_python_rng()
-        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and mine._version]
+        changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and version_of(mine)]
         changed_buffers = [t for t, old in buffers if not equal_tensors(t, old)]
-        written = [key for key, tensor, version in others if tensor._version != version]
+        written = [key for key, tensor, version in others if version_of(tensor) != version]
         has_run_backward = any(t.grad is not None for t in (*own, *ends))
         moved = list(map(storage_of, own)) != storages
     if outside:
@@ -242,7 +242,7 @@ def call_opaque(
     if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):
         raise refuse(
             "returns an object that holds tensors and is unknown to torch",
-            "return tuples, lists, dicts or dataclasses, or register it (torch.utils._pytree.register_pytree_node)",
+            f"return tuples, lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})",
         )
     node = recorder.add("call_function", whole, node_args)
     node.meta.update(random=random or rolled, dice=rolled, opaque=True, constants=(fixed, spec))
@@ -324,7 +324,7 @@ def _tensors_not_given(model: nn.Module, given: Sequence[torch.Tensor]) -> list[
     """The tensors of a model that are not given, by name, and their versions."""
     own = {storage_of(t) for t in given}
     found = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
-    return [(name, tensor, tensor._version) for name, tensor in found if storage_of(tensor) not in own]
+    return [(name, tensor, version_of(tensor)) for name, tensor in found if storage_of(tensor) not in own]
 
 
 def _external_tensors(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._functorch import apis
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd_functions import Apply, FunctionClass, has_context, intercept_apply
+from fxpipe._torch.functorch import intercept_vmap, is_in_functorch_transform
+from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.tracing.model_state import MODULE_DICT_KEYS
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
@@ -33,7 +33,6 @@ from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.utils.locks import ForkSafeLock
 
-_apis: Any = apis
 PATCH_TURN = ForkSafeLock()  # one recording at a time puts its patches in and takes them out
 
 
@@ -83,24 +82,20 @@ def patch_for_recording(recorder: Recorder) -> Iterator[None]:
                 recorder.note_attribute(own, name)
         return value
 
-    map_batch: Any = _apis.vmap_impl
-
-    def vmap(function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
+    def vmap(map_batch: Any, function: Any, *settings_and_args: Any, **kwargs: Any) -> Any:
         settings, args = settings_and_args[:4], settings_and_args[4:]  # in_dims, out_dims, randomness, chunk_size
-        if is_elsewhere() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_elsewhere() or is_in_functorch_transform():
             return map_batch(function, *settings, *args, **kwargs)
         return call_transform(recorder, "vmap", functools.partial(map_batch, function, *settings), args, kwargs)
 
-    _apis.vmap_impl = vmap
     nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:
-        with intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
+        with intercept_vmap(vmap), intercept_apply(apply, _HiddenApplications(recorder, is_elsewhere)):
             yield
     finally:
         del nn.Module.__getattribute__
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
-        _apis.vmap_impl = map_batch
         active.recorder = outer
         PATCH_TURN.release()
 
@@ -198,7 +193,8 @@ def _forward_with_break(recorder: Recorder, module: nn.Module, path: str) -> Cal
 
 
 def _refuse_backward_hooks(recorder: Recorder, module: nn.Module) -> None:
-    hooks = [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
+    *_, pre_hooks, backward_hooks = hook_stores(module)
+    hooks = [*backward_hooks.values(), *pre_hooks.values()]
     if hooks:
         is_inner = module is not recorder.model
         raise recorder.refuse(

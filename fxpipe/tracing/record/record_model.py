@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import module_flags
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.cache_key import module_flags, requires_grad_flags, tensor_guards_of
+from fxpipe.tracing.cache_key import requires_grad_flags, tensor_guards_of
 from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import OwnGenerators
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
@@ -267,7 +268,7 @@ def _output_argument(recorder: Recorder, value: Any) -> Any:
         raise TraceError(
             f"the model returns a {type(value).__module__}.{type(value).__qualname__} that holds tensors and cannot be "
             "taken apart; return tuples, lists, dicts or objects of a Python class, or register it "
-            "(torch.utils._pytree.register_pytree_node)"
+            f"({pytree.REGISTRATION})"
         )
     return value
 

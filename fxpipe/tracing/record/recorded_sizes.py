@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
+
+from fxpipe._torch import torch_pytree as pytree
 
 if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import Recorder

@@ -26,6 +26,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from fxpipe._torch.autograd import version_of
 from fxpipe._torch.functions import (
     CONSTANT_TYPES,
     GRADIENT_ATTRIBUTES,
@@ -42,7 +43,9 @@ from fxpipe._torch.functions import (
     opname,
     takes_only_arrays,
 )
+from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
+from fxpipe._torch.storages import storage_address
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
@@ -82,7 +85,7 @@ class RunningModule(NamedTuple):
 
     @classmethod
     def now(cls, path: str, module: nn.Module) -> RunningModule:
-        return cls(path, module, torch._C._functorch.peek_interpreter_stack() is not None)
+        return cls(path, module, is_in_functorch_transform())
 
 
 class GraphBreak(NamedTuple):
@@ -179,7 +182,7 @@ class Recorder(TorchFunctionMode):
         self._origins = TensorNames(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._parameters = {
-            p.untyped_storage()._cdata: name for name, p in model.named_parameters() if p.layout == torch.strided
+            storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
         }
         self._default_dtype = torch.get_default_dtype()
 
@@ -451,10 +454,10 @@ class Recorder(TorchFunctionMode):
         """The result of a function, and whether it drew random numbers. Nothing is recorded meanwhile."""
         with self.pause():  # a custom op applies autograd.Functions of its own
             before = generator_states()
-            versions = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
+            versions = [(t, version_of(t)) for t in tensors_in((args, kwargs)) if not t.is_inference()]
             with contextlib.nullcontext() if self._forgetting is None else saving_block_for(func, self._forgetting):
                 result = self._plainly(func, args, kwargs)
-            changed = [t for t, version in versions if t._version != version]
+            changed = [t for t, version in versions if version_of(t) != version]
             for tensor in filter(self.knows, changed):
                 self.made.expect_backward(tensor)
             self._changed = frozenset(map(self.made.storages.name, changed))
@@ -586,7 +589,7 @@ class Recorder(TorchFunctionMode):
 
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
-        in_transform = torch._C._functorch.peek_interpreter_stack() is not None  # asks for gradients by itself
+        in_transform = is_in_functorch_transform()  # asks for gradients by itself
         is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._origins.other(args[0]))
         if is_models and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)

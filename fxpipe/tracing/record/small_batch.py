@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.module_internals import hook_stores
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.record.batch_numbers import (
@@ -97,13 +98,12 @@ def record_small_batch(
 
 def _has_hooks(model: nn.Module) -> bool:
     """Of the user's, on a module within the model?"""
-    stores = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return any(
         not is_computation_hook(hook)
         for module in model.modules()
         if module is not model
-        for store in stores
-        for hook in getattr(module, store).values()
+        for store in hook_stores(module)
+        for hook in store.values()
     )
 
 

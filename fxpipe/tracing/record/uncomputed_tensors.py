@@ -22,11 +22,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.fake_tensor_mode import DataDependentOutputException, FakeTensor, FakeTensorMode
+from fxpipe._torch.function_modes import without_torch_function
+from fxpipe._torch.operators import LOCAL_SCALAR, schema_of
+from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import draws_nothing
 from fxpipe.tracing.tensors import tensors_in
@@ -78,20 +81,20 @@ class UncomputedMode(TorchDispatchMode):
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Is it hollow?"""
-        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self._storages
+        return tensor.layout == torch.strided and storage_address(tensor) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not any(map(self.has, tensors_in((args, kwargs)))) or _is_view(func):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(func._schema, args, kwargs):
+        with without_torch_function():
+            if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs):
                 torch.rand(())  # it would have moved the generator
-            written = _written_tensors(func._schema, args, kwargs)
+            written = _written_tensors(schema_of(func), args, kwargs)
             if written:
                 for tensor in written:
                     self._hollow_out(tensor)
-                return _returned_tensors(func._schema, written)
+                return _returned_tensors(schema_of(func), written)
             return pytree.tree_map_only(_Layout, self._made, self._tell(func, args, kwargs))
 
     def _tell(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -106,8 +109,8 @@ class UncomputedMode(TorchDispatchMode):
 
     def _hollow_out(self, tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = StorageWeakRef(storage)
+            reference = StorageWeakRef(tensor.untyped_storage())
+            self._storages[reference.cdata] = reference
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same layout in memory."""
@@ -132,7 +135,7 @@ def refuse_uncomputed(tensors: Iterable[torch.Tensor]) -> None:
         DataDependentOutputException: one of them has none.
     """
     if any(map(is_uncomputed, tensors)):
-        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        raise DataDependentOutputException(LOCAL_SCALAR)
 
 
 def refuse_without_values(what: str) -> None:
@@ -159,7 +162,7 @@ def _argument_key(value: Any) -> Hashable:
 
 
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     is_another = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return is_another or torch.Tag.inplace_view in func.tags
 

@@ -14,6 +14,9 @@ from torch import fx, nn
 from torch.nn.modules import module as torch_module
 
 from fxpipe._torch.functions import opname, overload_writes
+from fxpipe._torch.functorch import is_in_functorch_transform
+from fxpipe._torch.operators import OpOverload
+from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
 from fxpipe.tracing.tensors import tensors_in
 
@@ -107,7 +110,7 @@ _IN_PLACE = frozenset(
 
 def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments that a function, or the method of this name, is going to write to, as far as can be told."""
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         yield from overload_writes(function, args, kwargs)
         return
     name = opname(function)
@@ -145,7 +148,7 @@ def refusal_of_call(
         return "runs autograd inside forward", "do so outside forward", True
     if name == "_pack_padded_sequence":
         return "packs a sequence, whose sizes depend on lengths", "use padded tensors and a mask", True
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_in_functorch_transform():
         return "uses a transform of torch.func (vmap, grad)", "write the batched function out", True
     return None
 
@@ -166,9 +169,9 @@ def refusal_of_parameter_write(
 ) -> tuple[str, str, bool] | None:
     """The same for a call that writes to a parameter; `parameters` are known by their storages."""
     for tensor in tensors_in(tuple(written_arguments(function, args, kwargs))):
-        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in parameters:
+        if tensor.layout == torch.strided and storage_address(tensor) in parameters:
             return (
-                f"writes to the parameter {parameters[tensor.untyped_storage()._cdata]!r}",
+                f"writes to the parameter {parameters[storage_address(tensor)]!r}",
                 "keep what forward changes in a buffer (register_buffer), or change the parameter outside forward (by "
                 "calling the model once in this mode, where only the first call does)",
                 False,

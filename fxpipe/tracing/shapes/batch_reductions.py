@@ -25,8 +25,8 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import (

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from fxpipe._torch.fake_tensor_mode import FakeTensor
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
 from fxpipe.tracing.model_state import preserve_state

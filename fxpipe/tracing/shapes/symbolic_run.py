@@ -16,9 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import LocalSource
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -26,6 +23,8 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from fxpipe._torch.fake_tensor_mode import FakeTensorMode
+from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.model_state import preserve_rng
@@ -35,13 +34,6 @@ from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
 from fxpipe.utils.progress import progress
-
-
-class _QuietShapeEnv(ShapeEnv):
-    """One that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
-
-    def _get_user_frame(self) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,7 @@ class _Attempt:
         self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, alike: NodeCache | None
     ):
         self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
-        self.env = _QuietShapeEnv(duck_shape=False)
+        self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `alike` does the same
         self.made: dict[fx.Node, Any] = {}

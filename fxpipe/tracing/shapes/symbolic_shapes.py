@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -74,7 +75,7 @@ def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
 
 def _set_squeeze_dims(node: fx.Node, dims: tuple[int, ...]) -> None:
     node.args, node.kwargs = (node.args[0], dims), {}
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         node.target = _ATEN.dims
 
 

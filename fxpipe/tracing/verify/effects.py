@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from fxpipe._torch.autograd import version_of
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, saving_block_for
 from fxpipe._torch.storages import StorageNumbers
 from fxpipe.tracing.fake_tensors import in_fake_mode
@@ -223,11 +224,11 @@ def _run_observed(
 ) -> tuple[Any, set[int]]:
     """What a node makes, and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
-    versions = [t._version for t in read]
+    versions = [version_of(t) for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
     with in_fake_mode(), contextlib.nullcontext() if saves else saving_block_for(node.target, NoSavedTensors()):
         value = run_with_draws(node, values, draws)
-    changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if t._version != v}
+    changed = {storages.name(t) for t, v in zip(read, versions, strict=True) if version_of(t) != v}
     changed |= {key for key, old in before.items() if not equal_tensors(buffers[key][1], old)}
     if node.target in NORM_FUNCTIONS:
         changed |= {storages.name(values[b]) for b in running_statistics(node)}

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import sympy
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, is_hooks_error
 from fxpipe.errors import DecisionError, TraceError

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe.errors import TraceError
 from fxpipe.tracing.forward_rng import OwnGenerators, generator_states, same_generator_states

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from fxpipe._torch.autograd import suspend_hooks
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.autograd import backward_id, suspend_hooks
+from fxpipe._torch.module_internals import module_flags
 from fxpipe.errors import DecisionError, TraceError
-from fxpipe.tracing.cache_key import module_flags, tensors_match
+from fxpipe.tracing.cache_key import tensors_match
 from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import (
@@ -434,12 +435,6 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
     return leaves
 
 
-def _backward_id() -> int:
-    """Which run of backward calls a hook; always the same where torch does not tell."""
-    tell = getattr(torch._C, "_current_graph_task_id", None)
-    return int(tell()) if tell else 0
-
-
 def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor:
     """Random numbers for an output, the same in each call; those of a large one repeat, which takes far less time."""
     generator = torch.Generator().manual_seed(number)
@@ -464,11 +459,11 @@ def _summarize_gradients(
 
     def begin(_: torch.Tensor) -> None:
         if not outer:
-            outer.append(_backward_id())
+            outer.append(backward_id())
 
     def hook(name: str) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
         def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
-            if gradient is None or _backward_id() not in outer:
+            if gradient is None or backward_id() not in outer:
                 return None
             found[name] = _GradientSummary.of(gradient)
             return gradient.new_zeros(()).expand(gradient.shape) if gradient.layout == torch.strided else None

@@ -1,0 +1,70 @@
+"""Modes of `__torch_dispatch__`: their class, and the stack of those that are on in a thread.
+
+All of it is required, and has been the same from torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fxpipe._torch.versions import missing_name, required_names
+
+with required_names():
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        is_traceable_wrapper_subclass,
+    )
+    from torch.utils._python_dispatch import (
+        _disable_current_modes as disable_current_modes,
+    )
+    from torch.utils._python_dispatch import (
+        _get_current_dispatch_mode_stack as current_modes,
+    )
+    from torch.utils._python_dispatch import (
+        _pop_mode as pop_dispatch_mode,
+    )
+    from torch.utils._python_dispatch import (
+        _push_mode as push_dispatch_mode,
+    )
+
+__all__ = [
+    "TorchDispatchMode",
+    "current_dispatch_modes",
+    "dispatch_modes_suspended",
+    "is_infrastructure_mode",
+    "is_traceable_wrapper_subclass",
+    "pop_dispatch_mode",
+    "push_dispatch_mode",
+]
+
+
+def current_dispatch_modes() -> tuple[TorchDispatchMode, ...]:
+    """The modes that are on in this thread, outermost first."""
+    return tuple(current_modes())
+
+
+def dispatch_modes_suspended() -> AbstractContextManager[Any]:
+    """A block of this thread without dispatch modes."""
+    block: AbstractContextManager[Any] = disable_current_modes()
+    return block
+
+
+def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:
+    """Is it one of torch's own, which stands for another kind of tensors: fake, functional, proxies?
+
+    Raises:
+        TorchVersionError: torch no longer tells these by a key.
+    """
+    _require_mode_keys()
+    return getattr(mode, "_mode_key", None) is not None
+
+
+@functools.cache
+def _require_mode_keys() -> None:
+    """Modes of others have no key, so that a renamed one would go unseen: one that is known to have a key is asked."""
+    from fxpipe._torch.fake_tensor_mode import FakeTensorMode
+
+    if getattr(FakeTensorMode(), "_mode_key", None) is None:
+        raise missing_name("FakeTensorMode has no attribute '_mode_key'")

@@ -1,0 +1,19 @@
+"""Graphs of `torch.fx` that others have made, and what `torch.export` says while it makes one.
+
+All of it is required, and has been the same from torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpipe._torch.versions import require_attributes
+
+require_attributes(fx.Graph(), "_codegen")
+
+EXPORT_LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbolic_shapes")
+
+
+def takes_input_leaves(graph: fx.Graph) -> bool:
+    """Is it a graph of export's, whose placeholders are the leaves of the model's arguments?"""
+    return getattr(graph._codegen, "pytree_info", None) is not None

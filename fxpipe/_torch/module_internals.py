@@ -1,0 +1,130 @@
+"""What an `nn.Module` keeps its tensors, children and hooks in: dicts of its own `__dict__`.
+
+All of it is required, and has been the same from torch 2.11 to 2.14. `nn.Module` itself documents the calls that fill
+these dicts, but none that tells what is in them as fast as a step needs, or in the order in which hooks run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from fxpipe._torch.versions import require_attributes
+
+MODULE_DICT_KEYS = frozenset(nn.Module().__dict__)  # what every module keeps in its `__dict__`
+STORE_NAMES = ("_parameters", "_buffers", "_modules")  # its tensors and its children
+HOOK_STORE_NAMES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+COMPILED_CALL = "_compiled_call_impl"  # in its `__dict__`: what runs in place of it where `module.compile()` was called
+GUARDS_MODULE = "_guards_fn"  # the end of the name of a module that export puts its checks into
+
+require_attributes(
+    nn.Module(),
+    *STORE_NAMES,
+    *HOOK_STORE_NAMES,
+    "_non_persistent_buffers_set",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+    COMPILED_CALL,
+)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that stand in the module itself."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The buffers that stand in the module itself."""
+    return module._buffers
+
+
+def own_children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The modules that stand in the module itself."""
+    return module._modules
+
+
+def tensor_stores(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The dicts that a module may hold tensors in: parameters, buffers, plain attributes."""
+    return module._parameters, module._buffers, module.__dict__
+
+
+def share_tensors(module: nn.Module, model: nn.Module) -> None:
+    """Gives `module` the parameters, buffers and children of `model`: the same dicts, whatever becomes of them."""
+    for name in (*STORE_NAMES, "_non_persistent_buffers_set"):
+        module.__dict__[name] = model.__dict__[name]
+
+
+def hook_stores(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The hooks on a module by torch's numbers: forward pre-hooks, forward, backward pre-hooks, backward."""
+    return module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+
+
+def forward_hooks_with_kwargs(module: nn.Module) -> Iterator[tuple[Any, bool]]:
+    """The forward hooks of a module: each with whether it takes keyword arguments."""
+    for key, hook in list(module._forward_hooks.items()):
+        yield hook, key in module._forward_hooks_with_kwargs
+
+
+def forward_pre_hooks_with_kwargs(module: nn.Module) -> Iterator[tuple[Any, bool]]:
+    """The forward pre-hooks of a module: each with whether it takes and returns keyword arguments."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        yield hook, key in module._forward_pre_hooks_with_kwargs
+
+
+def has_legacy_backward_hook(module: nn.Module) -> bool:
+    """Has it hooks by `register_backward_hook`?"""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Is it what `torch.compile` has made of another module?"""
+    return type(module).__module__ == "torch._dynamo.eval_frame"
+
+
+def original_module(module: nn.Module) -> nn.Module:
+    """A module; of a compiled one the module that it was made from."""
+    return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
+
+
+# -- asked in every step ---------------------------------------------------------------------------------------------
+
+
+def module_flags(model: nn.Module) -> tuple[Any, ...]:
+    """Of each module of a model: which it is, its `training` flag, its hooks (by torch's numbers).
+
+    And which attributes, parameters and buffers it has: forward may ask, and one set later hides that of the class.
+    """
+    found: list[Any] = []
+    for m in all_modules(model):
+        # Most modules have few tensors of their own, and no hooks.
+        parameters = _tensor_names(m._parameters) if m._parameters else ()
+        buffers = _tensor_names(m._buffers) if m._buffers else ()
+        found.append((id(m), m.training, type(m), hash(tuple(m.__dict__)), parameters, buffers))
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            found += (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
+    return tuple(found)
+
+
+def _tensor_names(store: dict[str, Any]) -> tuple[str, ...]:
+    return tuple([name for name, tensor in store.items() if tensor is not None])
+
+
+def all_modules(model: nn.Module) -> Sequence[nn.Module]:
+    """All modules of a model, each once.
+
+    `model.modules()` takes thrice as long, since it hands each module through all that are above it. Where a class says
+    by itself which modules it has, that is asked.
+    """
+    found, seen = [model], {model}
+    for module in found:
+        if module._modules:
+            for child in module._modules.values():
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    found.append(child)
+    kinds: set[type[nn.Module]] = set(map(type, found))
+    usual = nn.Module.modules, nn.Module.named_modules
+    return found if all((kind.modules, kind.named_modules) == usual for kind in kinds) else list(model.modules())
