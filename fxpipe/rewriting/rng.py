@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils import checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from fxpipe._torch.checkpoint import CheckpointReplay, can_replay_checkpoints
+from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
+from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
+from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
 from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
 from fxpipe.rewriting.stage_functions import stage_context
@@ -114,7 +115,8 @@ def seeded_function(
     elif is_from_torch(function):
         chosen = draw
     else:
-        _patch_checkpoint()
+        if not can_replay_checkpoints():
+            _warn_of_checkpoints(function)
         chosen = draw_alone
     name = function if isinstance(function, str) else opname(function)
     chosen.__name__ = chosen.__qualname__ = f"seeded_{name}"
@@ -153,7 +155,7 @@ def _has_generator_overload(packet: str) -> bool:
 
 
 def _generator_place(overload: OpOverload) -> int | None:
-    places = (k for k, argument in enumerate(overload._schema.arguments) if argument.name == "generator")
+    places = (k for k, argument in enumerate(schema_of(overload).arguments) if argument.name == "generator")
     return next(places, None)
 
 
@@ -232,7 +234,8 @@ def _lend_generators(generators: Sequence[torch.Generator], call: Callable[[], A
     try:
         for generator in reversed(generators):
             call = functools.partial(_lend_generator, generator, call)
-        return call()
+        with _checkpoint_replay.active():
+            return call()
     finally:
         _thread_generators.lent_generators = outer
 
@@ -260,44 +263,39 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
 
 # -- checkpoints inside of Python kept whole -------------------------------------------------------------------------
 
-# Where non-reentrant checkpoint begins; from torch 2.14 on the first of these, which takes arguments by name.
-_CHECKPOINT_NAME = next(
-    name
-    for name in ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-    if hasattr(checkpoint, name)
-)
-_plain_checkpoint: Any = getattr(checkpoint, _CHECKPOINT_NAME)
-_checkpoint_signature = inspect.signature(_plain_checkpoint)
+# `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
+# stages draw from it. So what a random node checkpoints is recomputed with a generator of its own, which begins where
+# that of the node was. Torch's checkpoints are taken over while a random node runs that may use them, and no longer.
 
 
-def _patch_checkpoint() -> None:
-    """From now on what a random node checkpoints is recomputed with the numbers that it had.
-
-    `torch.utils.checkpoint` puts torch's own generator back to where it was, in the middle of a backward, while other
-    stages draw from it. Outside of random nodes it does what it did.
-    """
-    setattr(checkpoint, _CHECKPOINT_NAME, _replaying_checkpoint)
-
-
-def _replaying_checkpoint(*args: Any, **kwargs: Any) -> Any:
-    bound = _checkpoint_signature.bind(*args, **kwargs)
-    given = bound.arguments
-    if not _thread_generators.lent_generators or not given.get("preserve_rng_state", True):
-        return _plain_checkpoint(*args, **kwargs)
-    function = given["fn"]
+def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What a checkpoint that a random node makes recomputes; None outside of random nodes."""
+    if not _thread_generators.lent_generators:
+        return None
     states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]
 
-    def again(*args: Any, **kwargs: Any) -> Any:
+    def replay(*args: Any, **kwargs: Any) -> Any:
         return _lend_generators(
             [_generator_at(*place) for place in states], functools.partial(function, *args, **kwargs)
         )
 
-    given.update(fn=again, preserve_rng_state=False)
-    return _plain_checkpoint(*bound.args, **bound.kwargs)
+    return replay
+
+
+_checkpoint_replay = CheckpointReplay(_replay_with_own_generators)
 
 
 def _generator_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
     return torch.Generator(device).set_state(state)
+
+
+def _warn_of_checkpoints(function: Any) -> None:
+    warnings.warn(
+        f"{opname(function)}, kept whole, draws random numbers, and torch {torch.__version__} (fxpipe is tested with "
+        f"{TESTED_VERSIONS}) does not let fxpipe see what it checkpoints: if it uses torch.utils.checkpoint, that may "
+        "be recomputed with other random numbers where another stage draws at the same time; use no checkpoint in it",
+        stacklevel=2,
+    )
 
 
 # -- Python that should draw nothing ---------------------------------------------------------------------------------
@@ -306,7 +304,7 @@ def _generator_at(device: torch.device, state: torch.Tensor) -> torch.Generator:
 @functools.cache
 def _draws_random_numbers(overload: OpOverload) -> bool:
     """Does it draw? `_fused_sdp_choice` is said to, and returns a number."""
-    return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in overload._schema.returns)
+    return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in schema_of(overload).returns)
 
 
 def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
@@ -315,11 +313,11 @@ def _call_under(mode: TorchDispatchMode, call: Callable[[], Any]) -> Any:
     A `with` would set flags of the process, too, by which torch.compile stands aside; threads that leave in another
     order than they entered would leave them set for good.
     """
-    _push_mode(mode)
+    push_dispatch_mode(mode)
     try:
         return call()
     finally:
-        _pop_mode()
+        pop_dispatch_mode()
 
 
 class _NoRandomNumbers(TorchDispatchMode):
