@@ -409,7 +409,7 @@ def test_the_default_device_of_an_import_is_nobodys_device():
     module = importlib.util.module_from_spec(spec)
     with torch.device("meta"):
         spec.loader.exec_module(module)
-    assert module._token.device.type == "cpu"
+    assert module._entry_token.device.type == "cpu"
 
 
 class MakesLeaves(nn.Module):

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe import trace
+from fxpipe._torch.module_internals import all_modules, module_flags
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
-from fxpipe.tracing.cache_key import all_modules, module_flags
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 
 Pair = namedtuple("Pair", "left right")

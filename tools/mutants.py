@@ -98,7 +98,7 @@ RUNTIME = (
         "test_commit.py::test_it_runs_once_and_cannot_be_differentiated",
     ),
     Mutant(
-        "runtime/commit.py",
+        "_torch/autograd.py",
         "bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)",
         "bool(leaf._backward_hooks)",
         "test_failures.py::test_a_failing_hook_of_a_parameter",
@@ -123,7 +123,7 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/commit.py",
-        "        engine.queue_callback(_RollbackCallback(_GradientSnapshot(leaves)))",
+        "        call_after_backward(_RollbackCallback(_GradientSnapshot(leaves)))",
         "        pass",
         "test_failures.py::test_a_failing_hook_of_a_parameter",
     ),
@@ -818,8 +818,8 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/weight_gradients.py",
-        "if x._version != version:",
-        "if x._version < version:",
+        "if version_of(x) != version:",
+        "if version_of(x) < version:",
         "test_split_backward.py::test_an_input_changed_in_place_is_refused",
     ),
     Mutant(
@@ -873,8 +873,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/effects.py",
-        "if t._version != v}",
-        "if t._version > v + 1}",
+        "if version_of(t) != v}",
+        "if version_of(t) > v + 1}",
         "test_inplace.py::test_cut_anywhere_it_is_the_plain_model",
     ),
     Mutant(
@@ -906,8 +906,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "buffers[name]._version != version]",
-        "buffers[name]._version < version]",
+        "version_of(buffers[name]) != version]",
+        "version_of(buffers[name]) < version]",
         (
             "test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
             "_is_an_error_of_that_step_and_stays"
@@ -924,8 +924,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "if end is not None and any(tensor._version",
-        "if end is None and any(tensor._version",
+        "if end is not None and any(version_of(tensor)",
+        "if end is None and any(version_of(tensor)",
         "test_continuation.py::test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece",
     ),
     Mutant(

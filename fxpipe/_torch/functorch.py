@@ -46,16 +46,3 @@ def intercept_vmap(call: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         apis.vmap_impl = plain
-
-
-def compile_backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """A block in which `torch.compile` compiles the backward of what it compiles, and not when that first runs.
-
-    Optional: where this torch has no such setting, the backward is compiled when it first runs, which takes time then.
-    """
-    config = "torch._functorch.config"
-    patch = optional_name(config, "patch")
-    if patch is None or optional_name(config, "force_non_lazy_backward_lowering") is None:
-        return contextlib.nullcontext()
-    block: contextlib.AbstractContextManager[Any] = patch(force_non_lazy_backward_lowering=True)
-    return block

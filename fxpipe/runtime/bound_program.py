@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.functorch import compile_backward_at_once
+from fxpipe._torch.compiler import compile_backward_at_once
 from fxpipe._torch.module_internals import tensor_stores
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, Stage

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import inspect
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch import fake_tensor_mode
+from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentTypeError
@@ -258,4 +258,4 @@ def mute_fake_tensor_logs() -> Iterator[None]:
 
 def _force_eager() -> contextlib.AbstractContextManager[object]:
     """What `torch.compile` made runs as the Python it was made from, and is recorded as that."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else contextlib.nullcontext()

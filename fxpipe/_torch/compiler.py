@@ -1,0 +1,30 @@
+"""`torch.compile`: is it loaded, and when does it compile a backward?
+
+Both hold from torch 2.11 to 2.14. When a backward is compiled is optional.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+from fxpipe._torch.versions import optional_name
+
+
+def is_compiler_loaded() -> bool:
+    """May there be anything compiled in this process?"""
+    return "torch._dynamo" in sys.modules
+
+
+def compile_backward_at_once() -> contextlib.AbstractContextManager[Any]:
+    """A block in which `torch.compile` compiles the backward of what it compiles, and not when that first runs.
+
+    Optional: where this torch has no such setting, the backward is compiled when it first runs, which takes time then.
+    """
+    config = "torch._functorch.config"
+    patch = optional_name(config, "patch")
+    if patch is None or optional_name(config, "force_non_lazy_backward_lowering") is None:
+        return contextlib.nullcontext()
+    block: contextlib.AbstractContextManager[Any] = patch(force_non_lazy_backward_lowering=True)
+    return block
