@@ -126,11 +126,7 @@ def draw(seed: int) -> Case:
         for name in names
     )
     schedule = dice.choice(("1f1b", *SCHEDULES))
-    parts = [
-        number
-        for number, line in enumerate(program)
-        if line.includes_second_pass and "nn.Linear" in line.operation.init
-    ]
+    parts = [number for number, line in enumerate(program) if line.is_part and "nn.Linear" in line.operation.init]
     ends = tuple(sorted(dice.sample(parts, min(len(parts), dice.randint(1, 2))))) if dice.random() < 0.15 else ()
     is_doubled = schedule in DOUBLED
     if is_doubled:
@@ -191,7 +187,7 @@ def source(case: Case, is_oracle: bool = False) -> str:
     texts = [_Text(case, number, line, is_oracle) for number, line in enumerate(case.program)]
     inputs = ", ".join(case.inputs)
     top = [text.top for text in texts if text.top]
-    parts = [text.part_class for text in texts if text.line.includes_second_pass]
+    parts = [text.part_class for text in texts if text.line.is_part]
     init = "\n".join(text.init for text in texts if text.init)
     tied = "self.tied = nn.Linear(4, 4)" if any(line.name == "tied" for line in case.program) else ""
     forward = "\n".join(text.forward for text in texts)
@@ -231,7 +227,7 @@ class _Text:
 
     @property
     def init(self) -> str:
-        return f"self.part_{self.number} = Part_{self.number}()" if self.line.includes_second_pass else self._own_init
+        return f"self.part_{self.number} = Part_{self.number}()" if self.line.is_part else self._own_init
 
     @property
     def _own_init(self) -> str:
@@ -239,7 +235,7 @@ class _Text:
 
     @property
     def forward(self) -> str:
-        if self.line.includes_second_pass:
+        if self.line.is_part:
             inputs = ", ".join((*self.values, *self.case.inputs))
             return f"h{self.number + 1} = self.part_{self.number}({inputs})"
         return self._filled(self.line.operation.forward, *self.values, f"h{self.number + 1}")

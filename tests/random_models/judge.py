@@ -515,7 +515,7 @@ def _python(case: Case, pipe: fxpipe.Pipeline) -> Python:
     }  # calls of the model's
 
     def is_python(k: int) -> bool:
-        path = f"part_{k}" if case.program[k].includes_second_pass else ""
+        path = f"part_{k}" if case.program[k].is_part else ""
         return path in paths or ("" in paths and path not in recorded)
 
     return Python(tuple(first.traced.whole), frozenset(filter(is_python, range(len(case.program)))))
