@@ -6,7 +6,9 @@
 The cone of an item holds all from which every way to the end leads through that item. These are the dominator trees of
 the reversed graph: an item's parent is the first one in which all its ways meet (K. D. Cooper, T. J. Harvey, K.
 Kennedy, "A Simple, Fast Dominance Algorithm", 2001; without loops one walk is enough, in which the parent is the lowest
-common ancestor of those that come after).
+common ancestor of those that come after). The jumps by which that is found also tell in which cone of a depth an item
+is; `networkx.immediate_dominators` has none, and where an early item is read all along a row of 5,000 (a mask) it takes
+a second, this a hundredth.
 
 The cones of the children of one parent are then put in order. Of two of them, the one that holds fewer bytes for each
 work that it does goes first, since its bytes wait while the other works (W. E. Smith, "Various Optimizers for

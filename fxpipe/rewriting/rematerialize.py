@@ -19,11 +19,10 @@ selection problem of J. Rhys, "A Selection Problem of Shared Fixed Costs and Net
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from fractions import Fraction
 
 import torch
 from torch import fx
@@ -135,52 +134,32 @@ def cheapest_rematerialization(
         receive: value -> seconds to receive it, of all that may be needed; infinite where it cannot be.
         compute: value -> seconds to compute it.
     """
+    if not needed:
+        return frozenset()
+    import networkx  # takes a moment; many models have no such values
+
     # As a cut: on the side of the source are the values that have to be there and, as (value,), those that are
     # computed for it. An arc out of a value is cut where it is received, an arc to the sink where it is computed.
-    arcs: dict[object, dict[object, float]] = {}
+    # Of equal cuts networkx returns the one nearest to where the flow ends. So that as little as possible is computed,
+    # all arcs run backwards here: that one is then the cut nearest to the source.
+    arcs = networkx.DiGraph()
 
-    def arc(start: object, stop: object, seconds: float) -> None:
-        arcs.setdefault(start, {})[stop] = arcs.get(start, {}).get(stop, 0.0) + seconds
-        arcs.setdefault(stop, {}).setdefault(start, 0.0)
+    def add_arc(start: object, stop: object, seconds: float) -> None:
+        # Fractions are exact: whether an arc is full is told by comparing. One without a capacity has no end of it.
+        arcs.add_edge(stop, start, **({} if math.isinf(seconds) else {"capacity": Fraction(seconds)}))
 
     for value in needed:
-        arc(_SOURCE, value, math.inf)
+        add_arc(_SOURCE, value, math.inf)
     for value in _with_sources([*needed], again):
         if value not in again:
-            arc(value, _SINK, receive[value])
+            add_arc(value, _SINK, receive[value])
             continue
-        arc(value, (value,), receive[value])
-        arc((value,), _SINK, compute[value])
+        add_arc(value, (value,), receive[value])
+        add_arc((value,), _SINK, compute[value])
         for source in again[value]:
-            arc((value,), source, math.inf)
-    reached = _min_cut_source_side(arcs)
-    return frozenset(value for value in again if (value,) in reached)
+            add_arc((value,), source, math.inf)
+    _, (_, source_side) = networkx.minimum_cut(arcs, _SINK, _SOURCE)
+    return frozenset(value for value in again if (value,) in source_side)
 
 
 _SOURCE, _SINK = object(), object()
-
-
-def _min_cut_source_side(arcs: dict[object, dict[object, float]]) -> set[object]:
-    """What is on the side of the source of the least cut nearest to it; `arcs` are what is left of them afterwards.
-
-    J. Edmonds, R. M. Karp, "Theoretical Improvements in Algorithmic Efficiency for Network Flow Problems", 1972.
-    """
-    while True:
-        before: dict[object, object] = {_SOURCE: _SOURCE}
-        waiting = deque([_SOURCE])
-        while waiting and _SINK not in before:
-            start = waiting.popleft()
-            for stop, room in arcs.get(start, {}).items():
-                if room > 0 and stop not in before:
-                    before[stop] = start
-                    waiting.append(stop)
-        if _SINK not in before:
-            return set(before)
-        way = [_SINK]
-        while way[-1] is not _SOURCE:
-            way.append(before[way[-1]])
-        steps = [(start, stop) for stop, start in itertools.pairwise(way)]
-        flow = min(arcs[start][stop] for start, stop in steps)
-        for start, stop in steps:
-            arcs[start][stop] -= flow
-            arcs[stop][start] += flow

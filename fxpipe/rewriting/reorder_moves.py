@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 from fxpipe.rewriting.dominators import DominatorTree, nest_branches
 from fxpipe.rewriting.linear_order import Items, LinearOrder
+from fxpipe.utils.union_find import UnionFind
 
 # -- Moves of items that let fewer bytes live: down to their first user, or up to what they need ---------------------
 #
@@ -221,19 +222,12 @@ def _apply_moves(row: LinearOrder, anchors: Mapping[int, int]) -> LinearOrder:
 
 def _move_groups(items: Items, moved: Mapping[int, int]) -> list[list[int]]:
     """Moved items, each together with those that have to run before or after it."""
-    parent = {item: item for item in moved}
-
-    def root(item: int) -> int:
-        while parent[item] != item:
-            parent[item] = parent[parent[item]]
-            item = parent[item]
-        return item
-
+    groups = UnionFind[int]()
     for item in moved:
         for other in items.after[item]:
-            if other in parent:
-                parent[root(other)] = root(item)
+            if other in moved:
+                groups.unite(other, item)
     found: dict[int, list[int]] = {}
     for item in moved:
-        found.setdefault(root(item), []).append(item)
+        found.setdefault(groups.find(item), []).append(item)
     return list(found.values())

@@ -38,6 +38,7 @@ from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.progress import progress
+from fxpipe.utils.union_find import UnionFind
 
 NORM_FUNCTIONS = (F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm)
 
@@ -166,7 +167,7 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
     place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
     last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
     last |= {o: len(nodes) for o in [*traced.handed_out, *traced.assigned.values()] if isinstance(o, fx.Node)}
-    classes = _UnionFind()
+    classes = UnionFind[_StorageKey]()
     first: dict[fx.Node, _StorageKey] = {}  # one of the storages of each node
     for number, one in enumerate(seen):
         for node, storages in one.storages.items():
@@ -189,24 +190,6 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
 
 
 _StorageKey = tuple[int, int]  # number of a run, storage
-
-
-class _UnionFind:
-    """Union-find over storages."""
-
-    def __init__(self) -> None:
-        self._parent: dict[_StorageKey, _StorageKey] = {}
-
-    def find(self, key: _StorageKey) -> _StorageKey:
-        parent = self._parent
-        parent.setdefault(key, key)
-        while parent[key] != key:
-            parent[key] = parent[parent[key]]
-            key = parent[key]
-        return key
-
-    def unite(self, left: _StorageKey, right: _StorageKey) -> None:
-        self._parent[self.find(left)] = self.find(right)
 
 
 def _detached(value: Any) -> Any:
