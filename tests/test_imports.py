@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,64 @@ def test_imports_run_one_way():
 
 def test_a_circle_is_found():
     assert _circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) in (["b", "c", "b"], ["c", "b", "c"])
+
+
+# Who runs a step or computes how long it takes knows no pictures. What shows itself draws when it is asked to.
+NO_DRAWING = ("fxpipe.runtime", "fxpipe.simulation")
+DRAWING = "fxpipe.viz"
+DRAWS_WHEN_ASKED = {
+    ("fxpipe.simulation.timeline_mixin", "TimelineMixin.save_timeline"),
+    ("fxpipe.simulation.timeline_mixin", "TimelineMixin._repr_html_"),
+    ("fxpipe.runtime.step_record", "StepRecord.save_trace"),
+}
+
+
+def _is_in(name: str, *rooms: str) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+def _imports_by_function(node: ast.AST, inside: str = "") -> Iterator[tuple[str, str]]:
+    """Each import: the class and function that it stands in, dotted ("" for none), and what it imports."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom):
+            assert not child.level, "imports say in full what they import"
+            yield from ((inside, f"{child.module}.{alias.name}") for alias in child.names)
+        elif isinstance(child, ast.Import):
+            yield from ((inside, alias.name) for alias in child.names)
+        else:
+            is_named = isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            yield from _imports_by_function(child, f"{inside}.{child.name}".lstrip(".") if is_named else inside)
+
+
+def _by_function(name: str) -> list[tuple[str, str]]:
+    return list(_imports_by_function(ast.parse(FILES[name].read_text(encoding="utf-8"))))
+
+
+def test_runtime_and_simulation_draw_only_where_they_are_asked_to():
+    drawing = {
+        (name, inside)
+        for name in FILES
+        if _is_in(name, *NO_DRAWING)
+        for inside, needed in _by_function(name)
+        if _is_in(needed, DRAWING)
+    }
+    assert drawing == DRAWS_WHEN_ASKED
+
+
+def test_no_drawing_is_loaded_with_runtime_and_simulation():
+    """Nor by what they import in turn, unless a function does so that is called."""
+    waiting = [name for name in FILES if _is_in(name, *NO_DRAWING)]
+    loaded = dict.fromkeys(waiting, "")  # file -> what imports it
+    while waiting:
+        name = waiting.pop()
+        needed = {one for inside, one in _by_function(name) if not inside}
+        files = {one if one in FILES else one.rpartition(".")[0] for one in needed}
+        files |= {one.rpartition(".")[0] for one in files}  # the package of a file runs first
+        for one in (files & FILES.keys()) - loaded.keys() - {"fxpipe"}:  # fxpipe itself loads nothing until asked
+            assert not _is_in(one, DRAWING), f"{name} imports {one}; it is loaded for {loaded[name] or name}"
+            loaded[one] = name
+            waiting.append(one)
+    assert len(loaded) > 50
 
 
 def test_tracing_imports_no_compiler():

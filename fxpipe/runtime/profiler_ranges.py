@@ -15,14 +15,13 @@ from torch.autograd import profiler
 
 from fxpipe._torch.profiler import ALL_THREADS_CONFIG, is_profiler_on, sees_this_thread_only
 from fxpipe.scheduling.actions import Action
-from fxpipe.simulation.timeline import range_name
 
 _NOTHING = contextlib.nullcontext()
 
 
 def profiler_range(action: Action) -> AbstractContextManager[Any]:
     """The range of an action; nothing where no profiler is on in the process."""
-    return profiler.record_function(range_name(action)) if is_profiler_on() else _NOTHING
+    return profiler.record_function(action.range_name) if is_profiler_on() else _NOTHING
 
 
 def warn_of_unseen_workers() -> None:

@@ -44,6 +44,11 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
+    @property
+    def range_name(self) -> str:
+        """As profilers and traces call it: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
+        return f"fxpipe {self.kind} stage {self.stage} micro-batch {self.micro_batch}"
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action that `text` is the text form of; raises `ScheduleError` where it is none."""

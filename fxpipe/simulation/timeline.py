@@ -1,7 +1,6 @@
 """When each action of a step runs, simulated or measured: spans, and the memory that follows from them.
 
-All that shows them starts from a `Step` (`steps.py`): `text.py` and `terminal.py` print it, `save_timeline.py` draws it
-into files (`gantt.py`, `pages.py`), `perfetto.py` writes it for Perfetto, `html.py` for notebooks.
+All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of text, `fxpipe.viz` in all other forms.
 """
 
 from __future__ import annotations
@@ -14,11 +13,6 @@ from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation.costs import StageCost
 
 # -- What can be read off the actions of a step once it is known when each runs: memory over time --------------------
-
-
-def range_name(action: Action) -> str:
-    """As profilers and traces call it: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
-    return f"fxpipe {action.kind} stage {action.stage} micro-batch {action.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)

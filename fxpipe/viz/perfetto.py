@@ -24,7 +24,6 @@ from fxpipe.simulation.timeline import (
     Span,
     StepTimeline,
     TransferArrow,
-    range_name,
 )
 from fxpipe.utils.files import write_atomically
 
@@ -89,7 +88,7 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferArrow]) -> Itera
             "ts": start / 1e3,
             "dur": (end - start) / 1e3,
             "args": {
-                **({} if step.is_simulated else {"range": range_name(action)}),
+                **({} if step.is_simulated else {"range": action.range_name}),
                 "stage": action.stage,
                 "micro-batch": action.micro_batch,
                 "waited before (us)": round(waited * 1e6, 3),
