@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -234,3 +235,56 @@ def test_a_module_that_slices_by_a_hidden_value_runs():
         model[0].weight.copy_(torch.eye(4))
         model[0].bias.zero_()
     assert_same_steps(model, batches(), out_dims=0)
+
+
+class GoesByText(nn.Module):
+    """A branch on a number that was made a text, of an input that is the same for all samples."""
+
+    def __init__(self, goes: Callable[[str], bool]):
+        super().__init__()
+        self.lin, self.goes = nn.Linear(4, 4), goes
+
+    def forward(self, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        h = self.lin(x)
+        return h * 2 if self.goes(f"{number}") else h - 1
+
+
+TEXTS = {
+    "larger": lambda text: int(text) > 1,  # 2 and the next number are on one side
+    "equal": lambda text: text == "5",
+    "sign": lambda text: int(text) < 0,
+    "truth": lambda text: "True" in text,
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_branch_on_the_text_of_a_number_goes_either_way(name):
+    model, x = GoesByText(TEXTS[name]), torch.randn(4, 4)
+    numbers = [torch.tensor(n) for n in ((True, False) if name == "truth" else (2, 1, 5, -3))]
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu"], chunks=CHUNKS, example_args=(x, numbers[0]))) as pipe:
+        for number in numbers:
+            torch.testing.assert_close(pipe(x, number), plain(x, number))
+
+
+class ReadsASizeLate(nn.Module):
+    """A hidden size goes through numpy, and the rest of forward cannot run as Python: it keeps an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.lin, self.previous = nn.Linear(4, 1), nn.Linear(4, 4), torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = int(torch.tensor(torch.nonzero(self.gate(x)[..., 0] > 0.2).shape[0] % 4).numpy())
+        h = x.clone()
+        h[..., number] = 0
+        h = self.lin(h)
+        out = h + self.previous
+        self.previous = h.detach().mean(0)
+        return out
+
+
+def test_what_stages_must_compare_may_be_known_only_when_sizes_are():
+    torch.manual_seed(0)
+    with closing(fxpipe.pipeline(ReadsASizeLate().eval(), ["cpu"], chunks=1, example_args=(torch.randn(8, 4),))) as p:
+        assert any("compared in the stages" in why for why in p.plan.why)

@@ -62,6 +62,7 @@ def add_expectations(reads: Sequence[fx.Node]) -> None:
     for read in reads:
         value = read.meta.pop("read")
         read.meta["expects"] = value
+        read.meta.setdefault("shapes", ())  # where it is known only after the shapes that the stages must read it
         what = f"{describe_read(read)} ({read.meta['text']} of {read.args[0]}) at {read.meta['source']}"
         with read.graph.inserting_after(read):
             node = read.graph.create_node("call_function", expect, (read, value, what), name=f"expect_{read.name}")

@@ -161,11 +161,11 @@ def _record_with_fallbacks(
     in_stages: bool,
 ) -> Traced:
     def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
-        def record_disguised(disguised: Collection[Any]) -> Traced:
+        def record_disguised(disguised: Mapping[Any, int]) -> Traced:
             options = RecordingOptions(whole, continued, general)
             return record_with_options(options, model, args, kwargs, seed, hollow=hollow, disguised=disguised)
 
-        traced = record_disguised(())
+        traced = record_disguised({})
         traced.again = record_disguised
         traced.checks_in_stages = in_stages
         refuse_unguardable(traced)

@@ -139,7 +139,7 @@ class Traced:
     effects: Effects | None = None  # what the nodes share and change
     guards: Guards | None = None  # values that forward read: other ones are another graph
     texts: tuple[SourcePlace, ...] = ()  # where forward made texts of tensors
-    again: Callable[[Collection[Any]], Traced] | None = None  # records once more, while the graph is being made
+    again: Callable[[Mapping[Any, int]], Traced] | None = None  # records once more, while the graph is being made
     recording_options: RecordingOptions | None = None  # None: made in another way
     signature: int = 0  # the same for recordings of the same functions of the same values; see `signature_of`
     checks_in_stages: bool = False  # values that only the stages know are compared there

@@ -83,7 +83,7 @@ def record(
     continued: Mapping[str, GraphBreak] | None = None,
     seed: int = 0,
     hollow: bool = False,
-    disguised: Collection[Any] = (),
+    disguised: Mapping[Any, int] | None = None,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
 

@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,7 +74,19 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import TracedGraph
 from fxpipe.utils.progress import ProgressStep, ignore_progress
 
-DISGUISED_DIGITS = str.maketrans("0123456789", "1234567890")
+GUISES = range(11)  # of a text
+
+
+def disguised_text(text: str, guise: int) -> str:
+    """A text of other values: each digit another one, or, as guise 0, signs and truth values the opposite.
+
+    Of a number of one digit all others are among them, and of any number larger and smaller ones.
+    """
+    if guise == 0:
+        opposite = {"True": "False", "False": "True", "-": ""}
+        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda found: opposite.get(found[0], "-"), text)
+    digits = "0123456789"
+    return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
 
 
 class RunningModule(NamedTuple):
@@ -127,7 +140,7 @@ class Recorder(TorchFunctionMode):
         hashable: bool = False,
         step: ProgressStep = ignore_progress,
         forgets: bool = True,
-        disguised: Collection[Any] = (),
+        disguised: Mapping[Any, int] | None = None,
     ):
         """
         Args:
@@ -140,7 +153,7 @@ class Recorder(TorchFunctionMode):
             step: to be called for each node.
             forgets: functions of torch save nothing for backward.
             disguised: which sizes, by name of node and dimension, and which texts, by number, look other than they are
-                to code that no recording can follow (`untracked_values`).
+                to code that no recording can follow (`untracked_values`), and in which guise.
         """
         super().__init__()
         self.model = model
@@ -151,7 +164,7 @@ class Recorder(TorchFunctionMode):
         self.prefixes: dict[str, RecordedCalls] = {}  # of modules that run up to such a call
         self._calls = Counter[str]()  # of other modules, by the path of the one that has made them
         self.size_reads: list[SizeRead] = []
-        self.disguised = frozenset(disguised)
+        self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
         self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
@@ -527,7 +540,8 @@ class Recorder(TorchFunctionMode):
         """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
         text = self._plainly(func, args, kwargs)
         self.texts.append(SourcePlace(self.module, self.source, self._calls[self.module]))
-        return text.translate(DISGUISED_DIGITS) if len(self.texts) - 1 in self.disguised else text
+        guise = self.disguised.get(len(self.texts) - 1)
+        return text if guise is None else disguised_text(text, guise)
 
     def _attribute(self, func: Any, name: str, args: tuple[Any, ...]) -> Any:
         attribute = func.__self__.__name__

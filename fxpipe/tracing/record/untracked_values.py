@@ -8,7 +8,7 @@ by them; most texts are for people. Where it comes out different, a size becomes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any
 
 from torch import fx
@@ -16,6 +16,7 @@ from torch import fx
 from fxpipe.tracing.record.batch_numbers import first_difference, numbers_in, same_numbers, same_value_reads
 from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace, length
+from fxpipe.tracing.record.recorder import GUISES
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.symbolic_shapes import add_size_read
 from fxpipe.tracing.traced import Traced
@@ -35,7 +36,7 @@ def read_untracked_values(traced: Traced) -> None:
     }
     texts = range(len(traced.texts))
     if again is not None and (sizes or texts):
-        plain = again(())
+        plain = again({})
         if not _is_same_recording(plain, again, (*sizes, *texts)):
             places = {key: SourcePlace.of(node) for key, node in sizes.items()}
             places |= {number: traced.texts[number] for number in texts}
@@ -46,10 +47,20 @@ def read_untracked_values(traced: Traced) -> None:
     erase_unused_nodes(traced)
 
 
-def _is_same_recording(plain: Traced, again: Callable[[Collection[Any]], Traced], keys: Collection[Hashable]) -> bool:
-    """Does forward do the same where these sizes and texts are disguised?"""
+def _is_same_recording(plain: Traced, again: Callable[[Mapping[Any, int]], Traced], keys: Collection[Hashable]) -> bool:
+    """Does forward do the same where these sizes and texts are disguised?
+
+    A size shows in any guise where it goes: a comparison would be recorded. A text may be made a number, and compared.
+    """
+    guises = GUISES if any(isinstance(key, int) for key in keys) else (1,)
+    return all(_is_same_recording_in(plain, again, dict.fromkeys(keys, guise)) for guise in guises)
+
+
+def _is_same_recording_in(
+    plain: Traced, again: Callable[[Mapping[Any, int]], Traced], disguised: Mapping[Any, int]
+) -> bool:
     try:
-        other = again(keys)
+        other = again(disguised)
     except Exception:  # an index that is out of range, a text that is no number
         return False
     numbers, others = tuple(numbers_in(plain)), tuple(numbers_in(other))
