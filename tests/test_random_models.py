@@ -117,6 +117,7 @@ RIGHT = {
     "a mask in the rest of forward": 40252,
     "the loss of a router beside a memory bank": 50182,
     "an attribute of a first call with dropout": 50264,
+    "Python in training, a graph in evaluation": 300949,
 }
 
 
@@ -127,7 +128,7 @@ def test_the_judge_knows_what_else_is_right(seed):
 
 def test_values_of_inputs_are_the_mini_batchs_unless_their_line_runs_as_python(monkeypatch):
     case = draw(RIGHT["a mask in the rest of forward"])
-    monkeypatch.setattr(judging, "_python", lambda case, pipe: judging.Python())
+    monkeypatch.setattr(judging, "_python", lambda case, pipe, assembly=None: judging.Python())
     assert judge(case).kind == "wrong"
 
 

@@ -337,6 +337,7 @@ class Trial:
         if case.is_per_part or case.is_random:
             self.alive += self.parts
         self.refusals: list[str] = []
+        self.assemblies: list[Any] = []
 
     def run(self) -> Verdict:
         first = self.case.batches[0]
@@ -356,6 +357,7 @@ class Trial:
         except Exception as error:
             return Verdict("crashes", f"planning: {_text(error)}")
         with closing(pipe):
+            self.assemblies = _noting_assemblies(pipe)
             if text := self._changed_by_planning(state_of(ours), before, first):
                 return Verdict("wrong", f"planning changes {text}")
             if self.parts[0] not in self.alive and self.case.reading & _python(self.case, pipe).lines:
@@ -429,7 +431,7 @@ class Trial:
         messages = []
         for candidate in [*self.alive]:
             torch.manual_seed(batch.seed)
-            python = _python(self.case, pipe)
+            python = _python(self.case, pipe, self.assemblies[-1] if self.assemblies else None)
             want = _run(lambda inputs, c=candidate, p=python: c.step(inputs, batch, p), self.case, batch)
             text = _text(want.error) if want.error else _compared(self.case.tolerance, have, ours, want, candidate)
             if text:
@@ -505,10 +507,25 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: joined([part[name] for part in parts if name in part]) for name in parts[-1]}
 
 
-def _python(case: Case, pipe: fxpipe.Pipeline) -> Python:
-    first = pipe._fxpipe.first
-    assert first is not None
-    found = [node.meta for node in first.traced.graph.nodes if "whole" in node.meta]
+def _noting_assemblies(pipe: fxpipe.Pipeline) -> list[Any]:
+    """Which graphs run, as they come; there may be one for each mode, length and answer."""
+    find, noted = pipe._fxpipe.assembly_for, []
+
+    def assembly_for(*args: Any, **kwargs: Any) -> Any:
+        found = find(*args, **kwargs)
+        noted.append(found[0])
+        return found
+
+    pipe._fxpipe.assembly_for = assembly_for  # type: ignore[method-assign]
+    return noted
+
+
+def _python(case: Case, pipe: fxpipe.Pipeline, assembly: Any = None) -> Python:
+    """Of the graph that has run; before the first step, of that of planning."""
+    prepared = next((p for p, its in pipe._fxpipe.graphs if its is assembly), pipe._fxpipe.first)
+    assert prepared is not None
+    traced = prepared.traced
+    found = [node.meta for node in traced.graph.nodes if "whole" in node.meta]
     paths = {meta["whole"] for meta in found}
     recorded = {
         name for meta in found if meta["whole"] == "" for name in meta.get("continued", ())
@@ -518,7 +535,7 @@ def _python(case: Case, pipe: fxpipe.Pipeline) -> Python:
         path = f"part_{k}" if case.program[k].is_part else ""
         return path in paths or ("" in paths and path not in recorded)
 
-    return Python(tuple(first.traced.whole), frozenset(filter(is_python, range(len(case.program)))))
+    return Python(tuple(traced.whole), frozenset(filter(is_python, range(len(case.program)))))
 
 
 def _run(step: Callable[[Inputs], Any], case: Case, batch: Batch, pipe: fxpipe.Pipeline | None = None) -> Left:
