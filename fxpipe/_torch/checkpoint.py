@@ -13,10 +13,11 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from fxpipe._torch.versions import optional_name
 from fxpipe.utils.locks import ForkSafeLock, call_in_forked_child
 
 _NAMES = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-_NAME = next((name for name in _NAMES if hasattr(checkpoint, name)), None)
+_NAME = next((name for name in _NAMES if optional_name("torch.utils.checkpoint", name) is not None), None)
 _module: Any = checkpoint
 
 Replay = Callable[[Callable[..., Any]], Callable[..., Any] | None]

@@ -27,7 +27,7 @@ def _no_profiler() -> bool:
     return False
 
 
-if not hasattr(profiler, "_is_profiler_enabled"):
+if optional_name("torch.autograd.profiler", "_is_profiler_enabled") is None:
     is_profiler_on = _no_profiler
 
 

@@ -5,6 +5,8 @@ thread, so a worker does not inherit them. `ThreadState.now()` is what a node wa
 `set_thread_state(state)` sets it for a block. What else a thread may have around it (inference mode, hooks for saved
 tensors, modes) is no node's, and in `runtime.caller_context`. The default dtype belongs to the process; a model that
 changes it in forward is refused.
+
+Private is only what tells that autocast is on for whatever device (torch 2.11 to 2.14), and it is optional.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from fxpipe._torch.versions import optional_name
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
-_is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")  # torch 2.11 to 2.14
+_is_any_autocast_enabled: Any = optional_name("torch", "_C._is_any_autocast_enabled")
 
 
 def _is_known_autocast_enabled() -> bool:

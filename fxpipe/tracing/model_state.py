@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe._torch.autograd import version_of
+from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, own_buffers, own_children, tensor_stores
 from fxpipe.tracing.record.module_hooks import COMPUTATION_ATTRIBUTES, is_computation_hook
@@ -294,7 +294,7 @@ class Snapshot:
                 kept.tensor.requires_grad_(kept.requires_grad)
             else:
                 self.tied.append(name)
-                if not kept.tensor._is_view():  # which cannot be
+                if base_of(kept.tensor) is None:  # a view cannot be
                     kept.tensor.detach_()
         if kept.value is not None and kept.tensor.shape != kept.value.shape:
             self.reshaped.append(name)
