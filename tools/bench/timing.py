@@ -98,7 +98,7 @@ class Summary:
     third_quartile: float
 
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.first_stages:.2f}–{self.last_stages:.2f})"
+        return f"{self.median:.2f} ({self.first_quartile:.2f}–{self.third_quartile:.2f})"
 
 
 def summarise(values: Sequence[float]) -> Summary:
