@@ -209,7 +209,6 @@ class PipelineState:
             traced.out_spec,
             traced.state,
             traced.constants,
-            self.settings.compile,
             left_attribute_dims=traced.left_attribute_dims,
             told=traced.told,
             combinations=traced.combinations,

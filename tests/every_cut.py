@@ -13,12 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts, split_into_stages
-from fxpipe.rewriting.rng import mix_seed
 from fxpipe.runtime import BoundProgram, Engine, wire_program
 from fxpipe.runtime.executors import InterleavedExecutor
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
+from fxpipe.utils.random_generators import mix_seed
 
 
 class WithGrad(InterleavedExecutor):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.rng import mix_seed
+from fxpipe.utils.random_generators import mix_seed
 
 
 class Seeded(TorchFunctionMode):

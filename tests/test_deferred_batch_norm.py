@@ -20,8 +20,8 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.rewriting.deferred_batch_norm import merge_statistics
 from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime.running_statistics import merge_statistics
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

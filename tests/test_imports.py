@@ -112,6 +112,42 @@ def test_no_drawing_is_loaded_with_runtime_and_simulation():
     assert len(loaded) > 50
 
 
+# The compiler: from a model to a program. Of it the runtime may import, and why:
+COMPILER = ("config", "inspect", "partitioning", "planning", "plans", "profiling", "rewriting", "tracing", "tuning")
+HANDED_OVER = {
+    "fxpipe.rewriting.program": "stages as callables, and who sends what to whom: where compiler and runtime meet",
+}
+
+
+def _imports_of_compiler(name: str) -> set[str]:
+    """What a file imports of the compiler, and of torch.fx: what walks or rewrites graphs."""
+    tree = ast.parse(FILES[name].read_text(encoding="utf-8"))
+    rooms = ("torch.fx", "fxpipe._torch.fx_graphs", *(f"fxpipe.{room}" for room in COMPILER))
+    found = {needed for _, needed in _imports_by_function(tree) if _is_in(needed, *rooms)}
+    attributes = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    found |= attributes & {"torch.fx"}
+    return {one if one in FILES or one == "torch.fx" else one.rpartition(".")[0] for one in found}
+
+
+def test_compiler_and_runtime_meet_in_the_program_and_nowhere_else():
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    assert folders.issuperset(COMPILER), "a folder of the compiler has another name"
+    runtime = {name: _imports_of_compiler(name) for name in FILES if name.startswith("fxpipe.runtime")}
+    assert set().union(*runtime.values()) >= HANDED_OVER.keys(), "what nobody imports need not be allowed"
+    past_the_wall = {name: found - HANDED_OVER.keys() for name, found in runtime.items()}
+    assert not {name: found for name, found in past_the_wall.items() if found}
+
+
+def test_what_is_handed_over_brings_no_compiler_with_it():
+    for name in HANDED_OVER:
+        assert not _imports_of_compiler(name)
+
+
+def test_an_import_past_the_wall_is_found():
+    assert "torch.fx" in _imports_of_compiler("fxpipe.rewriting.portals")
+    assert "fxpipe.tracing.traced" in _imports_of_compiler("fxpipe.rewriting.build_stages")
+
+
 def test_tracing_imports_no_compiler():
     """To look for the user's line torch would import half of what it compiles with, which takes most of a second."""
     program = (

@@ -17,9 +17,9 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import LossError
-from fxpipe.rewriting.rng import generator_lock
 from fxpipe.runtime.loss_verification import LossHistory
 from fxpipe.runtime.loss_weighting_check import reductions_under
+from fxpipe.utils.random_generators import generator_lock
 
 IGNORED = -100
 WIDTH, CLASSES, LENGTH = 6, 5, 4

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fxpipe
 from fxpipe.rewriting import PIPE_INPUT
-from fxpipe.rewriting.stage_functions import pop, stash
+from fxpipe.rewriting.portals import pop, stash
 from fxpipe.runtime.exchange import Exchange
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import Action, ActionKind

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.rewriting import rng as random_nodes
-from fxpipe.rewriting.rng import mix_seed, seeded_function, takes_generator
+from fxpipe.rewriting.program import stage_context
+from fxpipe.rewriting.rng import seeded_function, takes_generator
 from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
-from fxpipe.rewriting.stage_functions import stage_context
 from fxpipe.tracing import trace
+from fxpipe.utils.random_generators import generator_lock, mix_seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
@@ -374,7 +375,7 @@ def _own(value):
 def _ends_without_torchs_generator(patience: float, function: Callable[..., Any], *args: Any, **more: Any) -> bool:
     done = threading.Event()
     thread = threading.Thread(target=lambda: (function(*args, **more), done.set()), daemon=True)
-    with random_nodes.generator_lock(CPU):
+    with generator_lock(CPU):
         thread.start()
         ended = done.wait(patience)
     thread.join(20)
@@ -401,8 +402,8 @@ def test_what_is_not_torchs_has_the_generator_to_itself():
 
 
 def test_each_device_has_a_lock_of_its_own():
-    assert random_nodes.generator_lock(CPU) is random_nodes.generator_lock(torch.device("cpu"))
-    locks = [random_nodes.generator_lock(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
+    assert generator_lock(CPU) is generator_lock(torch.device("cpu"))
+    locks = [generator_lock(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1")]
     assert len(set(map(id, locks))) == 3
 
 

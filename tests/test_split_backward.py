@@ -18,17 +18,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
 from fxpipe.rewriting.weight_gradients import (
     ADDMM,
     BMM,
     LINEAR,
     MATMUL,
-    WeightGradientTape,
     convolution_kind,
     split_embedding,
     split_node,
-    weight_gradients_of,
 )
 from fxpipe.runtime import BoundProgram, Engine, InterleavedExecutor, ThreadedExecutor, wire_program
 from fxpipe.runtime.step import Step
@@ -63,7 +62,7 @@ class EverySplit(EveryCut):
     def schedule(self, name, stages, m, checkpoint):
         return with_weights(super().schedule(name, stages, m, checkpoint), self.late, self.stages)
 
-    def weighed(self, *starts):
+    def split_parameters(self, *starts):
         """By stage, the parameters that W computes the gradients of."""
         return [set(split_stage_backward(stage).split_parameters) for stage in self.program((0, *starts)).stages]
 
@@ -91,7 +90,7 @@ def _assert_node(kind, plain, x, w, b=None, options=(), casts=False):
     asked = [t for t in (x,) if t.requires_grad]
     found = torch.autograd.grad(have_y, [*asked, *tape.edges], upstream)
     tape.arrived(found[len(asked) :])
-    named = dict(weight_gradients_of(tape))
+    named = dict(tape.weight_gradients())
     have = [
         *found[: len(asked)],
         *(named[name] for name, t in (("w", w), ("b", b)) if t is not None and t.requires_grad),
@@ -232,7 +231,7 @@ def test_what_b_frees_and_what_w_frees():
     assert alive() is None
     assert kept() is None  # what is on the tape is a detached one
     assert len(tape.uses) == len(tape.gradients) == 1
-    assert [name for name, _ in weight_gradients_of(tape)] == ["w"]
+    assert [name for name, _ in tape.weight_gradients()] == ["w"]
     assert not tape.uses
     assert not tape.gradients
 
@@ -245,7 +244,7 @@ def test_an_input_changed_in_place_is_refused():
     hidden.add_(1)
     tape.arrived(torch.autograd.grad(y.sum(), tape.edges))
     with pytest.raises(RuntimeError, match="modified by an inplace operation: the input that w was applied to"):
-        list(weight_gradients_of(tape))
+        list(tape.weight_gradients())
 
 
 def test_sparse_gradients_of_an_embedding():
@@ -256,7 +255,7 @@ def test_sparse_gradients_of_an_embedding():
         y = look_up(tape, ids, w, **options)
         z = split_node(LINEAR, ("w", None), False)(tape, y, w)
         tape.arrived(torch.autograd.grad(z.square().sum(), tape.edges))
-        ((_, have),) = weight_gradients_of(tape)
+        ((_, have),) = tape.weight_gradients()
         (want,) = torch.autograd.grad(F.linear(F.embedding(ids, w, **options), w).square().sum(), [w])
         assert torch.equal(have.to_dense(), want.to_dense())
 
@@ -355,7 +354,6 @@ def test_names_of_nodes_stay(uses):
         split = split_stage_backward(stage)
         names = [[n.name for n in s.run.graph.nodes] for s in (stage, split)]
         assert [n for n in names[0] if n not in ("t",)] == [n for n in names[1] if n != "tape"]
-        assert (split.locations, split.code) == (stage.locations, stage.code)
         assert split_stage_backward(dataclasses.replace(stage, changed_buffers=stage.attributes)).run is stage.run
 
 

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fxpipe
 from fxpipe.errors import ArgumentError, StateError, TraceError
-from fxpipe.rewriting.rng import mix_seed, seeded_python_rng
+from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.tracing import trace
+from fxpipe.utils.random_generators import mix_seed
 
 
 class Inner(nn.Module):

@@ -154,8 +154,8 @@ RUNTIME = (
     ),
     Mutant(
         "runtime/step.py",
-        "        except BaseException as error:\n            device",
-        "        except Exception as error:\n            device",
+        "        except BaseException as error:\n            node",
+        "        except Exception as error:\n            node",
         "test_failures.py::test_every_kind_of_exception_arrives",
     ),
     Mutant(
@@ -332,13 +332,13 @@ RUNTIME = (
         "test_microbatches.py::test_parts_are_as_dense_as_the_whole",
     ),
     Mutant(
-        "rewriting/deferred_batch_norm.py",
+        "runtime/running_statistics.py",
         "((n - 1) / (total - 1)).to(device), (n / (total - 1))",
         "(n / total).to(device), (n / (total - 1))",
         "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
     ),
     Mutant(
-        "rewriting/deferred_batch_norm.py",
+        "runtime/running_statistics.py",
         "between * (means - mean) ** 2",
         "between * (means - mean)",
         "test_deferred_batch_norm.py::test_the_running_statistics_are_those_of_the_mini_batch",
@@ -759,9 +759,9 @@ REWRITING = (
         "test_aliases.py::test_what_is_used_for_the_last_time_before_a_cut_does_not_forbid_it",
     ),
     Mutant(
-        "rewriting/build_stages.py",
-        "if PIPE_INPUT < source < stage - 1",
-        "if PIPE_INPUT < source < stage",
+        "rewriting/portals.py",
+        "if PIPE_INPUT < source < target - 1",
+        "if PIPE_INPUT < source < target",
         "test_rewriting.py::test_stage_code_reads_like_the_model",
     ),
     Mutant(
@@ -805,7 +805,7 @@ REWRITING = (
         "test_ordering.py::test_the_cost_of_an_order_is_what_lives_at_each_cut",
     ),
     Mutant(
-        "rewriting/rng.py",
+        "utils/random_generators.py",
         "        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK",
         "        state = number + 0x9E3779B97F4A7C15 & _MASK",
         "test_random_numbers.py::test_numbers_depend_on_seed_and_ordinal",

@@ -244,11 +244,11 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
 
     traced = cut.traced
     settings = replace(cut.settings, checkpoint=_decided_checkpoint(settings.checkpoint, cut.recompute))
-    deferred = settings.deferred_batch_norm
-    program = split_into_stages(traced, cut.starts, settings.devices, deferred_batch_norm=deferred)
+    deferred, compiled = settings.deferred_batch_norm, settings.compile
+    program = split_into_stages(traced, cut.starts, settings.devices, (), deferred, compiled)
     copies = rematerialized_nodes(cut, program, settings.largest_micro_batch(batch))
     if any(copies):
-        program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred)
+        program = split_into_stages(traced, cut.starts, settings.devices, copies, deferred, compiled)
     plan = plan_of_cut(cut, program, copies, batch, settings)
     plan = replace(plan, fingerprint=fingerprint)
     return PreparedGraph(plan, traced, program, settings, traced.fingerprint() != fingerprint)
@@ -276,9 +276,9 @@ def prepare_given_plan(traced: Traced, given: Plan, batch: int, settings: Settin
         raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
     reordered = with_node_order(traced, [by_name[name] for name in names])
     starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
-    program = split_into_stages(
-        reordered, starts, settings.devices, [stage.copies for stage in given.stages], settings.deferred_batch_norm
-    )
+    copies = [stage.copies for stage in given.stages]
+    deferred, compiled = settings.deferred_batch_norm, settings.compile
+    program = split_into_stages(reordered, starts, settings.devices, copies, deferred, compiled)
     stages = tuple(
         replace(stage, device=str(device), code=made.code)
         for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
@@ -314,7 +314,8 @@ def prepare_additional_graph(
     if first.is_reordered:
         traced = reorder_nodes(traced)
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))
-    program = split_into_stages(traced, starts, settings.devices, deferred_batch_norm=settings.deferred_batch_norm)
+    deferred, compiled = settings.deferred_batch_norm, settings.compile
+    program = split_into_stages(traced, starts, settings.devices, (), deferred, compiled)
     return replace(first, traced=traced, program=program)
 
 

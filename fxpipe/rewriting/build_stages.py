@@ -13,9 +13,10 @@ For each stage, in this order:
 
 from __future__ import annotations
 
+import functools
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +28,18 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import InternalError
 from fxpipe.rewriting.aliasing import Aliases, alias_classes_written_at
 from fxpipe.rewriting.deferred_batch_norm import DeferredBatchNorm, defer_batch_norm, defer_in_opaque_call
-from fxpipe.rewriting.program import PIPE_INPUT, ConstantOutput, Program, ReceivedValue, Skip, SourceLocation, Stage
+from fxpipe.rewriting.portals import insert_pop, insert_stash, skips_of
+from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, SourceLocation, Stage
 from fxpipe.rewriting.rematerialize import rematerializable_nodes
 from fxpipe.rewriting.reorder import random_ordinals
 from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
-from fxpipe.rewriting.stage_functions import clone, pop, set_autocast, set_grad, stash, with_write_check
+from fxpipe.rewriting.stage_callables import make_stage_callable
+from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_devices import set_node_device
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
+from fxpipe.utils.clone import clone
 
 # -- The code of a stage for people: the model's own words, with modules and source lines at the side ----------------
 
@@ -64,6 +68,7 @@ def split_into_stages(
     devices: Sequence[torch.device],
     copies: Sequence[Collection[str]] = (),
     deferred_batch_norm: bool = False,
+    compile_options: Mapping[str, Any] | None = None,
 ) -> Program:
     """Stages that begin at the places `starts` (the first is 0), for one device each.
 
@@ -71,6 +76,7 @@ def split_into_stages(
         copies: for each stage the names of earlier nodes that it computes itself where it needs them, instead of
             receiving their values (`fxpipe.rewriting.rematerialize`); none: no stage does.
         deferred_batch_norm: stages hand out what batch norm would track (`fxpipe.rewriting.deferred_batch_norm`).
+        compile_options: keywords of `torch.compile` for the stages; None: they run as they are.
     """
     cut = _StageCut.of(traced, starts, copies)
     drafts = [_draft_stage(cut, stage) for stage in range(cut.count)]
@@ -81,12 +87,7 @@ def split_into_stages(
     # By receiver, the end of the pipe last: what it gets, and from which stage.
     table = [{node: cut.owner(node, stage) for node in draft.needs} for stage, draft in enumerate(drafts)]
     table.append({node: cut.owner(node, cut.count) for node in outputs})
-    skips = [
-        Skip(node.name, source, stage)
-        for stage, row in enumerate(table[:-1])
-        for node, source in row.items()
-        if PIPE_INPUT < source < stage - 1
-    ]
+    skips = tuple(skips_of(table[:-1]))
     ordinals = random_ordinals(cut.effects.nodes)
     deferring = DeferredBatchNorm.of(traced) if deferred_batch_norm else DeferredBatchNorm()
     stages = []
@@ -110,6 +111,7 @@ def split_into_stages(
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
                 {n.name: SourceLocation(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
                 format_stage_code(builder.graph, stage),
+                functools.partial(make_stage_callable, options=compile_options),
             )
         )
     names = {place: node.name for place, node in traced.placeholders.items()}
@@ -122,7 +124,7 @@ def split_into_stages(
             else ConstantOutput(devices[-1] if isinstance(o, torch.device) else o)  # where the outputs are
             for o in traced.handed_out
         ),
-        tuple(skips),
+        skips,
         bool(ordinals),
         {traced.place_of(node): ReceivedValue(node.name, table[-1][node]) for node in written},
         {name: ReceivedValue(node.name, table[-1][node]) for name, node in left.items()},
@@ -299,7 +301,7 @@ class _StageBuilder:
             self.made[node].meta.update(shapes=node.meta.get("shapes"))
         for node in draft.needs:
             if node.name in popped:
-                self.made[node] = self._call(pop, (self.made[node], node.name), f"{node.name}_popped")
+                self.made[node] = insert_pop(self.graph, self.made[node], node.name)
         for node in draft.clones:
             self.made[node] = self._call(clone, (self.made[node],), f"{node.name}_copy")
         for node in draft.again:
@@ -338,7 +340,7 @@ class _StageBuilder:
                 # Memory of a parameter or a buffer, which will be written to while others still read this value.
                 value = self._call(clone, (value,), f"{node.name}_copy")
             if node.name in stashed:
-                value = self._call(stash, (value, node.name), f"{node.name}_stashed")
+                value = insert_stash(self.graph, value, node.name)
             values.append(value)
         self.graph.output((*values, *(self.made[node] for node in assigns.values()), *self.statistics))
         effects = self.cut.effects

@@ -1,15 +1,20 @@
-"""What the rewriter hands to the runtime: stages as pure functions, and who sends what to whom.
+"""What the compiler hands to the runtime: stages as callables, and who sends what to whom.
 
-Nothing here is a graph node: values go by name. The runtime needs no more than this.
+Compiler and runtime meet here and nowhere else. Nothing here is a graph node: values go by name, and whatever rewrites
+a graph does so behind `Stage.callable`. The other way round, a stage finds around it what the runtime runs it for:
+`stage_context`, and the `WeightGradientTape` that it is given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from fxpipe.rewriting.weight_gradients import StageTaps
+import torch
+from torch.autograd.graph import GradientEdge
 
 PIPE_INPUT = -1  # as a source: the inputs of the pipe
 
@@ -30,32 +35,54 @@ class SourceLocation:
     source: str  # the user's line: `path/unet.py:31`
 
 
+# What batch norm has found in one call, where its running statistics are deferred: (name of the running mean, name of
+# the running variance, number of values of a channel, their mean, their unbiased variance, momentum).
+BatchStatistics = tuple[str, str, int, torch.Tensor, torch.Tensor, float]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCallable:
+    """What runs of a stage, compiled or as it is."""
+
+    call: Callable[..., tuple[Any, ...]]
+    split_parameters: frozenset[str]  # whose gradients W computes; if any, `call` takes a `WeightGradientTape` first
+    failing_node: Callable[[BaseException], str]  # the node in whose code an exception was raised; "": in none
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A pure function of (parameters and buffers..., received values...).
 
     It returns the values of `sends`, then the new values of `assigns`, then what deferred batch norm has found: for
-    each of its nodes a tuple of `fxpipe.rewriting.deferred_batch_norm.Found`. Buffers named in `changes` are written in
-    place: give it copies, but for those in `tracks`.
+    each of its nodes a tuple of `BatchStatistics`. Buffers named in `changed_buffers` are written in place: give it
+    copies, but for those in `tracked_statistics`.
     """
 
-    run: Callable[..., tuple[Any, ...]]
+    run: Callable[..., tuple[Any, ...]]  # the function as it was written, a GraphModule, of which `callable` is made
     attributes: tuple[str, ...]
     receives: tuple[ReceivedValue, ...]
     sends: tuple[str, ...]
     assigns: tuple[str, ...]
     changed_buffers: tuple[str, ...]
-    tracked_statistics: tuple[
-        str, ...
-    ]  # of those in `changes`: running statistics, which it leaves to the end of the step
-    counters: tuple[str, ...]  # of those in `changes` and `assigns`: what counts mini-batches, not micro-batches
+    # Of those in `changed_buffers`: running statistics, which it leaves to the end of the step.
+    tracked_statistics: tuple[str, ...]
+    # Of those in `changed_buffers` and `assigns`: what counts mini-batches, not micro-batches.
+    counters: tuple[str, ...]
     locations: dict[str, SourceLocation]  # by node name
     code: str  # for people
-    split_parameters: frozenset[str] = (
-        frozenset()
-    )  # attributes whose gradients W computes; if any, `run` takes a `WeightGradientTape` first
-    # of a stage that will be compiled; `run` then takes taps in place of the `WeightGradientTape`
-    taps: StageTaps | None = None
+    make_callable: Callable[[Stage, bool], StageCallable]  # (the stage, is its backward split)
+    _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def callable(self, is_split: bool) -> StageCallable:
+        """What runs of the stage; made when it is first asked for.
+
+        Args:
+            is_split: its weights get their gradients in W, not in B.
+        """
+        made = self._callables.get(is_split)
+        if made is None:
+            made = self._callables[is_split] = self.make_callable(self, is_split)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +122,82 @@ class Program:
 def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
     """What stages send to each other for one micro-batch, by the bytes of each value; what goes to two counts twice."""
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)
+
+
+# -- What a stage is run for -----------------------------------------------------------------------------------------
+
+
+class StageContext(threading.local):
+    """What the stage that runs in this thread is run for; set by the runtime, read by functions in stage code."""
+
+    seed = 0  # of the step and micro-batch
+    recomputes = False  # does the step run something twice, which must come to the same then?
+
+
+stage_context = StageContext()
+
+
+# -- Backward in two: what F leaves for W ----------------------------------------------------------------------------
+
+
+class WeightGradientTask(NamedTuple):
+    """A split node that has run."""
+
+    names: tuple[str, ...]  # of the parameters that it used and that want a gradient
+    weigh: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
+
+
+@dataclass(slots=True)
+class WeightGradientTape:
+    """What the split nodes of one stage leave of one micro-batch, in the order in which they ran."""
+
+    uses: list[WeightGradientTask] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
+    gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
+    # Detached parameters; one dict for all tapes of a stage.
+    detached_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def note(self, edge: GradientEdge, use: WeightGradientTask) -> None:
+        self.edges.append(edge)
+        self.uses.append(use)
+
+    def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        found = self.detached_parameters.get(name)
+        if found is None:
+            found = self.detached_parameters[name] = parameter.detach()
+        return found
+
+    def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """B has been; the edges would keep alive what is left of its graph."""
+        self.edges, self.gradients = [], list(gradients)
+
+    def weight_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight's gradient, once. The tape is used up.
+
+        Of a weight that is used once a gradient leaves as soon as it is there, so that only one of them lives beside
+        the sums. One that is used more often is summed over its uses first, from the last to the first: autograd runs
+        its nodes in that order, and the sum of a micro-batch goes into the sum of the step as a whole.
+        """
+        uses, gradients = self.uses, self.gradients
+        if not gradients:  # nothing came back to this stage
+            uses.clear()
+        left = Counter(name for use, g in zip(uses, gradients, strict=True) if g is not None for name in use.names)
+        parts: dict[str, torch.Tensor] = {}
+        while uses:
+            use, gradient = uses.pop(), gradients.pop()
+            if gradient is None:
+                continue
+            for name, new in zip(use.names, use.weigh(gradient), strict=True):
+                left[name] -= 1
+                have = parts.pop(name, None)
+                total = new if have is None else _sum_gradients(have, new)
+                del have, new
+                if left[name]:
+                    parts[name] = total
+                else:
+                    yield name, total
+                del total
+
+
+def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return new + have if have.is_sparse else have + new  # dense + sparse, the other way round torch has not

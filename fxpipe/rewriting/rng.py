@@ -36,24 +36,12 @@ from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
 from fxpipe._torch.versions import TESTED_VERSIONS
 from fxpipe.errors import StateError
+from fxpipe.rewriting.program import stage_context
 from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
-from fxpipe.rewriting.stage_functions import stage_context
-from fxpipe.utils.locks import call_in_forked_child
+from fxpipe.utils.random_generators import generator_lock, mix_seed
 
-_MASK = (1 << 64) - 1
 _CPU = torch.device("cpu")
 _SEEDED = torch.Tag.nondeterministic_seeded
-
-
-def mix_seed(*numbers: int) -> int:
-    """A seed of 63 bits. Each bit depends on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
-    state = 0
-    for number in numbers:
-        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +176,6 @@ class _ThreadGenerators(threading.local):
 
 
 _thread_generators = _ThreadGenerators()
-_generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
-call_in_forked_child(_generator_locks.clear)
 
 
 def _own_generator(device: torch.device) -> torch.Generator:
@@ -202,16 +188,6 @@ def _own_generator(device: torch.device) -> torch.Generator:
 
 def _process_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-
-
-def generator_lock(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Held by whoever draws from the generator that the process has for a device."""
-    found = _generator_locks.get(device)
-    if found is None:
-        found = _generator_locks.setdefault(
-            device, threading.RLock()
-        )  # of two that are made at once, the first is for both
-    return found
 
 
 def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:

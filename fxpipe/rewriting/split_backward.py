@@ -74,17 +74,34 @@ _ATEN_EMBEDDING_ARGUMENTS = ("weight", "input", "padding_idx", "scale_grad_by_fr
 _TRANSPOSITIONS = {(0, 1), (1, 0), (-1, -2), (-2, -1)}
 
 
-def split_stage_backward(stage: Stage) -> Stage:
-    """The stage with `weighed` parameters: its code takes a `WeightGradientTape` first. The same stage if
-    there are none."""
-    graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
-    parameters = stage_parameters(stage, graph)
-    uses = splittable_nodes(graph, parameters)
+@dataclass(frozen=True, slots=True)
+class SplitStageCode:
+    """The code of a stage whose weights get their gradients in W: it takes a `WeightGradientTape` first."""
+
+    run: fx.GraphModule
+    split_parameters: frozenset[str]  # whose gradients W computes; none: the stage's own code, which takes no tape
+
+
+def split_stage_backward(stage: Stage) -> SplitStageCode:
+    """Splits the backward of a stage: of those parameters of which it can."""
+    run = stage_code(stage)
+    parameters = stage_parameters(stage, run.graph)
+    uses = splittable_nodes(run.graph, parameters)
     if not uses:
-        return stage
-    run = fx.GraphModule({}, _with_splits(graph, uses), class_name=type(stage.run).__name__)
-    weighed = frozenset(parameters[p] for use in uses.values() for p in use.parameters)
-    return replace(stage, run=run, split_parameters=weighed)
+        return SplitStageCode(run, frozenset())
+    split = fx.GraphModule({}, _with_splits(run.graph, uses), class_name=type(run).__name__)
+    return SplitStageCode(split, split_parameters(parameters, uses))
+
+
+def stage_code(stage: Stage) -> fx.GraphModule:
+    """The code of a stage, as `split_into_stages` wrote it."""
+    assert isinstance(stage.run, fx.GraphModule)
+    return stage.run
+
+
+def split_parameters(parameters: ParameterNames, uses: dict[fx.Node, SplittableNode]) -> frozenset[str]:
+    """Names of the parameters that split nodes use."""
+    return frozenset(parameters[p] for use in uses.values() for p in use.parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,15 @@
-"""A stage whose backward is split and that the compiler can take: see `taps`.
+"""A stage whose backward is split and that the compiler can take: it has taps.
+
+A compiled graph is one node to autograd, with no edges inside that B could ask for gradients at. It can ask for those
+of the graph's inputs. So a split node gets an input of its own, a tap, that is added to its output: the gradient of
+the tap is that of the output. And what the node was applied to becomes an output:
+
+    F    y = F.linear(x, w.detach(), b.detach()) + tap      x goes out
+    B    asks autograd for the gradients of received values, of all other parameters, and of the taps
+    W    gradient.t() @ x
+
+A tap has no memory: it is one element, expanded, and not even that is read. Forward adds zeros that the compiler knows,
+and leaves out.
 
 The same nodes are split as in `split_backward`, but for those whose output's shape is not known before they run: a tap
 has to have it. It is known where it depends on nothing but sizes of received values, as almost all do on the batch's.
@@ -12,7 +23,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -21,34 +32,88 @@ from torch import fx
 from torch.autograd.graph import get_gradient_edge
 
 from fxpipe._torch.autograd import version_of
-from fxpipe.rewriting.program import Stage
-from fxpipe.rewriting.split_backward import SplitOperation, SplittableNode, splittable_nodes, stage_parameters
-from fxpipe.rewriting.weight_gradients import (
-    GradientTap,
-    SizeSource,
-    StageTaps,
-    WeightGradientFunction,
-    WeightGradientTape,
-    WeightGradientTask,
-    cast_operands,
-    check_input_unchanged,
-    tap_zeros,
+from fxpipe.rewriting.program import Stage, WeightGradientTape, WeightGradientTask
+from fxpipe.rewriting.split_backward import (
+    SplitOperation,
+    SplittableNode,
+    split_parameters,
+    splittable_nodes,
+    stage_code,
+    stage_parameters,
 )
+from fxpipe.rewriting.weight_gradients import cast_operands, check_input_unchanged
 from fxpipe.tracing.shapes.symbolic_shapes import TensorShape
 
+# (gradient, what went out, weight, bias, wants the one's gradient, wants the other's) -> those that are wanted
+WeightGradientFunction = Callable[..., list[torch.Tensor]]
 
-def split_compiled_stage_backward(stage: Stage) -> Stage:
-    """The stage with `weighed` parameters and `taps`. The same stage if there are none."""
-    graph: fx.Graph = stage.run.graph  # type: ignore[attr-defined]
-    parameters = stage_parameters(stage, graph)
-    measures = _size_sources(graph, len(stage.attributes))
-    uses = splittable_nodes(graph, parameters, functools.partial(_can_be_tapped, measures))
+
+@dataclass(frozen=True, slots=True)
+class GradientTap:
+    """Of one split node."""
+
+    names: tuple[str, str | None]  # of the weight and the bias
+    shape: tuple[sympy.Expr, ...]  # of the node's output, in sizes that can be measured
+    dtype: torch.dtype | None  # under autocast; None: the weight's
+    weigh: WeightGradientFunction
+
+
+@dataclass(frozen=True, slots=True)
+class SizeSource:
+    """Where the code finds a size that shapes depend on: the batch, as a rule."""
+
+    symbol: sympy.Symbol
+    place: int  # among received values
+    dim: int
+    factor: int  # that dimension has so many times the size
+
+
+@dataclass(frozen=True, slots=True)
+class StageTaps:
+    """Of one stage: its code takes one for each split node first, and returns as many inputs of split nodes last."""
+
+    taps: tuple[GradientTap, ...]
+    size_sources: tuple[SizeSource, ...]
+
+
+class _TapZeros(torch.autograd.Function):
+    """Zeros of the tap's shape, whose gradient is the tap's. (Negative: the sum with these is the same bits.)"""
+
+    @staticmethod
+    def forward(ctx: object, tap: torch.Tensor) -> torch.Tensor:
+        return tap.new_full(tap.shape, -0.0)
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def _tap_zeros(tap: torch.Tensor) -> torch.Tensor:
+    """To be added to an output."""
+    zeros: torch.Tensor = _TapZeros.apply(tap)
+    return zeros
+
+
+@dataclass(frozen=True, slots=True)
+class TappedStageCode:
+    """The code of a stage for the compiler whose weights get their gradients in W: it takes taps first."""
+
+    run: fx.GraphModule
+    split_parameters: frozenset[str]  # whose gradients W computes; none: the stage's own code, which takes no taps
+    taps: StageTaps
+
+
+def split_compiled_stage_backward(stage: Stage) -> TappedStageCode:
+    """Splits the backward of a stage for the compiler: of those parameters of which it can."""
+    run = stage_code(stage)
+    parameters = stage_parameters(stage, run.graph)
+    sources = _size_sources(run.graph, len(stage.attributes))
+    uses = splittable_nodes(run.graph, parameters, functools.partial(_can_be_tapped, sources))
     if not uses:
-        return stage
-    run = fx.GraphModule({}, _with_taps(graph, uses), class_name=type(stage.run).__name__)
-    weighed = frozenset(parameters[p] for use in uses.values() for p in use.parameters)
+        return TappedStageCode(run, frozenset(), StageTaps((), ()))
+    tapped = fx.GraphModule({}, _with_taps(run.graph, uses), class_name=type(run).__name__)
     taps = tuple(_tap(node, use.operation) for node, use in uses.items() if use.operation is not None)
-    return replace(stage, run=run, split_parameters=weighed, taps=StageTaps(taps, tuple(measures.values())))
+    return TappedStageCode(tapped, split_parameters(parameters, uses), StageTaps(taps, tuple(sources.values())))
 
 
 def _size_sources(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, SizeSource]:
@@ -148,7 +213,7 @@ def _tapped_operator(operation: SplitOperation) -> Callable[..., tuple[torch.Ten
         ran = kind.run(*operands, w.requires_grad, *options)
         if tap is None or not is_tapped:
             return ran.value, None
-        return ran.value + tap_zeros(tap), None if ran.x is None else ran.x.detach()
+        return ran.value + _tap_zeros(tap), None if ran.x is None else ran.x.detach()
 
     call.__name__ = call.__qualname__ = f"tapped_{kind.name}"
     call.__module__ = __name__
@@ -161,10 +226,9 @@ def _tapped_operator(operation: SplitOperation) -> Callable[..., tuple[torch.Ten
 class TappedStage:
     """A function of (tape or None, attributes..., received values...)."""
 
-    def __init__(self, stage: Stage, taps: StageTaps, code: Callable[..., tuple[Any, ...]]):
-        self.taps, self.code = taps, code
-        self.attributes = stage.attributes
-        place = {name: k for k, name in enumerate(stage.attributes)}
+    def __init__(self, attributes: Sequence[str], taps: StageTaps, code: Callable[..., tuple[Any, ...]]):
+        self.attributes, self.taps, self.code = attributes, taps, code
+        place = {name: k for k, name in enumerate(attributes)}
         self.places = [tuple(place[name] for name in tap.names if name is not None) for tap in taps.taps]
         self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # of taps, by what was measured
 

@@ -1,12 +1,12 @@
-"""Functions that rewriting puts into stage code: the ends of a portal, clones, the state of the thread.
+"""Functions that rewriting puts into stage code: the state of the thread, and what watches over opaque calls.
 
-Those of random nodes are in `rng`.
+The ends of a portal are in `portals`, functions of random nodes in `rng`, those of split backward in
+`weight_gradients`.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -16,38 +16,6 @@ from fxpipe._torch.autograd import version_of
 from fxpipe.errors import StateError
 
 T = TypeVar("T")
-
-
-class _StageContext(threading.local):
-    """What the stage that runs in this thread is run for; set by the runtime."""
-
-    seed = 0  # of the step and micro-batch
-    recomputes = False  # does the step run something twice, which must come to the same then?
-
-
-stage_context = _StageContext()
-
-
-def stash(value: T, name: str) -> T:
-    """Marks, in its maker, a value that skips stages. The runtime sends it straight to the stages that `pop` it."""
-    return value
-
-
-def pop(value: T, name: str) -> T:
-    """Marks, in its user, a value that has skipped stages."""
-    return value
-
-
-def clone(value: torch.Tensor) -> torch.Tensor:
-    """A copy that the stage may write to.
-
-    It has the strides of the value, also where these leave gaps, which `Tensor.clone` closes: `contiguous` must go on
-    to copy what it copied. (What overlaps itself becomes dense; torch refuses to write to it anyway.)
-    """
-    copy = value.clone()
-    if copy.stride() == value.stride() or 0 in value.stride():
-        return copy
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:

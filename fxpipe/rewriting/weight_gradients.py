@@ -20,54 +20,19 @@ operand requires grad when it decides how to treat a first one with gaps, and he
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import sympy
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import GradientEdge
 
 from fxpipe._torch.autograd import base_of, version_of
 from fxpipe._torch.operators import unsafe_view
+from fxpipe.rewriting.program import WeightGradientTape, WeightGradientTask
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, the weight and the bias
 WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradients of the weight and of the bias
-
-
-class WeightGradientTask(NamedTuple):
-    """A split node that has run."""
-
-    names: tuple[str, ...]  # of the parameters that it used and that want a gradient
-    weigh: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
-
-
-@dataclass(slots=True)
-class WeightGradientTape:
-    """What the split nodes of one stage leave of one micro-batch, in the order in which they ran."""
-
-    uses: list[WeightGradientTask] = field(default_factory=list)
-    edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it
-    gradients: list[torch.Tensor | None] = field(default_factory=list)  # at the edges, for W
-    detached_parameters: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # detached parameters; one for all tapes of a stage
-
-    def note(self, edge: GradientEdge, use: WeightGradientTask) -> None:
-        self.edges.append(edge)
-        self.uses.append(use)
-
-    def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        found = self.detached_parameters.get(name)
-        if found is None:
-            found = self.detached_parameters[name] = parameter.detach()
-        return found
-
-    def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """B has been; the edges would keep alive what is left of its graph."""
-        self.edges, self.gradients = [], list(gradients)
 
 
 # -- the kinds of nodes ------------------------------------------------------------------------------------------------
@@ -365,100 +330,3 @@ def _with_name(function: Callable[..., torch.Tensor], name: str) -> Callable[...
     function.__name__ = function.__qualname__ = f"split_{name}"
     function.__module__ = __name__
     return function
-
-
-# Taps: what a split node of a stage for the compiler tells the runtime, as `tape` is for a stage that runs as it is.
-#
-# A compiled graph is one node to autograd, with no edges inside that B could ask for gradients at. It can ask for those
-# of the graph's inputs. So a split node gets an input of its own, a tap, that is added to its output: the gradient of
-# the tap is that of the output. And what the node was applied to becomes an output:
-#
-#     F    y = F.linear(x, w.detach(), b.detach()) + tap      x goes out
-#     B    asks autograd for the gradients of received values, of all other parameters, and of the taps
-#     W    gradient.t() @ x
-#
-# A tap has no memory: it is one element, expanded, and not even that is read. Forward adds zeros that the compiler
-# knows, and leaves out.
-
-# (gradient, what went out, weight, bias, wants the one's gradient, wants the other's) -> those that are wanted
-WeightGradientFunction = Callable[..., list[torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientTap:
-    """Of one split node."""
-
-    names: tuple[str, str | None]  # of the weight and the bias
-    shape: tuple[sympy.Expr, ...]  # of the node's output, in sizes that can be measured
-    dtype: torch.dtype | None  # under autocast; None: the weight's
-    weigh: WeightGradientFunction
-
-
-@dataclass(frozen=True, slots=True)
-class SizeSource:
-    """Where the code finds a size that shapes depend on: the batch, as a rule."""
-
-    symbol: sympy.Symbol
-    place: int  # among received values
-    dim: int
-    factor: int  # that dimension has so many times the size
-
-
-@dataclass(frozen=True, slots=True)
-class StageTaps:
-    """Of one stage: its code takes one for each split node first, and returns as many inputs of split nodes last."""
-
-    taps: tuple[GradientTap, ...]
-    size_sources: tuple[SizeSource, ...]
-
-
-class _TapZeros(torch.autograd.Function):
-    """Zeros of the tap's shape, whose gradient is the tap's. (Negative: the sum with these is the same bits.)"""
-
-    @staticmethod
-    def forward(ctx: object, tap: torch.Tensor) -> torch.Tensor:
-        return tap.new_full(tap.shape, -0.0)
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-def tap_zeros(tap: torch.Tensor) -> torch.Tensor:
-    """To be added to an output."""
-    zeros: torch.Tensor = _TapZeros.apply(tap)
-    return zeros
-
-
-# -- W: the gradients of weights from what B has left on the tape ----------------------------------------------------
-#
-# Of a weight that is used once a gradient leaves as soon as it is there, so that only one of them lives beside the
-# sums. One that is used more often is summed over its uses first, from the last to the first: autograd runs its nodes
-# in that order, and the sum of a micro-batch goes into the sum of the step as a whole.
-
-
-def weight_gradients_of(tape: WeightGradientTape) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight's gradient, once. The tape is used up."""
-    uses, gradients = tape.uses, tape.gradients
-    if not gradients:  # nothing came back to this stage
-        uses.clear()
-    left = Counter(name for use, g in zip(uses, gradients, strict=True) if g is not None for name in use.names)
-    parts: dict[str, torch.Tensor] = {}
-    while uses:
-        use, gradient = uses.pop(), gradients.pop()
-        if gradient is None:
-            continue
-        for name, new in zip(use.names, use.weigh(gradient), strict=True):
-            left[name] -= 1
-            have = parts.pop(name, None)
-            total = new if have is None else _sum_gradients(have, new)
-            del have, new
-            if left[name]:
-                parts[name] = total
-            else:
-                yield name, total
-            del total
-
-
-def _sum_gradients(have: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return new + have if have.is_sparse else have + new  # dense + sparse, the other way round torch has not

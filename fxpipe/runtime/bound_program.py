@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,71 +10,11 @@ import torch
 from torch import nn
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.compiler import compile_backward_at_once
 from fxpipe._torch.module_internals import tensor_stores
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue, Stage
-from fxpipe.rewriting.split_backward import split_stage_backward
-from fxpipe.rewriting.split_backward_compiled import TappedStage, split_compiled_stage_backward
+from fxpipe.rewriting.program import ConstantOutput, Program, ReceivedValue
 from fxpipe.runtime.wiring import Wiring
-from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
-
-# -- The code of stages as it runs: as it is, or compiled by `torch.compile` -----------------------------------------
-#
-# A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take;
-# one stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph:
-# torch makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether
-# a tensor starts where its storage does, as the first micro-batch's part of an input.
-#
-# Where backward is split, B cannot ask for gradients inside of a compiled graph: such stages have taps
-# (`split_backward_compiled`).
-
-StageFunction = Callable[..., tuple[Any, ...]]
-
-
-def stage_function_of(stage: Stage, options: Mapping[str, Any] | None) -> StageFunction:
-    """What to call. `options`: keywords of `torch.compile`; None: do not compile."""
-    run: Any = stage.run
-    if options is None:
-        # Not `run` itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
-        return run.forward  # type: ignore[no-any-return]
-    from fxpipe.rewriting.rng_compiled import with_compilable_rng
-
-    compiled: StageFunction = torch.compile(with_compilable_rng(run).forward, **options)
-    in_turn = SerializedCompilation(compiled, len(stage.attributes))
-    return in_turn if stage.taps is None else TappedStage(stage, stage.taps, in_turn)
-
-
-class SerializedCompilation:
-    """Compiled code that compiles while no other does."""
-
-    def __init__(self, code: StageFunction, attributes: int):
-        self._code, self._attributes = code, attributes
-        self._seen: set[Hashable] = set()
-
-    def __call__(self, *args: Any) -> tuple[Any, ...]:
-        # Attributes stay as they are, or the graph is another; `requires_grad` alone may change.
-        kind = (
-            torch.is_grad_enabled(),
-            *(a.requires_grad for a in args[: self._attributes] if isinstance(a, torch.Tensor)),
-            *map(_compile_key, args[self._attributes :]),
-        )
-        if kind in self._seen:
-            return self._code(*args)
-        # Backward, too: else it would be compiled when it first runs.
-        with DISPATCH_MODE_LOCK, compile_backward_at_once():
-            made = self._code(*args)
-        self._seen.add(kind)
-        return made
-
-
-def _compile_key(value: Any) -> Any:
-    """What the compiler tells apart."""
-    if not isinstance(value, torch.Tensor):
-        return type(value)
-    strides = value.stride() if value.layout == torch.strided else None
-    return value.dtype, value.shape, strides, value.requires_grad, strides is None or value.storage_offset() == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +29,6 @@ class BoundProgram:
     out_spec: Any  # tree of the output
     state: ThreadState  # of the caller
     constants: dict[str, torch.Tensor]  # tensors in lists, tuples and dicts of the model, by name
-    compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
     left_attribute_dims: Mapping[str, int | str] = field(default_factory=dict)  # of attributes that forward leaves
     told: frozenset[int] = frozenset()  # output leaves of which the user has said how they go together
     combinations: tuple[OutputCombination, ...] = ()  # of the outputs that are made of pieces
@@ -97,7 +36,6 @@ class BoundProgram:
     untold: tuple[
         UndeterminedOutput, ...
     ] = ()  # why outputs are taken for means over samples, though nobody has said so
-    _ready: dict[tuple[int, bool], tuple[Stage, StageFunction]] = field(default_factory=dict)  # made so far
 
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
@@ -119,16 +57,6 @@ class BoundProgram:
         for one in self.combinations:
             leaves[one.output] = one.of(handed_out) if combined is None else combined[one.output]
         return pytree.tree_unflatten(leaves, self.out_spec)
-
-    def ready(self, j: int, is_split: bool) -> tuple[Stage, StageFunction]:
-        """Stage j, and what runs of it. `is_split`: its weights get their gradients in W."""
-        key = j, is_split
-        if key not in self._ready:
-            stage = self.program.stages[j]
-            if is_split:
-                stage = split_stage_backward(stage) if self.compile is None else split_compiled_stage_backward(stage)
-            self._ready[key] = stage, stage_function_of(stage, self.compile)
-        return self._ready[key]
 
 
 @dataclass(frozen=True, slots=True)

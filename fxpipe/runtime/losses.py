@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, LossError
-from fxpipe.rewriting.rng import generator_lock
 from fxpipe.utils.output_combination import UndeterminedOutput
 from fxpipe.utils.pytree import map_tensor_leaves
+from fxpipe.utils.random_generators import generator_lock
 
 LOSS_REDUCTIONS = ("mean", "sum")
 LOSS_REMEDIES = (

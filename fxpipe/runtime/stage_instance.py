@@ -20,13 +20,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fxpipe._torch.autograd import gradient_edge_of, gradients_of, graph_entry, takes_gradient
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import StateError
-from fxpipe.rewriting.deferred_batch_norm import BatchStatistics, check_same_norm_calls, updated_running_statistics
-from fxpipe.rewriting.program import Stage
-from fxpipe.rewriting.weight_gradients import WeightGradientTape, weight_gradients_of
-from fxpipe.runtime.bound_program import ModelTensors, StageFunction
+from fxpipe.rewriting.program import BatchStatistics, Stage, StageCallable, WeightGradientTape
+from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.caller_context import CallerStateRunner
 from fxpipe.runtime.commit import add_gradient
 from fxpipe.runtime.exchange import BoundaryValue
+from fxpipe.runtime.running_statistics import check_same_norm_calls, updated_running_statistics
 from fxpipe.runtime.wiring import ValueLink
 
 # -- Received values as a stage uses them: where the autograd graph of a micro-batch begins --------------------------
@@ -104,14 +103,14 @@ class StageInstance:
     def __init__(
         self,
         stage: Stage,
-        code: StageFunction,
+        function: StageCallable,
         links: Sequence[ValueLink],
         bring: Callable[[torch.Tensor], torch.Tensor],
         tensors: ModelTensors,
         state: ThreadState,
     ):
-        """`code`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
-        self.stage, self.code, self.links, self.grad = stage, code, links, state.grad
+        """`function`: what runs of it; `bring`: to the stage's device; `state`: of the caller."""
+        self.stage, self.function, self.links, self.grad = stage, function, links, state.grad
         self._run_as_caller = CallerStateRunner(state)
         self.views: dict[str, torch.Tensor] = {}  # of parameters
         self.constants: dict[str, torch.Tensor] = {}
@@ -137,25 +136,26 @@ class StageInstance:
                 self.constants[name] = moved
         # What is the same for every micro-batch.
         self._fixed = [self.views.get(name, self.constants.get(name)) for name in stage.attributes]
-        summed = {n: view for n, view in self.views.items() if view.requires_grad and n not in stage.split_parameters}
+        of_b = {n: view for n, view in self.views.items() if n not in function.split_parameters}
+        summed = {n: view for n, view in of_b.items() if view.requires_grad}
         self._names, self._summed = [*summed], [*summed.values()]  # whose gradients B sums
 
     def run(
         self, received: Sequence[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> StageResult:
         """The stage's code on received values and copies of `buffers`. `is_kept`: B will go back through this run."""
-        stage, attributes = self.stage, self._fixed
+        stage, function, attributes = self.stage, self.function, self._fixed
         if buffers:
             buffers = {name: x if name in stage.tracked_statistics else x.clone() for name, x in buffers.items()}
             attributes = [buffers.get(name, fixed) for name, fixed in zip(stage.attributes, attributes, strict=True)]
         tape = (
             WeightGradientTape(detached_parameters=self._detached_parameters)
-            if stage.split_parameters and self.grad and is_kept
+            if function.split_parameters and self.grad and is_kept
             else None
         )
-        first = (tape,) if stage.split_parameters else ()
+        first = (tape,) if function.split_parameters else ()
         uses, links, leaves = enter_graph(self.links, received)
-        made = self._run_as_caller(self.code, *first, *attributes, *uses)
+        made = self._run_as_caller(function.call, *first, *attributes, *uses)
         sent, more = made[: len(stage.sends)], made[len(stage.sends) :]
         statistics: list[BatchStatistics] = []
         if more:
@@ -220,7 +220,7 @@ class StageInstance:
     def weigh(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""
         with torch.no_grad():
-            self._add(weight_gradients_of(tape))
+            self._add(tape.weight_gradients())
 
     def _add(self, gradients: Iterable[tuple[str, torch.Tensor | None]]) -> None:
         for name, gradient in gradients:

@@ -28,10 +28,7 @@ import torch
 
 from fxpipe._torch.profiler import is_profiler_on
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors
-from fxpipe.rewriting.program import SourceLocation, Stage
-from fxpipe.rewriting.rng import mix_seed
-from fxpipe.rewriting.stage_functions import clone, stage_context
-from fxpipe.rewriting.weight_gradients import WeightGradientTape
+from fxpipe.rewriting.program import SourceLocation, WeightGradientTape, stage_context
 from fxpipe.runtime.bound_program import BoundProgram, ModelTensors
 from fxpipe.runtime.caller_context import CallerContext, thread_defaults
 from fxpipe.runtime.exchange import BoundaryValue, Exchange, tensor_requires_grad
@@ -46,35 +43,23 @@ from fxpipe.runtime.step_record import StepLog, mark_time
 from fxpipe.runtime.transport import Transport
 from fxpipe.runtime.wiring import Fences
 from fxpipe.scheduling.actions import Action, ActionKind
+from fxpipe.utils.clone import clone
+from fxpipe.utils.random_generators import mix_seed
 
 # -- Where in the pipeline an exception was raised, in the user's words ----------------------------------------------
 
 
-def failure_note(error: BaseException, action: Action, stage: Stage, stages: int, device: str) -> str:
+def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
     """What to add to an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
     text = (
         f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
     )
-    name, location = _failing_node(error, stage)
     if location is not None:
         module = f", module {location.module}" if location.module else ""
-        text += f", node {name}{module} ({location.source})"
+        text += f", node {node}{module} ({location.source})"
     if action.kind is ActionKind.RECOMPUTE:
         text += "; the forward of this micro-batch went well before, so it does not do the same twice"
     return text
-
-
-def _failing_node(error: BaseException, stage: Stage) -> tuple[str, SourceLocation | None]:
-    """The node whose line of the stage's code the traceback goes through."""
-    code = getattr(type(stage.run).forward, "__code__", None)  # type: ignore[attr-defined]
-    traceback: Any = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code is code:
-            line = str(stage.run.code).split("\n")[traceback.tb_lineno - 1]  # type: ignore[attr-defined]
-            name = line.strip().split(" = ")[0].split(":")[0]
-            return name, stage.locations.get(name)
-        traceback = traceback.tb_next
-    return "", None
 
 
 @dataclass(slots=True)
@@ -122,13 +107,14 @@ class Step:
         )
         self.stage_instances = [
             StageInstance(
-                *assembly.ready(j, is_split=j in split),
+                stage,
+                stage.callable(is_split=j in split),
                 wiring.links[j],
                 partial(self.transport.bring, target=assembly.devices[j]),
                 tensors,
                 assembly.state,
             )
-            for j in range(len(self.stages))
+            for j, stage in enumerate(self.stages)
         ]
         self.saved: dict[tuple[int, int], RecomputeInputs] = {}
         self.pending: dict[tuple[int, int], BackwardHandle] = {}
@@ -178,8 +164,9 @@ class Step:
                 ):
                     self._timed(action)
         except BaseException as error:
-            device = self.assembly.devices[j]
-            error.add_note(failure_note(error, action, self.stage_instances[j].stage, len(self.stages), str(device)))
+            node = self.stage_instances[j].function.failing_node(error)
+            location = self.stages[j].locations.get(node)
+            error.add_note(failure_note(action, len(self.stages), str(self.assembly.devices[j]), node, location))
             self.fail(error)
             return
         self._fences.pass_on(action)

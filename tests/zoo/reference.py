@@ -20,7 +20,7 @@ from oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from fxpipe.rewriting.rng import mix_seed
+from fxpipe.utils.random_generators import mix_seed
 from zoo.entry import BATCH, Call, Entry
 
 CHUNKS = 2

@@ -1,0 +1,70 @@
+"""Portals: a value that skips stages goes straight from its maker to the stages that use it.
+
+    stage 0                       stage 1            stage 2
+    x = relu(in_0)                y = linear(x)      x_popped = pop(x, 'x')
+    x_stashed = stash(x, 'x')     return y           return y + x_popped
+    return x_stashed
+
+Stages in between hand nothing through, so none holds a value that it does not use. This is how a skip travels:
+
+1. `split_into_stages` has a table of who receives what from whom; `skips_of` reads the skips off it. A program lists
+   them (`Program.skips`).
+2. In the code of its maker `stash` stands around the value, in that of each user `pop`: marks for people, which do
+   nothing.
+3. The maker's F gives what it returns to `Exchange.send` (`fxpipe.runtime.exchange`), which sends each value to every
+   device that uses it, once, whether there are stages in between or not; `Exchange.take` hands it to the user's F.
+4. Its gradient goes back from each user to the next earlier one and from the first user to the maker, as that of any
+   value (`fxpipe.runtime.wiring`).
+
+That F of a user waits for F of the maker is read off what stages receive, too (`wiring.Fences`), and what a skip costs
+is a transfer between the two devices (`fxpipe.simulation`).
+
+Portals are those of torchgpipe (C. Kim et al., arXiv 2004.09910, 2020). There the model is written with `@skippable`,
+`stash` and `pop`; here skips are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from torch import fx
+
+from fxpipe.rewriting.program import PIPE_INPUT, Skip
+
+T = TypeVar("T")
+
+
+def skips_of(table: Sequence[Mapping[fx.Node, int]]) -> Iterator[Skip]:
+    """The values that go past the next stage.
+
+    Args:
+        table: by receiving stage, what it receives and from which stage (`PIPE_INPUT`: the inputs of the pipe).
+    """
+    for target, row in enumerate(table):
+        for node, source in row.items():
+            if PIPE_INPUT < source < target - 1:
+                yield Skip(node.name, source, target)
+
+
+# -- What stands in stage code ---------------------------------------------------------------------------------------
+
+
+def stash(value: T, name: str) -> T:
+    """Marks, in its maker, a value that skips stages. The runtime sends it straight to the stages that `pop` it."""
+    return value
+
+
+def pop(value: T, name: str) -> T:
+    """Marks, in its user, a value that has skipped stages."""
+    return value
+
+
+def insert_stash(graph: fx.Graph, value: fx.Node, name: str) -> fx.Node:
+    """What the maker returns of the value that is called `name` in the model's graph."""
+    return graph.create_node("call_function", stash, (value, name), name=f"{name}_stashed")
+
+
+def insert_pop(graph: fx.Graph, value: fx.Node, name: str) -> fx.Node:
+    """What a user goes on with, which has received `value`."""
+    return graph.create_node("call_function", pop, (value, name), name=f"{name}_popped")

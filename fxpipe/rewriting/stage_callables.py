@@ -1,0 +1,108 @@
+"""What runs of a stage: its code as it is, or compiled by `torch.compile`; with its backward in one, or split.
+
+All that is still rewritten of a graph once its stages are cut is rewritten here: the backward is split where a schedule
+has W (`split_backward`; for the compiler, with taps, `split_backward_compiled`), and random nodes become such as the
+compiler can have in its graph (`rng_compiled`). The runtime asks a stage for its callable and knows of none of that.
+
+A stage compiles at its first F, in its worker, since the compiler bakes in how many threads an operation may take; one
+stage at a time, while others may run. Uneven micro-batches have two sizes, so a stage compiles twice for a graph: torch
+makes the second one for any size. Stages that take inputs may do so a third time, as torch tells apart whether a tensor
+starts where its storage does, as the first micro-batch's part of an input.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpipe._torch.compiler import compile_backward_at_once
+from fxpipe.rewriting.program import Stage, StageCallable
+from fxpipe.rewriting.split_backward import split_stage_backward, stage_code
+from fxpipe.rewriting.split_backward_compiled import TappedStage, split_compiled_stage_backward
+from fxpipe.utils.locks import DISPATCH_MODE_LOCK
+
+StageFunction = Callable[..., tuple[Any, ...]]
+
+
+def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any] | None) -> StageCallable:
+    """What to call of a stage.
+
+    Args:
+        is_split: its weights get their gradients in W, not in B.
+        options: keywords of `torch.compile`; None: it is not compiled.
+    """
+    return _plain_callable(stage, is_split) if options is None else _compiled_callable(stage, is_split, options)
+
+
+def _plain_callable(stage: Stage, is_split: bool) -> StageCallable:
+    code, parameters = stage_code(stage), frozenset[str]()
+    if is_split:
+        split = split_stage_backward(stage)
+        code, parameters = split.run, split.split_parameters
+    # Not the module itself: fx's own call gives up the traceback of a failing builtin, and with it the node.
+    return StageCallable(code.forward, parameters, functools.partial(_failing_node, code))
+
+
+def _compiled_callable(stage: Stage, is_split: bool, options: Mapping[str, Any]) -> StageCallable:
+    if not is_split:
+        code = stage_code(stage)
+        return StageCallable(_compiled(code, stage, options), frozenset(), functools.partial(_failing_node, code))
+    tapped = split_compiled_stage_backward(stage)
+    function = _compiled(tapped.run, stage, options)
+    if tapped.split_parameters:
+        function = TappedStage(stage.attributes, tapped.taps, function)
+    return StageCallable(function, tapped.split_parameters, functools.partial(_failing_node, tapped.run))
+
+
+def _compiled(code: fx.GraphModule, stage: Stage, options: Mapping[str, Any]) -> StageFunction:
+    from fxpipe.rewriting.rng_compiled import with_compilable_rng  # registers an operator
+
+    compiled: StageFunction = torch.compile(with_compilable_rng(code).forward, **options)
+    return SerializedCompilation(compiled, len(stage.attributes))
+
+
+def _failing_node(code: fx.GraphModule, error: BaseException) -> str:
+    """The node whose line of the stage's code the traceback of an exception goes through; "" if through none."""
+    function = getattr(type(code).forward, "__code__", None)
+    traceback: Any = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is function:
+            line: str = code.code.split("\n")[traceback.tb_lineno - 1]
+            return line.strip().split(" = ")[0].split(":")[0]
+        traceback = traceback.tb_next
+    return ""
+
+
+class SerializedCompilation:
+    """Compiled code that compiles while no other does."""
+
+    def __init__(self, code: StageFunction, attributes: int):
+        self._code, self._attributes = code, attributes
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, *args: Any) -> tuple[Any, ...]:
+        # Attributes stay as they are, or the graph is another; `requires_grad` alone may change.
+        kind = (
+            torch.is_grad_enabled(),
+            *(a.requires_grad for a in args[: self._attributes] if isinstance(a, torch.Tensor)),
+            *map(_compile_key, args[self._attributes :]),
+        )
+        if kind in self._seen:
+            return self._code(*args)
+        # Backward, too: else it would be compiled when it first runs.
+        with DISPATCH_MODE_LOCK, compile_backward_at_once():
+            made = self._code(*args)
+        self._seen.add(kind)
+        return made
+
+
+def _compile_key(value: Any) -> Any:
+    """What the compiler tells apart."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    strides = value.stride() if value.layout == torch.strided else None
+    return value.dtype, value.shape, strides, value.requires_grad, strides is None or value.storage_offset() == 0

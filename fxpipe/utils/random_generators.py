@@ -1,0 +1,37 @@
+"""Random numbers: seeds that are mixed of others, and turns at the generators that the process has."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+
+from fxpipe.utils.locks import call_in_forked_child
+
+_MASK = (1 << 64) - 1
+
+
+def mix_seed(*numbers: int) -> int:
+    """A seed of 63 bits. Each bit depends on every bit of `numbers`: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+_generator_locks: dict[torch.device, contextlib.AbstractContextManager[Any]] = {}  # of the process's generators
+call_in_forked_child(_generator_locks.clear)
+
+
+def generator_lock(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Held by whoever draws from the generator that the process has for a device."""
+    found = _generator_locks.get(device)
+    if found is None:
+        # Of two that are made at once, the first is for both.
+        found = _generator_locks.setdefault(device, threading.RLock())
+    return found
