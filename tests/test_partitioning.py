@@ -425,14 +425,12 @@ def test_the_drawn_case_is_true() -> None:
     assert "\n".join("    " + line for line in str(drawn).splitlines()) in text
 
 
-def test_imports_the_standard_library_errors_and_units_only() -> None:
+def test_imports_the_standard_library_errors_and_what_is_printed_with_only() -> None:
+    ours = ("fxpipe.errors", "fxpipe.partitioning", "fxpipe.utils.units", "fxpipe.utils.text_table")
     for file in pathlib.Path(fxpipe.partitioning.block.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for name in names:
                 known = name.split(".")[0] in sys.stdlib_module_names
-                assert known or name.startswith(("fxpipe.errors", "fxpipe.partitioning", "fxpipe.utils.units")), (
-                    file.name,
-                    name,
-                )
+                assert known or name.startswith(ours), (file.name, name)

@@ -16,7 +16,7 @@ are forbidden, the nodes on both sides cannot be separated; a run of nodes that 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -39,13 +39,24 @@ class Partition:
         return max(self.costs)
 
     def __str__(self) -> str:
-        total = math.fsum(self.costs)
-        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
-        lines = [f"{self.balance}: {len(self.starts)} stages, largest cost {self.bottleneck:.4g}"]
-        for j, (start, stop, cost) in enumerate(zip(self.starts, stops, self.costs, strict=True)):
-            share = cost / total if total else 0.0
-            lines.append(f"  stage {j}: places {start}-{stop}, cost {cost:.4g}, share {share:.1%}")
-        return "\n".join(lines)
+        head = f"{self.balance}: {len(self.starts)} stages, largest cost {self.bottleneck:.4g}"
+        texts = [(f"cost {cost:.4g}", "") for cost in self.costs]
+        return "\n".join([head, *stage_lines(self.starts, self.costs, texts)])
+
+
+def stage_lines(starts: Sequence[int], costs: Sequence[float], texts: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """A line for each stage of a cut: its places, its cost in words, its share of all costs, and what else is said.
+
+    Args:
+        starts: the place of the first node of each stage.
+        costs: of each stage.
+        texts: for each stage its cost in words, and what stands behind its share.
+    """
+    total = math.fsum(costs)
+    stops = [*(str(start - 1) for start in starts[1:]), ""]  # how many nodes there are is not known here
+    for j, (start, stop, cost, (words, rest)) in enumerate(zip(starts, stops, costs, texts, strict=True)):
+        share = cost / total if total else 0.0
+        yield f"  stage {j}: places {start}-{stop}, {words}, share {share:.1%}{rest}"
 
 
 def partition(

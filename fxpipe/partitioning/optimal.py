@@ -44,8 +44,10 @@ from itertools import pairwise
 
 from fxpipe.errors import MemoryLimitError, PartitionError
 from fxpipe.partitioning.chain import Chain, StageLoad, StageSite, stage_loads
+from fxpipe.partitioning.cutting import stage_lines
 from fxpipe.partitioning.manual_cuts import NodeSequence
 from fxpipe.partitioning.search import CutSearch
+from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import human_bytes
 
 # Says why no cut fits into memory, and what would: a table of the best attempt, the part at fault, remedies tried.
@@ -124,7 +126,7 @@ def memory_limit_error(
         found.append(f"What would fit: {'; or '.join(words)}.")
     elif tried:
         found.append("Nothing that was tried would fit: the model needs devices with more memory.")
-    message = "\n".join([f"{head}:", *_table_lines([SHORTAGE_HEADERS, *rows]), *found])
+    message = "\n".join([f"{head}:", text_table(rows, SHORTAGE_HEADERS, has_rule=False), *found])
     return MemoryLimitError(message, " ".join([f"{head}.", *found]), max(over))
 
 
@@ -142,12 +144,6 @@ def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, .
             low = middle
     starts, recompute = fitting.cut(None)
     return starts, stage_loads(chain, sites, starts, recompute)
-
-
-def _table_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
 
 
 def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: StageSite) -> tuple[str, ...]:
@@ -248,18 +244,13 @@ class OptimalCut:
         return max(load.seconds for load in self.loads)
 
     def __str__(self) -> str:
-        total = math.fsum(load.seconds for load in self.loads)
-        stops = [*(str(start - 1) for start in self.starts[1:]), ""]  # how many nodes there are is not known here
-        lines = [f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"]
-        for j, (start, stop, load) in enumerate(zip(self.starts, stops, self.loads, strict=True)):
-            share = load.seconds / total if total else 0.0
+        texts = []
+        for load in self.loads:
             receives = f", {load.receive_seconds:.4g} s of it to receive" if load.receive_seconds else ""
             recomputes = ", recomputes" if load.recompute else ""
-            lines.append(
-                f"  stage {j}: places {start}-{stop}, {load.seconds:.4g} s{receives}, share {share:.1%}, "
-                f"{human_bytes(load.memory)}{recomputes}"
-            )
-        return "\n".join(lines)
+            texts.append((f"{load.seconds:.4g} s{receives}", f", {human_bytes(load.memory)}{recomputes}"))
+        head = f"optimal: {len(self.starts)} stages, bottleneck {self.bottleneck:.4g} s"
+        return "\n".join([head, *stage_lines(self.starts, [load.seconds for load in self.loads], texts)])
 
 
 def optimal_partition(

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sympy
-from tabulate import tabulate
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import NodeWork, Operation
 from fxpipe.profiling.coefficients import coefficients_from_json, coefficients_of, coefficients_to_json, formula_of
 from fxpipe.utils.files import dataclass_from_json, write_atomically
+from fxpipe.utils.text_table import text_table
 
 if TYPE_CHECKING:
     from fxpipe.tracing.traced import Traced
@@ -137,12 +137,7 @@ class Profile:
 
     def __str__(self) -> str:
         rows = [_cost_row(cost, self.micro_batch) for cost in self.nodes]
-        table = tabulate(
-            [*rows, self._total()],
-            headers=PROFILE_HEADERS,
-            colalign=("left", *["right"] * (len(PROFILE_HEADERS) - 1)),
-            disable_numparse=True,
-        )
+        table = text_table([*rows, self._total()], PROFILE_HEADERS, left=("node",))
         how = f", seconds estimated for {self.estimated_for}" if self.estimated_for else ""
         return f"{len(self.nodes)} nodes on {self.device}, micro-batch of {self.micro_batch}{how}\n{table}"
 

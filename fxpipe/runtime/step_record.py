@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from tabulate import tabulate
 
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.simulation.text_timeline import timeline_lines
 from fxpipe.simulation.timeline import Span, StepTimeline, TransferArrow
 from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 
 if TYPE_CHECKING:
@@ -180,13 +180,12 @@ class StepRecord(TimelineMixin):
         count = count_text(len(self.actions), "action")
         away = f", {human_seconds(self.away)} between forward and backward" if self.away else ""
         rows = [
-            (d, one.name, human_seconds(one.busy), human_seconds(one.waited), percent(self.bubble(d)),
+            (str(d), one.name, human_seconds(one.busy), human_seconds(one.waited), percent(self.bubble(d)),
              human_bytes(one.received), human_bytes(one.sent))
             for d, one in enumerate(self.devices)
         ]  # fmt: skip
         headers = ("device", "", "busy", "waited", "bubble", "received", "sent")
-        align = ("right", "left", *["right"] * 5)
-        table = tabulate(rows, headers, colalign=align) if rows else ""
+        table = text_table(rows, headers, left=("",)) if rows else ""
         return "\n".join(
             [f"{self.schedule}: {count} in {human_seconds(self.seconds)}{away}", table, "", *self._timeline()]
         ).rstrip()

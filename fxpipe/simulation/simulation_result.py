@@ -6,8 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import Action, ActionKind, Schedule
 from fxpipe.simulation.costs import StageCost, Transfer
@@ -22,6 +20,7 @@ from fxpipe.simulation.timeline import (
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
+from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import human_bytes, human_seconds, percent
 
 # -- The critical path: the chain of actions and transfers that the end of a step depends on, read backwards -----------
@@ -128,8 +127,7 @@ class StepComparison:
             rows.append((f"device {k} {one.name}".rstrip(), *_figure_cells(one.busy), "", *shares))
         rows += [(f"all {kind}", *_figure_cells(pair), "", "", "") for kind, pair in self.kinds.items()]
         headers = ("seconds", "measured", "simulated", "ratio", "", "bubble", "simulated")
-        align = ("left", "right", "right", "right", "left", "right", "right")
-        return "\n".join([self.schedule, tabulate(rows, headers, colalign=align, disable_numparse=True), *self._busy()])
+        return "\n".join([self.schedule, text_table(rows, headers, left=("seconds", "")), *self._busy()])
 
     def _busy(self) -> Iterator[str]:
         """That the machine was, and what is left of the difference without that."""

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tabulate import tabulate
 from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import BUILTIN_MODULE, MODULE_ALIASES
 from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.utils.text_table import text_table
 
 _OPERATORS = {
     "getitem": "{}[{}]",
@@ -138,7 +138,8 @@ def node_table(graph: fx.Graph) -> str:
         for n in graph.nodes
         if n.op in (*CALL_OPS, "placeholder", "call_module")
     ]
-    return tabulate(rows, headers=("node", "computes", "makes", "module", "source"), disable_numparse=True)
+    headers = ("node", "computes", "makes", "module", "source")
+    return text_table(rows, headers, left=headers)
 
 
 def graph_table(traced: Traced) -> str:

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
 from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
 from fxpipe.viz.html import (
     bytes_cell,
@@ -44,11 +43,10 @@ class Tuning:
             row for row in self.rows[MAX_PRINTED_CANDIDATES:] if row is self.best
         )
         headers = ["", "schedule", "chunks", "checkpoint", "stages per device", "step", "idle", "peak memory", "lacks"]
-        table = tabulate(
+        table = text_table(
             [self._line(row, is_measured) for row in shown],
-            headers=headers[:6] + ["measured"] * is_measured + headers[6:],
-            colalign=("left", "left", "right", "left", *["right"] * (5 + is_measured)),
-            disable_numparse=True,
+            headers[:6] + ["measured"] * is_measured + headers[6:],
+            left=("", "schedule", "checkpoint"),
         )
         lines = [self._head(), table]
         if len(self.rows) > len(shown):

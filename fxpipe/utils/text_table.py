@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tabulate import tabulate
 
@@ -16,9 +16,21 @@ MAX_SOURCE_LINE_LENGTH = 32  # characters of where the user's line is
 EMPTY_CELL = "-"
 
 
-def text_table(rows: Sequence[tuple[str, ...]], headers: tuple[str, ...], left: tuple[str, ...]) -> str:
-    alignment = ["left" if header in left else "right" for header in headers]
+def text_table(
+    rows: Sequence[Sequence[str]], headers: Sequence[str], left: Collection[str] = (), *, has_rule: bool = True
+) -> str:
+    """Every table that is printed.
+
+    Args:
+        rows: their cells.
+        headers: of the columns.
+        left: the headers of those columns whose cells stand at the left.
+        has_rule: is there a line between the headers and the rows.
+    """
+    alignment = ["left" if header in left else "right" for header in headers] if rows else None
     # Cells are text already: left to itself, tabulate would read a node named `1e5` as a number.
+    if not has_rule:
+        return tabulate([headers, *rows], tablefmt="plain", colalign=alignment, disable_numparse=True)
     return tabulate(rows, headers, tablefmt="simple", colalign=alignment, disable_numparse=True)
 
 

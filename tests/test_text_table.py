@@ -1,0 +1,40 @@
+"""Tables of text: cells stay as they are, and one renderer makes them all."""
+
+import ast
+from pathlib import Path
+
+import fxpipe
+from fxpipe.utils.text_table import text_table
+
+
+def test_cells_are_text_and_columns_line_up() -> None:
+    rows = [("1e5", "12", "a"), ("relu", "3", "bc")]
+    assert text_table(rows, ("node", "calls", "device"), left=("node", "device")).split("\n") == [
+        "node      calls  device",
+        "------  -------  --------",
+        "1e5          12  a",
+        "relu          3  bc",
+    ]
+
+
+def test_a_table_without_a_rule_is_as_wide_as_its_cells() -> None:
+    assert text_table([("0", "12.5 KiB")], ("stage", "has"), has_rule=False).split("\n") == [
+        "stage       has",
+        "    0  12.5 KiB",
+    ]
+
+
+def test_a_table_without_rows_has_headers() -> None:
+    assert text_table([], ("node", "calls")).split("\n")[0].split() == ["node", "calls"]
+
+
+def test_nobody_else_renders_tables() -> None:
+    root = Path(fxpipe.__file__).parent
+    importing = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.ImportFrom) and node.module == "tabulate")
+        or (isinstance(node, ast.Import) and any(alias.name == "tabulate" for alias in node.names))
+    }
+    assert importing == {"utils/text_table.py"}
