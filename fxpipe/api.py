@@ -79,8 +79,7 @@ def pipeline(
         stages_per_device: how many stages each worker has. Stage j is on worker j modulo their number, so that a
             micro-batch goes round as often: each stage is shorter, and a device waits less before its first one. By
             default 1, or what the schedule wants: 2 for "interleaved_1f1b" and "zbv".
-        schedule: of `forward_backward`; the drop-in always runs gpipe's order. `fxpipe.scheduling.registry` compares
-        them:
+        schedule: of `forward_backward`; the drop-in always runs gpipe's order. See `fxpipe.scheduling.registry`:
 
             "gpipe"             all forwards, then all backwards: keeps every micro-batch
             "1f1b"              backward as soon as it can be: keeps few, idles as long

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from oracle import Seeded, draw_seed
+from helpers.oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from zoo.reference import as_one_node, flat, same_by_name, same_outputs
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from oracle import Seeded, draw_seed
+from helpers.oracle import Seeded, draw_seed
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -201,7 +201,7 @@ def _figures(found: Found) -> list[str]:
         str(summarise(ratios(predicted, typical))),
         f"{statistics.median(planned) / quiet:.2f}",
         str(summarise([m.slowdown for m in of])),
-        f"{1e3 * statistics.median(m.external_tensors for m in of):.1f}",
+        f"{1e3 * statistics.median(m.outside for m in of):.1f}",
     ]
 
 

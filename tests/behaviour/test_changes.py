@@ -1,0 +1,192 @@
+"""What the user changes in a model after planning is followed at the next step."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_state, assert_step, closing
+from torch import nn
+
+import fxpipe
+
+
+class Changing(nn.Module):
+    """Its forward goes by much."""
+
+    factor = 2.0  # of the class
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6)
+        self.norms = nn.ModuleList([nn.BatchNorm1d(6), nn.BatchNorm1d(6)])
+        self.plain = [nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]
+        self.names = {"a"}
+        self.ordered = collections.OrderedDict(a=[1.0])
+        self.array = np.ones(2)
+        self.queue = collections.deque([1.0])
+        self.register_buffer("mask", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norms[1](self.norms[0](self.first(x))) * self.factor * self.ordered["a"][0] * self.queue[0]
+        x = self.plain[1](self.plain[0](x))
+        x = x if self.mask is None else x * self.mask
+        x = x * float(self.array[1])
+        x = x * getattr(self, "gain", 1.0) * (3 if "b" in self.names else 1)
+        x = x * (2 if x.requires_grad else 1) * (0.5 if self.second.weight.requires_grad else 1)
+        return self.second(x)
+
+
+def _set_factor(m: Changing) -> None:
+    m.factor = 0.7
+
+
+def _add_name(m: Changing) -> None:
+    m.names.add("b")
+
+
+def _set_in_ordered(m: Changing) -> None:
+    m.ordered["a"][0] = 0.3
+
+
+def _set_in_queue(m: Changing) -> None:
+    m.queue[0] = 0.3
+
+
+def _set_in_array(m: Changing) -> None:
+    m.array[1] = 0.3
+
+
+def _set_slope(m: Changing) -> None:
+    m.plain[0].negative_slope = 0.8
+
+
+def _train_plain(m: Changing) -> None:
+    m.plain[1].train()
+
+
+def _give_bias(m: Changing) -> None:
+    m.first.bias = nn.Parameter(torch.ones(6))
+
+
+def _give_mask(m: Changing) -> None:
+    m.mask = torch.full((6,), 0.4)
+
+
+def _give_gain(m: Changing) -> None:
+    m.gain = nn.Parameter(torch.full((6,), 0.6))
+
+
+def _patch_forward(m: Changing) -> None:
+    m.second.forward = functools.partial(F.linear, weight=m.second.weight)
+
+
+def _freeze_first(m: Changing) -> None:
+    m.first.requires_grad_(False)
+    m.norms.requires_grad_(False)
+
+
+def _freeze_second(m: Changing) -> None:
+    m.second.requires_grad_(False)
+
+
+def _tie_buffers(m: Changing) -> None:
+    m.norms[1].running_mean, m.norms[1].running_var = m.norms[0].running_mean, m.norms[0].running_var
+
+
+CHANGES = [
+    _set_factor,
+    _add_name,
+    _set_in_ordered,
+    _set_in_queue,
+    _set_in_array,
+    _set_slope,
+    _train_plain,
+    _give_bias,
+    _give_mask,
+    _give_gain,
+    _patch_forward,
+    _freeze_first,
+    _freeze_second,
+    _tie_buffers,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.lstrip("_"))
+def test_a_change_is_followed(change):
+    plain = Changing()
+    model = copy.deepcopy(plain)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 1)) as pipe:
+        assert_step(pipe, plain, torch.randn(8, 6))
+        for m in (model, plain):
+            change(m)
+        for _ in range(2):
+            assert_step(pipe, plain, torch.randn(8, 6))
+            assert_same_state(pipe, plain, exact=False)
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_what_forward_does_not_ask_needs_no_other_graph():
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2)) as pipe:
+        assert_step(pipe, copy.deepcopy(model), torch.randn(8, 6))
+        model[0].requires_grad_(False)
+        assert_step(pipe, copy.deepcopy(model), torch.randn(8, 6))
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, names: set[str], factors: np.ndarray) -> torch.Tensor:
+        x = self.first(x) * float(factors.sum())
+        return self.second(x * 2 if "b" in names else x)
+
+
+def test_inputs_that_are_no_tensors_may_change_inside():
+    model = Told()
+    x, names, factors = torch.randn(8, 6), {"a"}, np.ones(1)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2)) as pipe:
+        for step in range(4):
+            if step == 1:
+                names.add("b")
+            if step == 2:
+                factors[0] = 3.0
+            if step == 3:
+                factors = np.full(2, 3.0)
+            torch.testing.assert_close(pipe(x, names, factors), model(x, names, factors))
+        assert len(pipe._fxpipe.graphs) == 4
+        pipe(x, {"a", "b"}, np.full(2, 3.0))
+        assert len(pipe._fxpipe.graphs) == 4
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(6, 6), nn.LeakyReLU(0.1), nn.Linear(6, 6)
+        self.scales = [2.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.act(self.first(x)) * self.scales[0])
+
+
+@pytest.mark.parametrize("tracer", ["export", "fx", torch.fx.Tracer, torch.fx.symbolic_trace])
+def test_graphs_made_in_other_ways_hold_for_the_attributes_they_were_made_with(tracer):
+    plain = Scaled()
+    model = copy.deepcopy(plain)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 2, tracer=tracer)) as pipe:
+        assert_step(pipe, plain, torch.randn(8, 6))
+        for m in (model, plain):
+            m.scales[0] = 5.0
+        assert_step(pipe, plain, torch.randn(8, 6))
+        for m in (model, plain):
+            m.act.negative_slope = 0.9
+        assert_step(pipe, plain, torch.randn(8, 6))

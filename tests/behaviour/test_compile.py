@@ -1,0 +1,260 @@
+"""Compiled stages: the same steps as without, whatever the schedule, and few compilations."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import GPT, UNet
+from helpers.oracle import assert_same_gradients, assert_same_state
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+
+BATCH = 7  # uneven over three micro-batches
+
+# torch hides this warning while it compiles, by a way that does not heed what pytest makes of warnings.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class Normed(nn.Module):
+    """Buffers that change, a parameter that is used as a view, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.two.bias.requires_grad_(False)
+
+    def forward(self, x):
+        h = F.relu(self.norm(self.one(x)))
+        return self.two(h) @ self.one.weight
+
+
+CASES = {
+    "normed": (Normed, lambda: (torch.randn(BATCH, 6),)),
+    "gpt": (lambda: GPT(layers=2, dropout=0.0), lambda: (torch.randint(17, (BATCH, 8)),)),
+    "unet": (UNet, lambda: (torch.randn(BATCH, 3, 16, 16),)),
+}
+
+
+def square(y):
+    return y.float().square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("1f1b", "never"), ("gpipe", "always")])
+def test_compiled_stages_make_the_steps_of_plain_ones(name, schedule, checkpoint):
+    make, inputs = CASES[name]
+    plain, args = make(), inputs()
+    ours = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, ours)]
+    how = {"chunks": 3, "example_args": args, "schedule": schedule, "checkpoint": checkpoint}
+    with (
+        fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
+        fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": "aot_eager"}, **how) as compiled,
+    ):
+        for _ in range(3):
+            losses = [pipe.forward_backward(*args, loss_fn=square) for pipe in (eager, compiled)]
+            torch.testing.assert_close(losses[1], losses[0])
+            assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same_state(ours, plain, exact=False)
+
+
+def test_the_drop_in_and_evaluation_are_compiled_too():
+    plain, args = Normed(), (torch.randn(BATCH, 6),)
+    ours, found = copy.deepcopy(plain), []
+
+    def backend(graph, example_inputs):
+        found.append(graph)
+        return graph.forward
+
+    with (
+        fxpipe.pipeline(plain, ["cpu", "cpu"], 3, example_args=args) as eager,
+        fxpipe.pipeline(ours, ["cpu", "cpu"], 3, example_args=args, compile={"backend": backend}) as compiled,
+    ):
+        for pipe in (eager, compiled):
+            square(pipe(*args)).backward()
+        assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
+        assert found
+        of_training = len(found)
+        for pipe in (eager, compiled):
+            pipe.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*args), eager(*args))
+        assert len(found) > of_training
+    assert_same_state(ours, plain, exact=False)
+
+
+def test_a_stage_is_compiled_in_its_worker_and_again_for_uneven_micro_batches_only():
+    found = []
+
+    def backend(graph, example_inputs):
+        found.append(threading.current_thread().name)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), torch.randn(BATCH, 6)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,), compile={"backend": backend}) as pipe:
+        for batch in (BATCH, BATCH - 1, BATCH, BATCH + 4):
+            pipe.forward_backward(torch.randn(batch, 6), loss_fn=square)
+    # The first micro-batch's part of an input starts where the input does; torch tells that apart.
+    assert {name: found.count(name) for name in found} == {"fxpipe-0-cpu": 3, "fxpipe-1-cpu": 2}
+
+
+class Dropping(nn.Module):
+    """Dropout of three kinds, once in place; the last one draws nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = F.dropout(self.one(x), 0.3)
+        h = torch.relu(F.dropout(self.two(h), 0.5, inplace=True))
+        return F.dropout(h, 0.5, training=False)
+
+
+def test_dropout_is_compiled_in_one_piece_and_draws_the_same():
+    plain, args = Dropping(), (torch.randn(BATCH - 1, 6),)
+    ours, found = copy.deepcopy(plain), []
+
+    def backend(graph, example_inputs):
+        found.append(threading.current_thread().name)
+        return graph.forward
+
+    for checkpoint in ("never", "always"):
+        how = {"chunks": 3, "example_args": args, "checkpoint": checkpoint}
+        found.clear()
+        with (
+            fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
+            fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": backend, "fullgraph": True}, **how) as compiled,
+        ):
+            for seed in (1, 2):
+                for pipe in (eager, compiled):
+                    torch.manual_seed(seed)
+                    pipe.forward_backward(*args, loss_fn=square)
+                assert_same_gradients(ours, plain)
+        assert sorted(set(found)) == ["fxpipe-0-cpu", "fxpipe-1-cpu"]
+
+
+def test_random_numbers_are_those_of_stages_that_are_not_compiled():
+    plain, args = GPT(layers=2, dropout=0.3), (torch.randint(17, (BATCH, 8)),)
+    ours = copy.deepcopy(plain)
+    how = {"chunks": 3, "example_args": args, "checkpoint": "always"}
+    with (
+        fxpipe.pipeline(plain, ["cpu", "cpu"], **how) as eager,
+        fxpipe.pipeline(ours, ["cpu", "cpu"], compile={"backend": "aot_eager"}, **how) as compiled,
+    ):
+        for seed in (1, 2):
+            losses = []
+            for pipe in (eager, compiled):
+                torch.manual_seed(seed)
+                losses.append(pipe.forward_backward(*args, loss_fn=square))
+            torch.testing.assert_close(*losses)
+        assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
+
+
+def test_deferred_batch_norm_in_modules_kept_whole():
+    """It was an AttributeError: torch.compile breaks off where statistics are caught, and had lost who catches them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    x, found = torch.randn(8, 4), []
+    for options in ({}, {"compile": {"backend": "eager"}}):
+        mine = copy.deepcopy(model)
+        with fxpipe.pipeline(mine, ["cpu", "cpu"], 2, deferred_batch_norm=True, leaf_modules=["1"], **options) as pipe:
+            for _ in range(2):
+                pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+        found.append([*mine.state_dict().values(), *(p.grad for p in mine.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+# torch warns of its own code while it loads the compiler.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the compiler for CPUs calls g++, which is not there")
+def test_the_compiler_of_torch_itself():
+    plain, x = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 1)), torch.randn(4, 6)
+    ours = copy.deepcopy(plain)
+    with fxpipe.pipeline(ours, ["cpu", "cpu"], 2, example_args=(x,), compile=True) as pipe:
+        for _ in range(2):
+            loss = pipe.forward_backward(x, loss_fn=square)
+            want = square(plain(x))
+            want.backward()
+            torch.testing.assert_close(loss, want.detach())
+            assert_same_gradients(ours, plain, loose=[n for n, _ in plain.named_parameters()])
+
+
+def test_what_a_backend_raises_reaches_the_caller_with_the_stage_and_changes_nothing():
+    def backend(graph, example_inputs):
+        raise ValueError("no such luck")
+
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(4, 6)
+    with (
+        fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,), compile={"backend": backend}) as pipe,
+        pytest.raises(Exception, match="no such luck") as caught,
+    ):
+        pipe.forward_backward(x, loss_fn=square)
+    assert any("fxpipe: stage 0 of 2" in note for note in caught.value.__notes__)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("inductor", ArgumentTypeError, "compile='inductor': expected True, False or a dict"),
+        ({"beckend": "inductor"}, ArgumentError, "no keyword 'beckend'; it has fullgraph"),
+        ({"mode": "reduce-overhead"}, ArgumentError, "CUDA graphs"),
+        ({"mode": "fastest"}, ArgumentError, "compile={'mode': 'fastest'}: torch.compile does not accept it.*default"),
+        ({"backend": "inducter"}, ArgumentError, "compile={'backend': 'inducter'}: torch.compile does not.*Invalid"),
+        ({"options": {"triton.cudagraphs": True}}, ArgumentError, "CUDA graphs"),
+    ],
+)
+def test_what_cannot_be_compiled_so_is_refused(given, error, words):
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        fxpipe.pipeline(nn.Linear(2, 2), ["cpu", "cpu"], 2, compile=given)
+
+
+def test_a_stage_whose_forward_goes_on_as_python_is_that_of_the_plain_model():
+    class Bank(nn.Module):
+        """Writes to one row after the other."""
+
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Linear(8, 8)
+            self.register_buffer("rows", torch.ones(3, 8))
+            self.register_buffer("place", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x):
+            h = self.encoder(x)
+            place = int(self.place)
+            self.rows[place] = h.detach().mean(0)
+            self.place.fill_((place + 1) % 3)
+            return self.head(h) @ self.rows.t().clone()
+
+    plain = Bank()
+    pipe = fxpipe.pipeline(
+        copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(torch.randn(4, 6),), compile={"backend": "eager"}
+    )
+    with pipe:
+        for _ in range(2):
+            x = torch.randn(4, 6)
+            want = torch.cat([plain(part) for part in x.split(2)])
+            have = pipe(x)
+            torch.testing.assert_close(have, want)
+            have.square().mean().backward()
+            want.square().mean().backward()
+        assert_same_state(pipe, plain, exact=False)
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])

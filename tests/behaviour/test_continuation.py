@@ -1,0 +1,440 @@
+"""A forward that can be recorded up to some line only goes on as Python, and is the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, FxpipeError, StateError
+
+CHUNKS = 2
+
+
+def samples(scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(4, 8) * scale
+
+
+def calm_and_wild() -> list[torch.Tensor]:
+    return [samples(30.0 if step % 2 else 0.1) for step in range(6)]
+
+
+def assert_trains(
+    model: nn.Module, batches: Sequence[torch.Tensor], check: Callable[[Any], None] = lambda plan: None, **options: Any
+) -> None:
+    """Steps of the pipe are those of the plain model over the same micro-batches."""
+    plain, optimizers = copy.deepcopy(model), []
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=(batches[0].clone(),), **options)
+    ) as pipe:
+        check(pipe.plan)
+        for one in (plain, pipe):
+            optimizers.append(torch.optim.SGD(one.parameters(), lr=1e-5))
+        for step, batch in enumerate(batches):
+            for one in (plain, pipe):
+                one.zero_grad()
+            parts = [plain(part) for part in batch.tensor_split(CHUNKS)]
+            loss = sum(part.square().mean() for part in parts) / CHUNKS
+            loss.backward()
+            if step % 2:
+                have = pipe.forward_backward(batch, loss_fn=lambda y: y.square().mean())
+            else:
+                outputs = pipe(batch)
+                torch.testing.assert_close(outputs, torch.cat(parts))
+                have = outputs.square().mean()
+                have.backward()
+            torch.testing.assert_close(have, loss)
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+            assert_same_state(pipe, plain, exact=False)
+            for optimizer in optimizers:
+                optimizer.step()
+
+
+class Bank(nn.Module):
+    """A memory bank whose pointer the model itself reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 8)
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+        self.register_buffer("bank", torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        slot = int(self.pointer)
+        self.bank[slot] = h.detach().mean(0)
+        self.pointer[0] = (slot + 1) % 5
+        return self.head(h) @ self.bank.clone().t()
+
+
+class Clamped(nn.Module):
+    """Clamps what has grown, and shares weights of what was called before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.third.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        h = self.second(self.first(x)) + x
+        if (h.abs() > 10).sum().item() > 0:
+            h = h.clamp(-1, 1)
+        return self.third(h) + F.linear(h, self.second.weight) + x
+
+
+class Checked(nn.Module):
+    """Looks at hidden values between its blocks, and counts in a buffer behind them."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(blocks))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("limit", torch.full((), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, clamped = x, 0
+        for block in self.blocks:
+            h = block(self.norm(h)) + h
+            if (h.abs().max() > self.limit).item():
+                h = h.clamp(-3, 3) * 0.5
+                clamped += 1
+        self.calls += clamped
+        return h * (1 + float(self.calls))
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_memory_bank_of_the_model_itself_moves_on(checkpoint: str) -> None:
+    def check(plan: Any) -> None:
+        assert "forward of the model behind its call of 'encoder' is kept whole" in plan.why[0]
+        assert [whole.name for whole in plan.whole] == ["forward of the model behind its call of 'encoder'"]
+        assert all(stage.parameter_bytes for stage in plan.stages)
+
+    assert_trains(Bank(), [samples() for _ in range(6)], check, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_branch_on_hidden_values_goes_either_way(checkpoint: str) -> None:
+    assert_trains(Clamped(), calm_and_wild(), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}, {"schedule": "zero_bubble"}])
+def test_a_forward_that_looks_between_its_blocks_is_cut_between_them(options: dict[str, Any]) -> None:
+    def check(plan: Any) -> None:
+        nodes = [name for stage in plan.stages for name in stage.nodes]
+        assert len([name for name in nodes if "until" in name]) >= 3
+
+    assert fxpipe.trace(Checked(), (samples(0.1),)).largest_opaque_share < 0.1
+    assert_trains(Checked(), calm_and_wild(), check, **options)
+
+
+def test_a_buffer_that_counts_before_the_blocks_keeps_the_rest_in_one_piece() -> None:
+    """A stage would need what the last one has made of the micro-batch before."""
+
+    class Counting(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            self.calls += 1
+            if h.abs().max() > float(self.calls):
+                h = h * 0.5
+            return super().forward(h)
+
+    def check(plan: Any) -> None:
+        assert [w.name for w in plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+
+    assert_trains(Counting(), calm_and_wild(), check)
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    """A forward that draws between its blocks stays in one piece behind the first of them."""
+
+    class Drawing(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.dropout(self.blocks[0](x), 0.5, self.training)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            for block in self.blocks[1:]:
+                h = block(h)
+            return h
+
+    torch.manual_seed(0)
+    model, batch = Drawing(), samples()
+    found = []
+    for checkpoint in ("never", "always"):
+        one = copy.deepcopy(model)
+        with closing(
+            fxpipe.pipeline(one, ["cpu", "cpu"], chunks=2, example_args=(batch,), checkpoint=checkpoint)
+        ) as pipe:
+            assert [w.name for w in pipe.plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+            torch.manual_seed(1)
+            pipe(batch).square().mean().backward()
+        found.append({name: p.grad for name, p in one.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][name])
+    model.eval()
+    assert_trains(model, calm_and_wild())
+
+
+def test_calls_that_depend_on_values_are_an_error_of_the_step() -> None:
+    class Routed(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            h = self.blocks[1](h) if h.abs().max() > 3 else self.blocks[2](h)
+            return self.blocks[3](h)
+
+    model = Routed()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))) as pipe:
+        pipe(samples(0.1)).sum().backward()
+        before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        with pytest.raises(StateError, match=r"calls 'blocks.1' after 'blocks.0', where it calls 'blocks.2'.*module"):
+            pipe(samples(1000.0))
+        assert before.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+        pipe(samples(0.1)).sum().backward()
+
+
+def test_a_module_called_again_in_the_rest_is_an_error_where_it_was_not_when_recorded() -> None:
+    class Again(Bank):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.encoder(x)
+            if h.abs().max() > 0.9:
+                h = self.encoder(h)
+            return self.head(h)
+
+    pipe = fxpipe.pipeline(Again(), ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))
+    with closing(pipe), pytest.raises(FxpipeError, match="calls 'encoder' after 'encoder'"):
+        pipe(samples(1000.0))
+
+
+def test_what_was_called_before_may_be_called_again() -> None:
+    class Twice(Bank):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.encoder(x)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            return self.head(self.encoder(h))
+
+    assert_trains(Twice(), calm_and_wild())
+
+
+def test_results_of_any_structure_are_handed_on() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
+            return {"h": self.lin(x) * scale, "more": (x, None, "text")}
+
+    class Structured(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.last = Pair(), Pair()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found = self.pair(x, scale=2.0)
+            h, (again, nothing, text) = found["h"], found["more"]
+            assert nothing is None
+            assert text == "text"
+            if h.sum() > 0:
+                h = -h
+            with torch.no_grad():
+                teacher = self.last(again, scale=1.0)["h"]
+            return self.last(h, scale=3.0)["h"] + teacher
+
+    assert_trains(Structured(), calm_and_wild())
+
+
+def test_a_large_module_that_reads_is_recorded_up_to_there() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bank, self.last = Bank(), nn.Linear(5, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.bank(x))
+
+    def check(plan: Any) -> None:
+        assert [w.name for w in plan.whole] == ["forward of module 'bank' behind its call of 'encoder'"]
+
+    assert_trains(Outer(), [samples() for _ in range(5)], check)
+
+
+def test_running_statistics_in_the_rest_are_the_models() -> None:
+    class Normed(Clamped):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(super().forward(x))
+
+    assert_trains(Normed(), calm_and_wild())
+
+
+def test_a_model_that_packs_sequences_is_recorded_up_to_there() -> None:
+    class Packing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lstm, self.head = nn.Linear(2, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h, lengths = self.first(x.view(-1, 4, 2)), 1 + (x[:, :3] > 0).sum(1)
+            packed = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+            h, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=4)
+            return self.head(h)
+
+    assert_trains(Packing(), [samples() for _ in range(4)])
+
+
+def untils(plan: Any) -> list[str]:
+    return [name for stage in plan.stages for name in stage.nodes if "until" in name]
+
+
+def check_cut(plan: Any) -> None:
+    assert untils(plan)
+
+
+def test_a_buffer_that_some_step_writes_to_between_the_blocks_is_an_error_of_that_step_and_stays() -> None:
+    class Raising(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x
+            for block in self.blocks:
+                h = block(self.norm(h)) + h
+                if (h.abs().max() > self.limit).item():
+                    self.limit += 1
+                    h = h * 0.5
+            return h
+
+    model = Raising()
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(samples(0.1),))) as pipe:
+        assert untils(pipe.plan)
+        pipe(samples(0.1)).sum().backward()
+        with pytest.raises(FxpipeError, match="writes to 'limit', which it reads before it calls other modules"):
+            pipe(samples(1000.0))
+        assert model.limit.item() == 3
+
+
+def test_a_forward_that_writes_to_what_it_was_given_stays_in_one_piece() -> None:
+    class InPlace(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            h += 1
+            for block in self.blocks[1:]:
+                h = block(h) + h
+            return h
+
+    def check(plan: Any) -> None:
+        assert [w.name for w in plan.whole] == ["forward of the model behind its call of 'blocks.0'"]
+        assert not untils(plan)
+
+    assert_trains(InPlace(), calm_and_wild(), check)
+
+
+def test_a_module_that_is_called_without_gradients_is_recorded_without_gradients() -> None:
+    class Taught(Checked):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.blocks[0](x)
+            if h.abs().max() > 3:
+                h = h * 0.5
+            with torch.no_grad():
+                teacher = self.blocks[1](h)
+            if h.abs().max() > 2:
+                h = h - teacher
+            return self.blocks[3](self.blocks[2](h)) + teacher
+
+    assert_trains(Taught(), calm_and_wild(), check_cut)
+
+
+class Chosen(nn.Module):
+    """A hidden number says which layer runs; each number of samples gives another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x):
+        h = self.first(x)
+        count = torch.nonzero(h.square().sum(-1) > -1).shape[0]
+        return self.layers[count % 4](h)
+
+
+def test_planning_ends_where_python_behind_a_read_runs_other_functions_at_other_sizes():
+    torch.manual_seed(0)
+    with pytest.raises(ArgumentError, match="put together, are not the output of the batch"):
+        fxpipe.trace(Chosen(), (torch.randn(6, 4),), chunks=2)
+
+
+class Experts(nn.Module):
+    """How many rows a small module is given depends on values, and `ids` is used late or not at all."""
+
+    def __init__(self, uses_ids: bool):
+        super().__init__()
+        self.first, self.router, self.last = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.embedding, self.uses_ids = nn.Embedding(3, 4), uses_ids
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.first(x).flatten(0, 1)
+        scores, chosen = self.router(rows).softmax(-1).max(-1)
+        mixed = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            (index,) = torch.where(chosen == number)
+            if index.numel():
+                mixed.index_add_(0, index, expert(rows[index]) * scores[index, None])
+        h = x + mixed.view_as(x)
+        return self.last(h + self.embedding(ids) if self.uses_ids else h)
+
+
+def assert_same_as_parts(model: nn.Module, batches: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    """Outputs and gradients of the pipe are those of the plain model over the same micro-batches."""
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=CHUNKS, example_args=batches[0])) as pipe:
+        for batch in batches:
+            for one in (plain, pipe):
+                one.zero_grad()
+            want = torch.cat([plain(*part) for part in zip(*(t.tensor_split(CHUNKS) for t in batch), strict=True)])
+            have = pipe(*batch)
+            torch.testing.assert_close(have, want)
+            for outputs in (have, want):
+                outputs.square().mean().backward()
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("uses_ids", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_chosen_by_value_do_not_fix_the_batch_of_the_inputs_behind_them(seed: int, uses_ids: bool) -> None:
+    torch.manual_seed(seed)
+    batches = [(torch.randn(n, 4, 4), torch.randint(0, 3, (n, 4))) for n in (8, 8, 5)]
+    assert_same_as_parts(Experts(uses_ids), batches)
+
+
+class Scaled(nn.Module):
+    """A number of the samples is read before the line that makes the rest Python, and used on both sides of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        number = int(ids.max())
+        h = self.layer(x * number)
+        if (h.abs() > 3).sum().item() > 0:
+            h = h.clamp(-1, 1)
+        return self.last(h) / number
+
+
+def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded() -> None:
+    torch.manual_seed(0)
+    numbers = (4, 4, 4, 4), (1, 2, 3, 4), (4, 2, 1, 1)
+    assert_same_as_parts(Scaled(), [(torch.randn(4, 4), torch.tensor(ids)) for ids in numbers])

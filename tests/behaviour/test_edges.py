@@ -1,0 +1,302 @@
+"""Gradients at the edges: kinds of numbers, layouts of memory, sizes of nothing, and ways to ask for gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, LossError, StateError
+
+CHUNKS = 3
+
+
+def pipe_of(model: nn.Module, **options: Any) -> Any:
+    return closing(fxpipe.pipeline(model, ["cpu", "cpu"], CHUNKS, **options))
+
+
+def mean_square(y: torch.Tensor) -> torch.Tensor:
+    return y.abs().square().mean()
+
+
+def assert_both_ways(model, *args, **close):
+    """Outputs and gradients of the drop-in and of `forward_backward` are the plain model's, inputs included."""
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for one_pass in (False, True, True):
+            for m in (pipe, plain):
+                m.zero_grad()
+            ours, theirs = ([_fresh(a) for a in args] for _ in range(2))
+            want = plain(*theirs)
+            mean_square(want).backward()
+            if one_pass:
+                loss, have = pipe.forward_backward(*ours, loss_fn=mean_square, return_outputs=True)
+                torch.testing.assert_close(loss, mean_square(want).detach(), **close)
+            else:
+                have = pipe(*ours)
+                mean_square(have).backward()
+            torch.testing.assert_close(have, want, check_stride=False, **close)
+            for (name, p), q in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None), name
+                if p.grad is not None:
+                    assert p.grad.dtype == q.grad.dtype
+                    assert p.grad.stride() == q.grad.stride(), name
+                    torch.testing.assert_close(p.grad, q.grad, **close)
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a.grad is None) == (b.grad is None)
+                if a.grad is not None:
+                    torch.testing.assert_close(a.grad, b.grad, check_stride=False, **close)
+
+
+def _fresh(x: torch.Tensor) -> torch.Tensor:
+    """A leaf of the same memory layout, gaps and overlaps included."""
+    return x.detach().requires_grad_(x.is_floating_point() or x.is_complex())
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64))
+        self.b = nn.Linear(6, 6, dtype=torch.complex64)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        z = self.b(torch.fft.fft(x @ self.a))
+        return torch.polar(z.abs() * self.scale.abs(), z.angle()) + z.conj()
+
+
+def test_complex_inputs_parameters_and_outputs():
+    assert_both_ways(Complex(), torch.randn(7, 4, dtype=torch.complex64), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype):
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4)).to(dtype)
+    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 5e-2, "atol": 2e-2}
+    assert_both_ways(model, torch.randn(7, 6, dtype=dtype), **close)
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes, and integers on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.low = nn.Embedding(9, 6), nn.Linear(6, 6).bfloat16()
+        self.high = nn.Linear(6, 4).double()
+
+    def forward(self, ids, x):
+        h = self.low((self.table(ids) + x).bfloat16())
+        return self.high(h.double()) * (ids > 3).unsqueeze(1)
+
+
+def test_mixed_dtypes():
+    assert_both_ways(Mixed(), torch.randint(0, 9, (7,)), torch.randn(7, 6), rtol=3e-2, atol=3e-2)
+
+
+def test_a_complex_loss_is_refused():
+    with pipe_of(Complex()) as pipe, pytest.raises(LossError, match=r"complex64.*0-dim floating point"):
+        pipe.forward_backward(torch.randn(6, 4, dtype=torch.complex64), loss_fn=lambda y: y.sum())
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x):
+        return self.b(F.max_pool2d(self.norm(self.a(x)).relu(), 2))
+
+
+def test_channels_last():
+    model = Convolutions().to(memory_format=torch.channels_last)
+    x = torch.randn(7, 3, 8, 8).to(memory_format=torch.channels_last)
+    assert_both_ways(model, x, rtol=1e-4, atol=1e-5)
+    with pipe_of(model) as pipe:
+        for batch in (7, 3, 1):
+            assert pipe(x[:batch]).is_contiguous(memory_format=torch.channels_last)
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.randn(6, 7).t(),
+    "every other": lambda: torch.randn(14, 12)[::2, ::2],
+    "expanded over the batch": lambda: torch.randn(1, 6).expand(7, 6),
+    "expanded over features": lambda: torch.randn(7, 1).expand(7, 6),
+    "with an offset": lambda: torch.randn(9, 6)[2:],
+    "a window": lambda: torch.randn(12).unfold(0, 6, 1),
+    "turned": lambda: torch.randn(7, 6).flip(0),
+    "conjugated": lambda: torch.randn(7, 6, dtype=torch.complex64).conj().imag,  # with the negative bit
+}
+
+
+def test_inputs_of_every_layout():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for name, make in LAYOUTS.items():
+            x = make()
+            assert x.shape == (7, 6), name
+            for m in (pipe, plain):
+                m.zero_grad()
+            want = plain(x)
+            mean_square(want).backward()
+            torch.testing.assert_close(pipe(x), want, msg=lambda m, name=name: f"{name}: {m}")
+            pipe.forward_backward(x, target=want.detach().t().contiguous().t(), loss_fn=lambda y, t: mean_square(y))
+            assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+# -- nothing ---------------------------------------------------------------------------------------------------------
+
+
+class WithNothing(nn.Module):
+    """Values without elements, from stage to stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.empty = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(0, 6)
+
+    def forward(self, x, nothing):
+        h = self.a(x)
+        none = h[:, :0]
+        h = torch.cat([h, nothing, none], 1) + self.empty(nothing)
+        return self.b(h) + none.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_values_without_elements():
+    assert_both_ways(WithNothing(), torch.randn(7, 6), torch.randn(7, 0))
+
+
+def test_targets_without_elements():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 4))
+    plain, x, target = copy.deepcopy(model), torch.randn(7, 6), torch.randn(7, 0)
+
+    def loss_fn(y, t):
+        return y.square().mean() + t.sum()
+
+    with pipe_of(model) as pipe:
+        loss_fn(plain(x), target).backward()
+        pipe.forward_backward(x, target=target, loss_fn=loss_fn)
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        with pytest.raises(ArgumentError, match=r"shape \(0, 4\).*7 samples"):
+            pipe.forward_backward(x, target=torch.randn(0, 4), loss_fn=loss_fn)
+
+
+# -- ways to ask -----------------------------------------------------------------------------------------------------
+
+
+class Partly(nn.Module):
+    """A frozen parameter, an unused one, and one that reaches only the second output."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 4), nn.Linear(6, 2)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.a.bias.requires_grad_(False)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return self.b(h), self.c(h)
+
+
+def _pair():
+    model = Partly()
+    return fxpipe.pipeline(copy.deepcopy(model), ["cpu", "cpu"], CHUNKS), model, torch.randn(7, 6)
+
+
+def test_frozen_and_unused_parameters_have_no_gradient():
+    pipe, plain, x = _pair()
+    with pipe:
+        mean_square(plain(x)[0]).backward()
+        mean_square(pipe(x)[0]).backward()
+        none = {name for name, p in pipe.named_parameters() if p.grad is None}
+        assert none == {"a.bias", "c.weight", "c.bias", "unused"}
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        pipe.zero_grad()
+        pipe.forward_backward(x, loss_fn=lambda out: mean_square(out[0]))
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+
+
+def test_autograd_grad():
+    """Of all parameters, of some, of the input, of an output; and nothing else is touched."""
+    pipe, plain, x = _pair()
+    x.requires_grad_()
+    with pipe:
+        for choose in (
+            lambda m, _: [p for p in m.parameters() if p.requires_grad],
+            lambda m, _: [m.b.weight],
+            lambda m, out: [x, m.unused, m.c.weight, out[0]],
+        ):
+            found = []
+            for m in (pipe, plain):
+                out = m(x)
+                found.append(torch.autograd.grad(mean_square(out[0]), choose(m, out), allow_unused=True))
+            for have, want in zip(*found, strict=True):
+                assert (have is None) == (want is None)
+                if want is not None:
+                    torch.testing.assert_close(have, want)
+        assert x.grad is None
+        assert all(p.grad is None for p in pipe.parameters())
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(mean_square(pipe(x)[0]), [pipe.unused])
+
+
+def test_backward_for_some_parameters_only():
+    pipe, plain, x = _pair()
+    with pipe:
+        for m in (pipe, plain):
+            mean_square(m(x)[0]).backward(inputs=[m.b.weight])
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+
+
+def test_hooks_fire_once():
+    """On parameters, on inputs and on outputs."""
+    pipe, plain, x = _pair()
+    calls: dict[int, list[str]] = {}
+    with pipe:
+        for m in (pipe, plain):
+            calls[id(m)] = seen = []
+            given = x.clone().requires_grad_()
+            given.register_hook(lambda g, seen=seen: (seen.append("input"), g * 2)[1])
+            m.a.weight.register_hook(lambda g, seen=seen: (seen.append("weight"), g * 3)[1])
+            m.a.weight.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append("after"))
+            out = m(given)[0]
+            out.register_hook(lambda g, seen=seen: (seen.append("output"), g * 5)[1])
+            out.retain_grad()
+            mean_square(out).backward()
+            calls[id(m)] += [given.grad, out.grad]
+        ours, theirs = calls[id(pipe)], calls[id(plain)]
+        assert sorted(ours[:-2]) == sorted(theirs[:-2]) == ["after", "input", "output", "weight"]
+        torch.testing.assert_close(ours[-2:], theirs[-2:])
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        ours.clear()
+        pipe.forward_backward(x, loss_fn=lambda out: mean_square(out[0]))
+        assert ours == ["weight", "after"]
+
+
+def test_second_derivatives_are_refused():
+    """A graph of the gradients may be asked for; only to go back through it is an error."""
+    pipe, plain, x = _pair()
+    x.requires_grad_()
+    with pipe:
+        for loss_of in (mean_square, torch.sum):  # also where the gradient of the output is a constant
+            wanted = [x, pipe.a.weight]
+            found = torch.autograd.grad(loss_of(pipe(x)[0]), wanted, create_graph=True)
+            for have, want in zip(found, torch.autograd.grad(loss_of(plain(x)[0]), [x, plain.a.weight]), strict=True):
+                torch.testing.assert_close(have.detach(), want)
+            with pytest.raises(StateError, match=r"cannot be differentiated again.*create_graph.*pipe\.model"):
+                found[0].square().sum().backward()
+        assert all(p.grad is None for p in pipe.parameters())
+        mean_square(pipe(x)[0]).backward()  # still usable

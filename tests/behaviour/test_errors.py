@@ -1,0 +1,634 @@
+"""Bad input is refused before anything runs, by an error that names the argument, what was given, and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FxpipeError, LossError, PartitionError, StateError
+from fxpipe.hardware import HARDWARE
+
+
+class Sum(nn.Module):
+    """Two inputs that meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return self.c(torch.relu(self.a(x)) + self.b(y))
+
+
+class Apart(nn.Module):
+    """Two inputs that never meet: the model itself would not mind if they differ in size."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x, y):
+        return self.a(x), self.b(y)
+
+
+def _chain(width=4, layers=3):
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+
+def _norms():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+
+def _x(batch=8, width=4):
+    return torch.randn(batch, width)
+
+
+def _pipe(model=None, chunks=4, **options):
+    options.setdefault("example_args", (_x(),))
+    return fxpipe.pipeline(model or _chain(), ["cpu", "cpu"], chunks, **options)
+
+
+# -- arguments of `pipeline` -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "words"),
+    [
+        ([], ArgumentError, ["devices", "empty", "'cpu', 'cpu'"]),
+        ("cpu", ArgumentTypeError, ["devices='cpu'", "list", "['cpu', 'cpu']"]),
+        (torch.device("cpu"), ArgumentTypeError, ["devices", "list"]),
+        ({"cpu"}, ArgumentTypeError, ["devices", "list"]),
+        (2, ArgumentTypeError, ["devices=2", "list"]),
+        (["cpu", "gpu"], ArgumentError, ["devices", "'gpu'", "'cuda:0'"]),
+        (["cpu", "nonsense:x"], ArgumentError, ["devices", "'nonsense:x'"]),
+        (["cpu", None], ArgumentError, ["devices", "None"]),
+        (["cpu", "meta"], ArgumentError, ["devices", "'meta'", "not supported", "'cpu'"]),
+        (["cpu", "cuda:99"], ArgumentError, ["devices", "'cuda:99'", "not available", "CUDA devices", "'cpu'"]),
+    ],
+)
+def test_devices(devices, error, words):
+    with pytest.raises(error) as caught:
+        fxpipe.pipeline(_chain(), devices)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_unavailable_devices_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ArgumentError, match="'cuda:2' is not available: there are 2 CUDA devices"):
+        fxpipe.pipeline(_chain(), ["cuda:0", "cuda:1", "cuda:2"])
+
+
+@pytest.mark.parametrize(
+    ("chunks", "error"),
+    [
+        (0, ArgumentError),
+        (-1, ArgumentError),
+        (2.5, ArgumentTypeError),
+        (2.0, ArgumentTypeError),
+        ("4", ArgumentTypeError),
+        (True, ArgumentTypeError),
+        (None, ArgumentTypeError),
+        (np.array([2, 3]), ArgumentTypeError),
+        (np.bool_(True), ArgumentTypeError),
+    ],
+)
+def test_chunks(chunks, error):
+    with pytest.raises(error) as caught:
+        fxpipe.pipeline(_chain(), ["cpu"], chunks)
+    assert f"chunks={chunks!r}" in str(caught.value)
+    assert "'auto'" in str(caught.value)
+    assert "1" in str(caught.value)
+
+
+def test_chunks_may_be_any_integer_type():
+    assert fxpipe.pipeline(_chain(), ["cpu"], np.int64(3))._fxpipe.settings.chunks == 3
+    assert type(fxpipe.pipeline(_chain(), ["cpu"], np.int64(3))._fxpipe.settings.chunks) is int
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "known"),
+    [
+        ("balance", "optimum", ["'block'", "number of", "names"]),
+        ("schedule", "pipedream2", ["'gpipe'", "'1f1b'"]),
+        ("schedule", "inference", ["'gpipe'", "'1f1b'"]),
+        ("schedule", None, ["'gpipe'", "'1f1b'"]),
+        ("checkpoint", "sometimes", ["'auto'", "'never'", "'except_last'", "'always'"]),
+        ("checkpoint", True, ["'auto'", "'never'", "'except_last'", "'always'"]),
+        ("tracer", "magic", ["'auto'", "'record'"]),
+    ],
+)
+def test_an_unknown_choice_lists_what_there_is(argument, given, known):
+    with pytest.raises(ArgumentError) as caught:
+        fxpipe.pipeline(_chain(), ["cpu"], 2, **{argument: given})
+    assert f"{argument}={given!r} is unknown" in str(caught.value)
+    assert all(word in str(caught.value) for word in known), str(caught.value)
+
+
+def test_a_schedule_to_train_with_is_not_said_to_be_inference():
+    with pytest.raises(ArgumentError, match="there are 'gpipe'") as caught:
+        _pipe(schedule="1F1B")
+    assert "inference" not in str(caught.value)
+
+
+def test_checkpoint_modes_may_stand_in_a_list():
+    with _pipe(checkpoint=["always", "never"]) as pipe:
+        assert pipe._fxpipe.asked.checkpoint == ("always", "never")
+    with pytest.raises(ArgumentError, match=r"checkpoint=\['never'\] has 1 modes for 2 stages: give one for each"):
+        _pipe(checkpoint=["never"])
+    with pytest.raises(ArgumentError, match="or a list with one of the last three for each stage"):
+        _pipe(checkpoint="sometimes")
+
+
+def test_what_a_schedule_function_raises_says_where():
+    with pytest.raises(ZeroDivisionError) as caught:
+        _pipe(schedule=lambda m, n: m // 0)
+    assert (
+        "raised by the schedule function '<lambda>', called with micro_batches=4, stages=2" in caught.value.__notes__[0]
+    )
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_switches_are_true_or_false(given):
+    with pytest.raises(ArgumentTypeError, match=r"check=.*expected True or False"):
+        _pipe(check=given)
+    with _pipe() as pipe, pytest.raises(ArgumentTypeError, match=r"return_outputs=.*expected True or False"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, return_outputs=given)
+
+
+@pytest.mark.parametrize(
+    ("balance", "error", "words"),
+    [
+        ([1, 1, 1], ArgumentError, ["[1, 1, 1]", "3 entries", "2 stages", "give 2"]),
+        ([], ArgumentError, ["0 entries", "2 stages"]),
+        (["1", "2"], ArgumentError, ["2 names", "2 stages", "give 1 or fewer"]),
+        (None, ArgumentTypeError, ["balance=None", "'block'", "list"]),
+        (3, ArgumentTypeError, ["balance=3", "'block'", "list"]),
+        ([1, 1], PartitionError, ["[1, 1]", "sums to 2", "3 nodes", "must sum to 3"]),
+        ([3, 0], ArgumentError, ["at least 1 node"]),
+        ([1.5, 1.5], ArgumentTypeError, ["1.5"]),
+        (["nowhere"], PartitionError, ["'nowhere'"]),
+    ],
+)
+def test_balance(balance, error, words):
+    with pytest.raises(error) as caught:
+        _pipe(balance=balance)
+    assert isinstance(caught.value, FxpipeError)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_more_stages_than_nodes_says_how_many_are_possible():
+    with pytest.raises(PartitionError, match=r"3 nodes can be cut into 3 at most.*Use stages=3 or fewer"):
+        fxpipe.pipeline(_chain(), ["cpu"] * 5, 2, example_args=(_x(),))
+
+
+def test_too_many_stages_per_device_are_named():
+    with pytest.raises(PartitionError, match="Use stages_per_device=1, not 2 devices with 4 stages each"):
+        fxpipe.pipeline(_chain(), ["cpu"] * 2, 2, stages_per_device=4, example_args=(_x(),))
+
+
+def test_not_a_module():
+    with pytest.raises(ArgumentTypeError, match=r"model is a function; expected a torch\.nn\.Module"):
+        fxpipe.pipeline(F.relu, ["cpu"])
+
+
+def test_a_pipeline_already():
+    with pytest.raises(ArgumentTypeError, match=r"Pipeline already.*pipe\.model"):
+        fxpipe.pipeline(fxpipe.pipeline(_chain(), ["cpu"]), ["cpu"])
+
+
+def test_example_args_that_are_no_tuple():
+    with pytest.raises(ArgumentTypeError, match=r"example_args is a Tensor; expected a tuple.*\(x,\)"):
+        _pipe(example_args=_x())
+    with pytest.raises(ArgumentTypeError, match="example_kwargs is a list; expected a dict"):
+        _pipe(example_args=(), example_kwargs=[_x()])
+
+
+def test_example_inputs_that_the_model_refuses_are_its_own_error_with_a_note():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        _pipe(example_args=(_x(width=5),))
+    assert any("example inputs" in note and "'0'" in note for note in caught.value.__notes__)
+
+
+def test_missing_inputs():
+    with pytest.raises(TypeError, match="'y'") as caught:
+        _pipe(Sum(), example_args=(_x(),))
+    assert any("example inputs" in note for note in caught.value.__notes__)
+
+
+# -- the batch -------------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return (self.weight * x).tanh()
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_batch_dimension(planned):
+    pipe = _pipe(Scale(), example_args=(_x(8, 3),) if planned else ())
+    with pytest.raises(ArgumentError, match=r"no input has a batch dimension.*in_dims"):
+        pipe(torch.tensor(2.0))
+
+
+def test_a_fixed_size_is_no_batch_dimension():
+    with pytest.raises(ArgumentError, match=r"batch size cannot vary.*size 4.*in_dims"):
+        _pipe(example_args=(_x()[0],))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_inputs_that_disagree_are_named_with_their_sizes(planned):
+    pipe = _pipe(Apart(), example_args=(_x(), _x()) if planned else ())
+    with pytest.raises(ArgumentError, match=r"disagree on the batch size.*x: 8.*y: 6"):
+        pipe(_x(8), _x(6))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_inputs_that_the_model_itself_refuses_together_are_named_with_their_sizes(planned):
+    pipe = _pipe(Sum(), example_args=(_x(), _x()) if planned else ())
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        pipe(_x(8), _x(6))
+    assert any("x: 8" in note and "y: 6" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_no_samples(planned):
+    pipe = _pipe(example_args=(_x(),) if planned else ())
+    with pytest.raises(ArgumentError, match=r"no samples.*at least one"):
+        pipe(_x(0))
+    with pytest.raises(ArgumentError, match=r"no samples.*at least one"):
+        pipe.forward_backward(_x(0), target=_x(0), loss_fn=F.mse_loss)
+
+
+def test_a_refused_call_leaves_the_pipe_usable():
+    pipe = _pipe(Sum(), example_args=(_x(), _x()))
+    x, y = _x(), _x()
+    want = pipe(x, y)
+    with pytest.raises(RuntimeError):
+        pipe(x, y[:5])
+    assert torch.equal(pipe(x, y), want)
+
+
+# -- the loss --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "words"),
+    [
+        (lambda y, t: 3.0, ["float", "0-dim"]),
+        (lambda y, t: None, ["NoneType", "0-dim"]),
+        (lambda y, t: {"loss": y.mean()}, ["dict", "0-dim"]),
+        (lambda y, t: (y - t).pow(2), ["(2, 4)", "0-dim", ".mean()", ".sum()", "(total, weight)"]),
+        (lambda y, t: (y - t).mean(0, keepdim=True)[0, :1], ["(1,)", "0-dim"]),
+        (lambda y, t: y.argmax(), ["torch.int64", "floating point"]),
+        (lambda y, t: (y - t).pow(2).mean().detach(), ["does not require grad", "detached"]),
+    ],
+)
+def test_a_loss_that_is_no_scalar_with_gradient(loss_fn, words):
+    pipe = _pipe()
+    with pytest.raises(LossError) as caught:
+        pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_a_loss_that_is_no_mean_over_samples_changes_nothing():
+    pipe = _pipe(_norms())
+    for p in pipe.parameters():
+        p.grad = torch.ones_like(p)
+    before = copy.deepcopy(pipe.model)
+    for p, q in zip(pipe.parameters(), before.parameters(), strict=True):
+        q.grad = p.grad.clone()
+    with pytest.raises(LossError) as caught:
+        pipe.forward_backward(_x(), target=_x(), loss_fn=lambda y, t: (y - t).pow(2).sum())
+    for remedy in ("reduction='sum'", "(total, weight)", "loss_fn(pipe(x), target).backward()"):
+        assert remedy in str(caught.value)
+    assert_same_state(pipe.model, before)
+    assert_same_gradients(pipe.model, before)
+    pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss)  # still usable
+
+
+def test_another_loss_is_compared_too():
+    """A pipe that has trained with one loss may be given another, and the right one with the wrong reduction."""
+    pipe = _pipe()
+    pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss)
+    with pytest.raises(LossError, match="no mean over samples"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=lambda y, t: (y - t).pow(2).sum())
+    with pytest.raises(LossError, match=r"it is no sum.*pass reduction='mean'"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, reduction="sum")
+
+
+def _plain_gradients(model, x, t, loss_fn):
+    plain = copy.deepcopy(model)
+    loss = loss_fn(plain(x), t)
+    loss.backward()
+    return plain, loss.detach()
+
+
+def _assert_close(ours, plain):
+    for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("batch", [8, 7, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_sum_over_samples(schedule, batch):
+    model, x, t = _chain().double(), _x(batch).double(), _x(batch).double()
+
+    def loss_fn(y, t):
+        return (y - t).pow(2).sum()
+
+    plain, want = _plain_gradients(model, x, t, loss_fn)
+    pipe = _pipe(model, schedule=schedule, example_args=(x,))
+    loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn, reduction="sum")
+    torch.testing.assert_close(loss, want)
+    _assert_close(pipe, plain)
+
+
+@pytest.mark.parametrize("batch", [8, 7, 4])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_total_and_weight(schedule, batch):
+    """A mean over what counts: targets to ignore are spread unevenly, and one micro-batch has nothing but them."""
+    model, x = _chain().double(), _x(batch).double()
+    t = torch.randint(0, 4, (batch,))
+    t[:2] = -100
+    t[-1] = -100
+
+    plain, want = _plain_gradients(model, x, t, F.cross_entropy)
+
+    def loss_fn(y, t):
+        return F.cross_entropy(y, t, reduction="sum"), (t != -100).sum()
+
+    pipe = _pipe(model, schedule=schedule, example_args=(x,))
+    with pytest.raises(LossError, match="no mean over samples"):
+        pipe.forward_backward(x, target=t, loss_fn=F.cross_entropy)
+    loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn)
+    torch.testing.assert_close(loss, want)
+    _assert_close(pipe, plain)
+
+
+def test_total_and_weight_with_a_plain_number():
+    model, x, t = _chain().double(), _x(7).double(), _x(7).double()
+    plain, want = _plain_gradients(model, x, t, F.mse_loss)
+    pipe = _pipe(model, example_args=(x,))
+    loss = pipe.forward_backward(x, target=t, loss_fn=lambda y, t: (F.mse_loss(y, t) * len(y), len(y)))
+    torch.testing.assert_close(loss, want)
+    _assert_close(pipe, plain)
+
+
+def test_a_loss_and_a_pair_by_turns():
+    pipe = _pipe()
+    calls = []
+
+    def loss_fn(y, t):
+        calls.append(1)
+        return (F.mse_loss(y, t), 1) if len(calls) % 2 else F.mse_loss(y, t)
+
+    with pytest.raises(LossError, match=r"\(total, weight\) for some micro-batches.*one kind"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=loss_fn)
+
+
+def test_unknown_reduction():
+    with pytest.raises(ArgumentError, match=r"reduction='average' is unknown.*'mean' and 'sum'.*\(total, weight\)"):
+        _pipe().forward_backward(_x(), target=_x(), loss_fn=F.mse_loss, reduction="average")
+
+
+def test_loss_fn_that_cannot_be_called():
+    with pytest.raises(ArgumentTypeError, match=r"loss_fn is a str; expected a function \(output, target\)"):
+        _pipe().forward_backward(_x(), target=_x(), loss_fn="mse")
+
+
+def test_loss_fn_that_is_a_class():
+    with (
+        _pipe() as pipe,
+        pytest.raises(ArgumentTypeError, match=r"loss_fn is the class MSELoss; give an .*MSELoss\(\)"),
+    ):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=nn.MSELoss)
+
+
+def test_target_without_loss_fn():
+    with pytest.raises(ArgumentError, match=r"target without loss_fn.*loss_fn="):
+        _pipe().forward_backward(_x(), target=_x())
+
+
+def test_without_loss_fn_the_output_must_be_a_loss():
+    with pytest.raises(LossError, match=r"\(2, 4\).*0-dim"):
+        _pipe().forward_backward(_x())
+
+
+@pytest.mark.parametrize("target", [_x(7), torch.tensor(3.0), [_x(8), _x(9)]])
+def test_target_of_another_size(target):
+    pipe = _pipe()
+    shape = (9, 4) if isinstance(target, list) else tuple(target.shape)
+    with pytest.raises(ArgumentError) as caught:
+        pipe.forward_backward(_x(), target=target, loss_fn=F.mse_loss)
+    assert all(word in str(caught.value) for word in ("target", str(shape), "8 samples", "must be 8"))
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_forward_backward_without_gradients(mode):
+    pipe = _pipe()
+    with mode(), pytest.raises(StateError, match=r"needs gradients.*no_grad.*call the pipe itself"):
+        pipe.forward_backward(_x(), target=_x(), loss_fn=F.mse_loss)
+
+
+def test_moving_is_refused_and_casting_is_not():
+    pipe = _pipe(_norms())
+    x = _x()
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    for move in (lambda: pipe.to("meta"), lambda: pipe.to_empty(device="meta"), lambda: pipe.to("meta", torch.float64)):
+        with pytest.raises(StateError, match=r"cannot be moved to meta.*devices=\[...\].*\.half\(\)"):
+            move()
+    assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    pipe(x).sum().backward()
+    pipe.zero_grad()
+    assert pipe.to("cpu") is pipe
+    assert pipe.double() is pipe
+    assert next(pipe.model.parameters()).dtype == torch.float64
+    plain = copy.deepcopy(pipe.model)
+    pipe.eval()
+    torch.testing.assert_close(pipe(x.double()), plain.eval()(x.double()))
+    pipe.to(torch.bfloat16).train()
+    pipe(x.bfloat16()).sum().backward()
+    assert next(pipe.parameters()).grad.dtype == torch.bfloat16
+
+
+def test_backward_twice_through_one_forward():
+    pipe = _pipe()
+    loss = pipe(_x()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StateError, match=r"already run.*\(loss1 \+ loss2\)\.backward\(\)"):
+        loss.backward()
+    loss = pipe(_x()).pow(2).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):  # torch's own comes first, and says the same
+        loss.backward()
+
+
+def test_two_losses_added():
+    x, plain = _x(), _chain()
+    pipe = _pipe(copy.deepcopy(plain))
+    y, z = pipe(x), plain(x)
+    (y.sum() + y.pow(2).mean()).backward()
+    (z.sum() + z.pow(2).mean()).backward()
+    for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_double_backward_is_refused():
+    pipe = _pipe()
+    x = _x().requires_grad_()
+    (gradient,) = torch.autograd.grad(pipe(x).pow(3).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|differentiat"):
+        gradient.sum().backward()
+
+
+def test_inside_a_transform():
+    pipe = _pipe()
+    with pytest.raises(StateError, match=r"torch\.func"):
+        torch.func.grad(lambda x: pipe(x).sum())(_x())
+
+
+def test_a_plan_that_is_not_there_yet():
+    with pytest.raises(StateError, match=r"no plan yet.*example_args"):
+        _ = fxpipe.pipeline(_chain(), ["cpu"]).plan
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_survives_its_file(tmp_path):
+    plan = fxpipe.plan(_chain(), 3, example_args=(_x(),), chunks=3, checkpoint="always", schedule="gpipe")
+    plan.save(tmp_path / "plan.json")
+    assert fxpipe.Plan.load(tmp_path / "plan.json") == plan
+    pipe = fxpipe.pipeline(_chain(), plan=fxpipe.Plan.load(tmp_path / "plan.json"), example_args=(_x(),))
+    assert [stage.nodes for stage in pipe.plan.stages] == [stage.nodes for stage in plan.stages]
+    assert (pipe.plan.devices, pipe.plan.chunks, pipe.plan.checkpoint) == (plan.devices, 3, "always")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "{}",
+        "[]",
+        "null",
+        "3",
+        '"plan"',
+        '{"stages": 3}',
+        '{"stages": [3], "portals": [], "devices": []}',
+        '{"stages": [], "portals": [], "devices": []}',
+        '{"stages": [], "portals": [], "devices": [], "surprise": 1}',
+        "\x00\x01",
+    ],
+)
+def test_a_file_that_is_no_plan(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ArgumentError, match=r"plan\.json is no plan of fxpipe.*plan\.save\(path\)"):
+        fxpipe.Plan.load(path)
+
+
+def test_a_file_of_other_bytes(tmp_path):
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe\x80")
+    with pytest.raises(ArgumentError, match="is no plan"):
+        fxpipe.Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_that_is_missing(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        fxpipe.Plan.load(tmp_path / "none.json")
+
+
+def test_a_plan_of_another_graph():
+    plan = fxpipe.plan(_chain(layers=4), 2, example_args=(_x(),))
+    with pytest.raises(ArgumentError, match=rf"another graph.*{plan.fingerprint}.*fxpipe\.plan"):
+        _pipe(plan=plan)
+
+
+def test_a_plan_for_another_number_of_devices():
+    plan = fxpipe.plan(_chain(), 3, example_args=(_x(),))
+    with pytest.raises(ArgumentError, match="plan has 3 stages, but devices has 2 entries"):
+        _pipe(plan=plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ({"balance": [1, 2]}, r"balance=\[1, 2\]"),
+        ({"pin": {"0": 0}}, r"pin=\{'0': 0\}"),
+        ({"memory_limit": "1GiB"}, "memory_limit='1GiB'"),
+        ({"memory_limit": [2**30, None]}, r"memory_limit=\[1073741824, None\]"),
+        ({"optimizer_state": 1}, "optimizer_state=1"),
+        ({"hardware": "h100"}, "hardware='h100'"),
+        ({"hardware": HARDWARE["h100"]}, "hardware=Hardware"),
+        ({"profile": "profile.json"}, "profile='profile.json'"),
+        ({"profile_budget": 1.0}, r"profile_budget=1\.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_plan_and_what_only_planning_heeds(given, shown):
+    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),), hardware="cpu")
+    name = next(iter(given))
+    remedy = rf"leave {name} out, or make a new plan with fxpipe\.plan\(model, \.\.\., {name}=\.\.\.\)"
+    with pytest.raises(ArgumentError, match=rf"{shown} and a plan.*{remedy}"):
+        _pipe(plan=plan, **given)
+
+
+def test_a_plan_and_defaults_written_out():
+    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),), hardware="cpu")
+    defaults = {"balance": "auto", "pin": {}, "memory_limit": None, "optimizer_state": 2, "hardware": None}
+    assert _pipe(plan=plan, **defaults).plan.fingerprint == plan.fingerprint
+
+
+def test_a_plan_that_is_a_path():
+    with pytest.raises(ArgumentTypeError, match=r"plan is a str; expected a fxpipe\.Plan.*Plan\.load"):
+        _pipe(plan="plan.json")
+
+
+def test_a_plan_that_was_tampered_with():
+    plan = fxpipe.plan(_chain(), 2, example_args=(_x(),))
+    fewer = dataclasses.replace(plan.stages[0], nodes=plan.stages[0].nodes[:-1])
+    with pytest.raises(FxpipeError):
+        _pipe(plan=dataclasses.replace(plan, stages=(fewer, plan.stages[1])))
+
+
+@pytest.mark.parametrize("stages", [0, -1, 2.0, True, "2"])
+def test_plan_with_a_bad_number_of_stages(stages):
+    with pytest.raises(FxpipeError, match=f"stages={stages!r}"):
+        fxpipe.plan(_chain(), stages, example_args=(_x(),))
+
+
+# -- nothing happened ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"balance": [1, 1]}, {"balance": ["nowhere"]}, {"in_dims": 5}, {"out_dims": "median"}, {"in_dims": "x"}]
+)
+def test_a_refused_pipe_leaves_the_model_as_it_was(options):
+    model = _norms()
+    before = copy.deepcopy(model)
+    places = [p.data_ptr() for p in model.parameters()]
+    state = torch.random.get_rng_state()
+    with pytest.raises(FxpipeError):
+        _pipe(model, example_args=(_x(),), **options)
+    assert_same_state(model, before)
+    assert [p.data_ptr() for p in model.parameters()] == places
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), state) or True

@@ -1,0 +1,90 @@
+"""Nested and sparse tensors, and tensors that have lost their values: kept where they can be, else refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_step, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, StateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(nested tensors|Sparse CSR tensor support)")
+
+
+def from_jagged(h: torch.Tensor) -> torch.Tensor:
+    offsets = torch.arange(0, h.shape[0] * h.shape[1] + 1, h.shape[1])
+    return torch.nested.nested_tensor_from_jagged(h.reshape(-1, 4), offsets, max_seqlen=h.shape[1])
+
+
+NESTED = {
+    "of offsets": from_jagged,
+    "of a list": lambda h: torch.nested.as_nested_tensor(list(h), layout=torch.jagged),
+    "strided": lambda h: torch.nested.as_nested_tensor(list(h)),
+}
+
+
+class Nesting(nn.Module):
+    def __init__(self, nest: Any):
+        super().__init__()
+        self.a, self.b, self.nest = nn.Linear(4, 4), nn.Linear(4, 4), nest
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.nest(self.a(x))).to_padded_tensor(0.0).view_as(x)
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_module_that_makes_nested_tensors_is_kept_whole(kind: str) -> None:
+    """Torch's own errors came out: 'All fake tensor modes must be the same', 'NestedTensorImpl doesn't support ...'."""
+    plain = nn.Sequential(nn.Linear(4, 4), Nesting(NESTED[kind]), nn.Linear(4, 4))
+    x = torch.randn(6, 3, 4)
+    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+        assert_step(pipe, plain, torch.randn(5, 3, 4))
+        assert pipe._fxpipe.first.traced.whole.keys() == {"1"}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_a_model_that_makes_nested_tensors_itself_runs(kind: str) -> None:
+    plain, x = Nesting(NESTED[kind]), torch.randn(6, 3, 4)
+    with closing(fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+        assert_step(pipe, plain, torch.randn(5, 3, 4))
+
+
+OTHERS = {
+    "jagged": (lambda: torch.nested.nested_tensor(list(torch.randn(6, 4)), layout=torch.jagged), "nested.*pad it"),
+    "strided": (lambda: torch.nested.nested_tensor(list(torch.randn(6, 4))), "nested.*pad it"),
+    "sparse": (lambda: torch.randn(6, 4).to_sparse(), r"sparse_coo.*to_dense\(\)"),
+    "compressed": (lambda: torch.randn(6, 4).to_sparse_csr(), r"sparse_csr.*to_dense\(\)"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_inputs_and_targets_that_cannot_be_cut_are_refused_by_name(kind: str) -> None:
+    make, message = OTHERS[kind]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with pytest.raises(ArgumentError, match=f"input input .*{message}"):
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(make(),))
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(torch.randn(6, 4),))) as pipe:
+        with pytest.raises(ArgumentError, match=f"input input .*{message}"):
+            pipe(make())
+        with pytest.raises(ArgumentError, match=f"target .*{message}"):
+            pipe.forward_backward(torch.randn(6, 4), target=make(), loss_fn=F.mse_loss)
+        assert pipe(torch.randn(6, 4)).shape == (6, 4)
+
+
+def test_a_model_that_was_moved_to_meta_behind_the_pipes_back_is_named() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    values = copy.deepcopy(model.state_dict())
+    x = torch.randn(6, 4)
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x,))) as pipe:
+        model.to("meta")
+        for step in (pipe, lambda x: pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)):
+            with pytest.raises(StateError, match=r"'0.weight' is on the meta device.*to_empty, load_state_dict"):
+                step(x)
+        model.to_empty(device="cpu").load_state_dict(values)
+        torch.testing.assert_close(pipe.eval()(x), copy.deepcopy(model).eval()(x))

@@ -1,0 +1,250 @@
+"""`forward_backward` in a training loop: with a scaler, with outputs, over several steps, in half precision."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, train_step
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentTypeError
+
+BATCH, CHUNKS = 7, 3
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def pair(model: nn.Module | None = None, **options: Any) -> tuple[Any, nn.Module]:
+    plain = model or model_of()
+    return fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], CHUNKS, **options), plain
+
+
+def batch_of() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(BATCH, 6), torch.randn(BATCH, 4)
+
+
+def plain_step(model, x, target, loss_fn=F.mse_loss):
+    """The gradients of a mini-batch are summed before they are added to those that are there."""
+    before = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    loss = train_step(model, (x,), {}, target, loss_fn, chunks=CHUNKS, order="1f1b", seed=0, batch=BATCH)
+    for p, gradient in zip(model.parameters(), before, strict=True):
+        p.grad = p.grad if gradient is None else gradient + p.grad
+    return loss
+
+
+# -- a loop ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("to_none", [True, False])
+def test_steps_with_accumulation_are_those_of_the_plain_model(make, to_none):
+    """Bit for bit: four steps of an optimizer, each from three mini-batches."""
+    pipe, plain = pair()
+    optimizers = [make(m.parameters(), lr=0.05) for m in (pipe, plain)]
+    with pipe:
+        for _ in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            for _ in range(3):
+                x, target = batch_of()
+                want = plain_step(plain, x, target)
+                have = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+                torch.testing.assert_close(have, want)
+            assert_same_gradients(pipe, plain)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same_state(pipe, plain)
+
+
+# -- the outputs -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Made:
+    logits: torch.Tensor
+    loss: torch.Tensor
+    extra: Any
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        y = self.b(h)
+        return Made(y, y.square().mean(), {"h": (h, h), "none": None, "n": 3, "ids": y.argmax(1)})
+
+
+def test_outputs_are_those_of_the_drop_in():
+    pipe, plain = pair(Structured())
+    with pipe:
+        for batch in (BATCH, 6, 2, 1):
+            x, target = torch.randn(batch, 6), torch.randn(batch, 4)
+            for _ in range(2):  # verified, and not
+                loss, out = pipe.forward_backward(
+                    x, target=target, loss_fn=lambda o, t: F.mse_loss(o.logits, t), return_outputs=True
+                )
+                want, dropped = plain(x), pipe(x)
+                assert type(out) is Made
+                assert torch.equal(out.logits, dropped.logits)
+                assert torch.equal(out.loss, dropped.loss)
+                torch.testing.assert_close(out.logits, want.logits)
+                torch.testing.assert_close(out.loss, want.loss)
+                assert [type(v) for v in out.extra.values()] == [tuple, type(None), int, torch.Tensor]
+                torch.testing.assert_close(out.extra["h"], want.extra["h"])
+                assert torch.equal(out.extra["ids"], want.extra["ids"])
+                assert not any(t.requires_grad for t in (loss, out.logits, out.loss, *out.extra["h"]))
+                torch.testing.assert_close(loss, F.mse_loss(want.logits, target))
+
+
+def test_outputs_that_are_not_asked_for_are_gone():
+    pipe, _ = pair()
+    x, target = batch_of()
+    with pipe:
+        for asked in (False, False, True):
+            alive = []
+
+            def loss_fn(y, t, alive=alive):
+                alive.append(weakref.ref(y))
+                return F.mse_loss(y, t)
+
+            made = pipe.forward_backward(x, target=target, loss_fn=loss_fn, return_outputs=asked)
+            assert isinstance(made, tuple) == asked
+            assert not any(ref() is not None for ref in alive)
+
+
+# -- scalers ---------------------------------------------------------------------------------------------------------
+
+
+def scaler_of(**options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, **options)
+
+
+def test_a_scaler_scales_gradients_and_not_the_loss():
+    pipe, plain = pair()
+    ours, theirs = scaler_of(), scaler_of()
+    x, target = batch_of()
+    with pipe:
+        for _ in range(2):
+            want = plain_step(plain, x, target, lambda y, t: theirs.scale(F.mse_loss(y, t)))
+            have = pipe.forward_backward(x, target=target, loss_fn=F.mse_loss, grad_scaler=ours)
+            torch.testing.assert_close(have, want / 2.0**10)
+            assert_same_gradients(pipe, plain)
+
+
+def test_outputs_loss_parameters_and_inputs_are_scaled_alike():
+    pipe, plain = pair()
+    scaler, head = scaler_of(), nn.Linear(4, 4)
+    x, target = batch_of()
+    x.requires_grad_()
+    with pipe:
+        want = torch.autograd.grad(F.mse_loss(head(plain(x)), target), [x, head.weight])
+        pipe.forward_backward(x, target=target, loss_fn=lambda y, t: F.mse_loss(head(y), t), grad_scaler=scaler)
+        for gradient, scaled in zip(want, (x.grad, head.weight.grad), strict=True):
+            torch.testing.assert_close(scaled, gradient * 2.0**10)
+
+
+def _pairs(y, t):
+    return (y - t).pow(2).sum(), t.numel()
+
+
+def _sum(y, t):
+    return (y - t).pow(2).sum()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "reduction"),
+    [(F.mse_loss, F.mse_loss, "mean"), (_pairs, F.mse_loss, "mean"), (_sum, _sum, "sum")],
+)
+def test_steps_with_a_scaler_are_those_of_the_plain_model(dtype, ours, theirs, reduction):
+    """With autocast; the third of six steps overflows, is skipped, and halves the scale."""
+    pipe, plain = pair()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (pipe, plain)]
+    scalers = [scaler_of(), scaler_of()]
+    scales = []
+    with pipe:
+        for step in range(6):
+            x, target = batch_of()
+            if step == 2:
+                x[0, 0] = torch.inf
+            before = [p.clone() for p in pipe.parameters()]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                want = theirs(plain(x), target)
+                have = pipe.forward_backward(
+                    x, target=target, loss_fn=ours, reduction=reduction, grad_scaler=scalers[0]
+                )
+            scalers[1].scale(want).backward()
+            close = {"rtol": 1e-4, "atol": 1e-5} if dtype is None else {"rtol": 3e-2, "atol": 3e-2}
+            torch.testing.assert_close(have, want.detach(), equal_nan=True, **close)
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            scales.append(scalers[0].get_scale())
+            for p, q, b in zip(pipe.parameters(), plain.parameters(), before, strict=True):
+                torch.testing.assert_close(p, q, **close)
+                assert torch.equal(p, b) == (step == 2)
+    assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11, 2.0**11]
+
+
+def test_a_scaler_that_is_off():
+    pipe, plain = pair()
+    x, target = batch_of()
+    with pipe:
+        plain_step(plain, x, target)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss, grad_scaler=scaler)
+        assert_same_gradients(pipe, plain)
+
+
+def test_a_scaler_that_is_none():
+    pipe, _ = pair()
+    x, target = batch_of()
+    with pipe, pytest.raises(ArgumentTypeError, match=r"grad_scaler is a float; expected a torch\.amp\.GradScaler"):
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss, grad_scaler=1024.0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cpu", "cuda:0"]])
+def test_steps_with_a_scaler_on_a_gpu(devices):
+    plain = model_of()
+    pipe = fxpipe.pipeline(copy.deepcopy(plain), devices, CHUNKS)
+    plain.cuda()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (pipe, plain)]
+    with pipe:
+        scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2) for _ in range(2)]
+        for step in range(12):
+            x, target = (t.cuda() for t in batch_of())
+            if step == 2:
+                x[0, 0] = torch.inf
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            with torch.autocast("cuda", torch.float16), torch.autocast("cpu", torch.bfloat16, enabled=False):
+                want = F.mse_loss(plain(x), target)
+                have, out = pipe.forward_backward(
+                    x, target=target, loss_fn=_pairs, grad_scaler=scalers[0], return_outputs=True
+                )
+            assert out.device.type == have.device.type == "cuda"
+            scalers[1].scale(want).backward()
+            torch.testing.assert_close(have, want.detach(), equal_nan=True, rtol=3e-2, atol=3e-2)
+            for scaler, optimizer in zip(scalers, optimizers, strict=True):
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.cpu(), q.cpu(), rtol=3e-2, atol=3e-2)

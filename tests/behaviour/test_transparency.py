@@ -1,0 +1,440 @@
+"""A pipeline equals the plain model: outputs, loss, every gradient, every buffer, over several optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import BY_NAME, CASES
+from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import fxpipe
+import fxpipe.errors
+from fxpipe.scheduling import CHECKPOINTS
+
+BATCH = 6  # in 4 chunks: 2, 2, 1, 1
+
+
+def _pair(name, stages, chunks, **options):
+    case = BY_NAME[name]
+    torch.manual_seed(1)
+    plain = case.make()
+    args, kwargs = case.inputs(BATCH)
+    pipe = fxpipe.pipeline(
+        copy.deepcopy(plain), ["cpu"] * stages, chunks, example_args=args, example_kwargs=kwargs, **options
+    )
+    return case, plain, pipe
+
+
+def _optimizer(model):
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def _is_random(pipe):
+    return pipe._fxpipe.first.program.is_random
+
+
+MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
+NAMES = [case.name for case in CASES]
+
+
+def _set(pipe, **settings):
+    """Another schedule or checkpoint mode for a planned pipe: planning takes longer than the steps of a test."""
+    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_backward_equals_the_plain_model(name, stages, chunks):
+    case, plain, pipe = _pair(name, stages, chunks)
+    optimizers = [_optimizer(plain), _optimizer(pipe)]
+    with pipe:
+        for step, (schedule, checkpoint) in enumerate(MODES):
+            _set(pipe, schedule=schedule, checkpoint=checkpoint)
+            args, kwargs = case.inputs(BATCH)
+            target = case.target(BATCH)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            torch.manual_seed(step)
+            seed = draw_seed(_is_random(pipe))
+            want = train_step(
+                plain, args, kwargs, target, case.loss, chunks=chunks, order=schedule, seed=seed, batch=BATCH
+            )
+            torch.manual_seed(step)
+            have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+            torch.testing.assert_close(have, want)
+            assert not have.requires_grad
+            assert_same_gradients(pipe, plain, case.tied)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same_state(pipe, plain, exact=not case.tied)
+            if case.tied:  # else the last bit of one step is a difference in the next
+                plain.load_state_dict(pipe.state_dict())
+                optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_drop_in_equals_the_plain_model(name, stages, chunks):
+    case, plain, pipe = _pair(name, stages, chunks)
+    optimizers = [_optimizer(plain), _optimizer(pipe)]
+    with pipe:
+        for step, checkpoint in enumerate(CHECKPOINTS):
+            _set(pipe, checkpoint=checkpoint)
+            args, kwargs = case.inputs(BATCH)
+            target = case.target(BATCH)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.manual_seed(step)
+            seed = draw_seed(_is_random(pipe))
+            want = train_step(
+                plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH
+            )
+            torch.manual_seed(step)
+            loss = case.loss(pipe(*args, **kwargs), target)
+            loss.backward()
+            torch.testing.assert_close(loss.detach(), want)
+            # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
+            assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same_state(pipe, plain, exact=False)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_eval_equals_the_plain_model(name, chunks):
+    """A graph of its own is recorded for eval, over the same parameters, and leaves buffers alone."""
+    case, plain, pipe = _pair(name, 2, chunks)
+    with pipe:
+        for _ in range(2):
+            args, kwargs = case.inputs(BATCH)
+            target = case.target(BATCH)
+            pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+            plain.load_state_dict(pipe.state_dict())
+            pipe.eval()
+            plain.eval()
+            with torch.no_grad():
+                want, have = plain(*args, **kwargs), pipe(*args, **kwargs)
+            assert pytree.tree_structure(want) == pytree.tree_structure(have)
+            for w, h in zip(pytree.tree_leaves(want), pytree.tree_leaves(have), strict=True):
+                torch.testing.assert_close(h, w)
+            assert_same_state(pipe, plain)
+            pipe.train()
+            plain.train()
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 9])
+def test_other_batch_sizes_need_no_new_graph(batch):
+    """Fewer samples than chunks, more, an uneven rest."""
+    case, plain, pipe = _pair("two_branch", 3, 4)
+    with pipe:
+        args, kwargs = case.inputs(batch)
+        target = case.target(batch)
+        train_step(plain, args, kwargs, target, case.loss, chunks=4, order="1f1b", seed=0, batch=batch)
+        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        assert_same_gradients(pipe, plain, case.tied)
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+def test_gradients_accumulate_over_steps():
+    case, plain, pipe = _pair("unet", 2, 3)
+    with pipe:
+        for _ in range(2):
+            args, kwargs = case.inputs(BATCH)
+            target = case.target(BATCH)
+            loss = case.loss(plain(*args, **kwargs), target)
+            loss.backward()
+            pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("drop_in", [True, False])
+def test_inputs_that_require_grad_get_theirs(drop_in):
+    case, plain, pipe = _pair("two_branch", 2, 3)
+    with pipe:
+        (x,), kwargs = case.inputs(BATCH)
+        target = case.target(BATCH)
+        ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        before = ours * 1.0  # no leaf: the gradient goes on into the caller's graph
+        case.loss(plain(theirs, **kwargs), target).backward()
+        if drop_in:
+            case.loss(pipe(before, **kwargs), target).backward()
+        else:
+            pipe.forward_backward(before, target=target, loss_fn=case.loss, **kwargs)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_the_gradients_of_what_is_returned_twice_add_up():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.last(self.first(x).tanh())
+            return h, {"again": h}
+
+    torch.manual_seed(1)
+    model, x = Twice(), torch.randn(6, 4)
+    plain = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for one in (plain, pipe):
+            first, again = one(x)
+            (first.sum() + 3 * again["again"].square().sum()).backward()
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+def test_hooks_of_parameters_fire_once_for_a_step():
+    case, _, pipe = _pair("two_branch", 2, 3)
+    calls = []
+    pipe.model.shared.weight.register_hook(lambda g: calls.append("hook"))
+    pipe.model.shared.weight.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+    with pipe:
+        args, kwargs = case.inputs(BATCH)
+        target = case.target(BATCH)
+        pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        assert calls == ["hook", "after"]
+        case.loss(pipe(*args, **kwargs), target).backward()
+        assert calls == ["hook", "after"] * 2
+
+
+def test_autograd_grad_works_on_the_drop_in():
+    case, plain, pipe = _pair("unet", 2, 2)
+    with pipe:
+        args, _ = case.inputs(BATCH)
+        target = case.target(BATCH)
+        want = torch.autograd.grad(case.loss(plain(*args), target), list(plain.parameters()))
+        have = torch.autograd.grad(case.loss(pipe(*args), target), list(pipe.parameters()))
+        for w, h in zip(want, have, strict=True):
+            torch.testing.assert_close(h, w)
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_the_pipe_shows_the_models_own_parameters():
+    case, plain, pipe = _pair("gpt", 3, 2)
+    with pipe:
+        assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
+        assert [id(p) for p in pipe.parameters()] == [id(p) for p in pipe.model.parameters()]
+        assert list(pipe.state_dict()) == list(plain.state_dict())
+        pipe.load_state_dict(plain.state_dict())
+        plain.load_state_dict(pipe.state_dict())
+        assert pipe.head.weight is pipe.tokens.weight
+        args, _ = case.inputs(BATCH)
+        pipe.eval()
+        torch.testing.assert_close(pipe.model(*args), pipe(*args))  # the model itself stays usable on CPU
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_same_seed_same_numbers_for_every_cut_and_checkpoint_mode(schedule):
+    """A node's random numbers depend on the step's seed, the micro-batch and the node, on nothing else."""
+    found = []
+    for stages, checkpoint in [(1, "never"), (2, "never"), (3, "always"), (2, "except_last")]:
+        case, _, pipe = _pair("gpt", stages, 3, checkpoint=checkpoint, schedule=schedule)
+        with pipe:
+            torch.manual_seed(3)
+            args, _ = case.inputs(BATCH)
+            target = case.target(BATCH)
+            losses = [pipe.forward_backward(*args, target=target, loss_fn=case.loss) for _ in range(2)]
+            assert not torch.equal(*losses)  # successive steps draw anew
+            found.append(losses)
+    assert all(torch.equal(a, b) for losses in found[1:] for a, b in zip(found[0], losses, strict=True))
+
+
+def test_a_model_without_random_nodes_leaves_the_generator_alone():
+    case, _, pipe = _pair("unet", 2, 2)
+    with pipe:
+        args, _ = case.inputs(BATCH)
+        before = torch.get_rng_state()
+        pipe(*args)
+        assert torch.equal(before, torch.get_rng_state())
+
+
+def test_planning_waits_for_the_first_call_without_example_inputs():
+    case = BY_NAME["unet"]
+    plain = case.make()
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2) as pipe:
+        with pytest.raises(fxpipe.errors.StateError, match="example_args"):
+            _ = pipe.plan
+        args, _ = case.inputs(4)
+        torch.testing.assert_close(pipe(*args), plain(*args))
+        assert len(pipe.plan.stages) == 2
+
+
+def _compare_losses(pipe, plain, loss_of_pipe, loss_of_plain, x, target, extra=()):
+    """Gradients of both models, and of what else the losses depend on, after a step of each."""
+    loss_of_plain(plain(x), target).backward()
+    pipe.forward_backward(x, target=target, loss_fn=loss_of_pipe)
+    assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+    for ours, theirs in extra:
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def _linear_pair():
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 4)
+    pipe = fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,))
+    return plain, pipe, x, target
+
+
+def test_parameters_that_a_loss_function_uses_get_their_gradients():
+    plain, pipe, x, target = _linear_pair()
+    ours = torch.nn.Linear(4, 4)
+    theirs = copy.deepcopy(ours)
+    with pipe:
+        _compare_losses(
+            pipe,
+            plain,
+            lambda o, t: F.mse_loss(ours(o), t),
+            lambda o, t: F.mse_loss(theirs(o), t),
+            x,
+            target,
+            extra=[(ours.weight, theirs.weight), (ours.bias, theirs.bias)],
+        )
+
+
+def test_a_penalty_on_the_models_parameters_in_the_loss_counts():
+    plain, pipe, x, target = _linear_pair()
+
+    def penalised(model):
+        return lambda o, t: F.mse_loss(o, t) + 0.1 * sum(p.pow(2).sum() for p in model.parameters())
+
+    with pipe:
+        _compare_losses(pipe, plain, penalised(pipe), penalised(plain), x, target)
+
+
+def test_another_loss_of_the_same_kind_is_verified_as_well():
+    _, pipe, x, target = _linear_pair()
+    with pipe:
+        pipe.forward_backward(x, target=target, loss_fn=torch.nn.MSELoss())
+        with pytest.raises(fxpipe.errors.LossError, match="reduction='sum'"):
+            pipe.forward_backward(x, target=target, loss_fn=torch.nn.MSELoss(reduction="sum"))
+        with pytest.raises(fxpipe.errors.LossError, match="reduction='sum'"):
+            pipe.forward_backward(x, target=target, loss_fn=functools.partial(F.mse_loss, reduction="sum"))
+
+
+def test_an_attribute_that_forward_reads_may_change():
+    """It is another graph then: neither the old one, nor an error."""
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 4))
+    x = torch.randn(BATCH, 6)
+    with fxpipe.pipeline(plain, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        pipe(x)
+        plain[1].p = 0.0
+        torch.testing.assert_close(pipe(x), plain(x))
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_parameters_tied_after_planning_are_one():
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6))
+    x, target = torch.randn(BATCH, 6), torch.randn(BATCH, 6)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for model in (plain, pipe.model):
+            model[2].weight = model[0].weight
+        F.mse_loss(plain(x), target).backward()
+        pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+        assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+
+
+def test_the_batch_in_another_dimension_may_be_viewed():
+    class SequenceFirst(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 4)
+
+        def forward(self, x):
+            return self.linear(x.view(x.shape[0] * x.shape[1], 6)).view(x.shape[0], x.shape[1], 4)
+
+    plain, x = SequenceFirst(), torch.randn(3, BATCH, 6)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 4, example_args=(x,), in_dims=1) as pipe:
+        torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_recomputing_comes_to_the_same_bits_where_no_grad_takes_other_kernels():
+    """torch's LSTM on CPU runs another kernel under no_grad, 1e-8 away: a forward to be recomputed runs without it."""
+
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(6, 8, 2, batch_first=True), torch.nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0].mean(1))
+
+    plain, x, target = Recurrent(), torch.randn(BATCH, 5, 6), torch.randn(BATCH, 4)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,), balance=["lstm"]) as pipe:
+        train_step(plain, (x,), {}, target, F.mse_loss, chunks=3, order="1f1b", seed=0, batch=BATCH)
+        for checkpoint in CHECKPOINTS:
+            _set(pipe, checkpoint=checkpoint)
+            pipe.zero_grad()
+            pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
+            assert_same_gradients(pipe, plain)
+
+
+def test_a_pipe_that_first_evaluates_is_planned_for_training():
+    case = BY_NAME["unet"]
+    args, _ = case.inputs(BATCH)
+    with fxpipe.pipeline(case.make(), ["cpu", "cpu"], 2) as pipe:
+        with torch.no_grad():
+            pipe(*args)
+        assert all(stage.backward_seconds > 0 for stage in pipe.plan.stages)
+        pipe.forward_backward(*args, target=case.target(BATCH), loss_fn=case.loss)
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_a_hook_put_on_after_planning_is_followed():
+    plain, pipe, x, _ = _linear_pair()
+    with pipe:
+        pipe(x)
+        handles = [m[0].register_forward_hook(lambda _, args, output: output * 2) for m in (plain, pipe.model)]
+        torch.testing.assert_close(pipe(x), plain(x))
+        for handle in handles:
+            handle.remove()
+        torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_a_submodule_that_was_replaced_is_followed():
+    plain, pipe, x, _ = _linear_pair()
+    with pipe:
+        pipe(x)
+        for model in (plain, pipe.model):
+            model[1] = torch.nn.ReLU()
+        torch.testing.assert_close(pipe(x), plain(x))
+
+
+def test_a_program_prints_the_code_of_its_stages():
+    _, _, pipe = _pair("unet", 3, 2)
+    with pipe:
+        program = pipe._fxpipe.first.program
+        assert str(program) == "\n\n".join(stage.code for stage in pipe.plan.stages)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta state")
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_sparse_buffers(layout):
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.register_buffer("graph", getattr(torch.eye(4).roll(1, 0), layout)())
+
+        def forward(self, x):
+            return self.b((self.graph @ self.a(x).t()).t())
+
+    model, x = Mixes(), torch.randn(6, 4)
+    want = model(x)
+    wanted = torch.autograd.grad(want.square().sum(), list(model.parameters()))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,)) as pipe:
+        output = pipe(x)
+        output.square().sum().backward()
+    torch.testing.assert_close(output, want)
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)

@@ -1,0 +1,1030 @@
+"""Modules and functions that are kept whole: one node each, whose Python runs for every micro-batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import random
+import re
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.every_cut import EveryCut
+from helpers.oracle import assert_same_state, assert_step, closing, draw_seed
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe.errors import ArgumentError, StateError, TraceError
+from fxpipe.rewriting.rng import seeded_python_rng
+from fxpipe.tracing import trace
+from fxpipe.utils.random_generators import mix_seed
+
+
+class Inner(nn.Module):
+    """What is kept whole in most tests."""
+
+    def __init__(self, function: Any = None, **held: Any):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.function = function
+        for name, value in held.items():
+            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.lin(x).tanh() if self.function is None else self.function(self, x)
+
+
+class Model(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), inner, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.last(self.inner(self.first(x)))
+
+
+def x(batch: int = 6) -> torch.Tensor:
+    return torch.randn(batch, 6)
+
+
+def whole(model: nn.Module, *args: Any, leaf_modules: Any = ("inner",)) -> fxpipe.tracing.Traced:
+    traced = trace(model, args or (x(),), leaf_modules=list(leaf_modules))
+    assert [*traced.whole] == list(leaf_modules), traced.whole
+    return traced
+
+
+def pipe_of(model: nn.Module, **options: Any) -> Any:
+    given = {"devices": ["cpu", "cpu"], "chunks": 3, "leaf_modules": ["inner"]} | options
+    return closing(fxpipe.pipeline(model, **given))
+
+
+# -- which modules ---------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = Inner(), Model(Inner())
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_by_name_and_by_class():
+    assert [*trace(Nested(), (x(),), leaf_modules=["b.inner"]).whole] == ["b.inner"]
+    assert [*trace(Nested(), (x(),), leaf_modules=[Inner]).whole] == ["a", "b.inner"]
+    assert [*trace(Nested(), (x(),), leaf_modules=["b", "b.inner", Inner]).whole] == ["a", "b"]
+
+
+def test_each_is_one_node_of_its_class_and_line():
+    traced = trace(Nested(), (x(),), leaf_modules=["b"])
+    (node,) = (n for n in traced.nodes if "whole" in n.meta)
+    assert node.target.__name__ == "Model"
+    assert node.meta["module"] == "b"
+    assert "test_whole.py:" in node.meta["source"]
+    assert traced.whole == {"b": "asked for by leaf_modules"}
+    assert traced.why == ("module 'b' is kept whole: asked for by leaf_modules",)
+    assert 0.5 < traced.largest_opaque_share < 0.9
+
+
+def test_unknown_name():
+    with pytest.raises(ArgumentError, match=r"Nested has no module 'c'; expected names \(a, a.lin, b, b.first"):
+        trace(Nested(), (x(),), leaf_modules=["c"])
+    with pytest.raises(ArgumentError, match=r"Nested has no module <class .*LSTM"):
+        trace(Nested(), (x(),), leaf_modules=[nn.LSTM])
+
+
+# -- right, whatever they do -----------------------------------------------------------------------------------------
+
+
+class Bound(nn.Module):
+    """Methods kept in `__init__` belong to the replica, too; and modules in plain lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.run, self.partial = self._run, functools.partial(self._run, scale=3.0)
+        self.layers = [self.lin, self.other]
+        self.by_name = {"one": (self.lin, [self.other])}
+
+    def _run(self, x, scale=2.0):
+        return self.lin(x) * scale
+
+    def forward(self, x):
+        x = self.run(x) + self.partial(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.by_name["one"][1][0](x)
+
+
+def _patched() -> Inner:
+    inner = Inner()
+    inner.forward = functools.partial(lambda module, x: module.lin(x) * 2, inner)
+    return inner
+
+
+class Named(nn.Module):
+    def forward(self, x, *, scale, shift=None, options=None):
+        return {"y": (x * scale, [None, 3, "text"]), "z": x + (0 if shift is None else shift), "o": options["k"] * x}
+
+
+class Calling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Named(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        made = self.inner(x, scale=self.last.bias, options={"k": x * 2, "n": None, "b": x.shape[1]})
+        assert made["y"][1] == [None, 3, "text"]
+        return self.last(made["y"][0] + made["z"]) + made["o"]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(6, 6), Inner(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(self.inner(x))))
+
+
+def _tied() -> Model:
+    model = Model(Inner())
+    model.last.weight = model.inner.lin.weight
+    model.inner.also = model.first
+    return model
+
+
+def _of_grad(module, x):
+    with torch.enable_grad():
+        given = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(module.lin(given).square().sum(), given, create_graph=True)
+    return x + found
+
+
+def _with_hooks(module, x):
+    h = module.lin(x)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient * 2)
+    return h.tanh()
+
+
+def _retaining(module, x):
+    h = module.lin(x)
+    if h.requires_grad:
+        h.retain_grad()
+    return h.tanh()
+
+
+def _in_place(module, x):
+    x.mul_(2)
+    return F.relu(module.lin(x), inplace=True)
+
+
+def _no_grad(module, x):
+    with torch.no_grad():
+        scale = module.lin(x).std(1, keepdim=True)
+    return module.lin(x) * scale
+
+
+MODELS: dict[str, Any] = {
+    "plain": lambda: Model(Inner()),
+    "bound methods": lambda: Model(Bound()),
+    "patched forward": lambda: Model(_patched()),
+    "keyword arguments and any output": Calling,
+    "called twice": Twice,
+    "tied": _tied,
+    "autograd.grad": lambda: Model(Inner(_of_grad)),
+    "hook on a tensor": lambda: Model(Inner(_with_hooks)),
+    "retain_grad": lambda: Model(Inner(_retaining)),
+    "in place": lambda: Model(Inner(_in_place)),
+    "no_grad": lambda: Model(Inner(_no_grad)),
+    "checkpoint": lambda: Model(Inner(lambda m, x: checkpoint(m.lin, x, use_reentrant=False).tanh())),
+    "frozen": lambda: Model(Inner().requires_grad_(False)),
+    "partly frozen": lambda: Model(_bias_frozen()),
+    "vmap": lambda: Model(Inner(lambda m, x: torch.vmap(m.lin)(x))),
+    "parametrized": lambda: Model(_parametrized()),
+    "weight norm": lambda: Model(_weight_norm()),
+    "lock": lambda: Model(Inner(_locked, lock=threading.Lock())),
+    "not to be copied": lambda: Model(Inner(held=_NotCopied())),
+    "list of tensors": lambda: Model(Inner(lambda m, x: m.lin(x) * m.table[0], table=[torch.ones(6) * 3])),
+}  # fmt: skip
+
+
+def _bias_frozen() -> Inner:
+    inner = Inner()
+    inner.lin.bias.requires_grad_(False)
+    return inner
+
+
+def _parametrized() -> Inner:
+    inner = Inner()
+    nn.utils.parametrizations.weight_norm(inner.lin)
+    return inner
+
+
+def _weight_norm() -> Inner:
+    inner = Inner()
+    inner.lin = nn.utils.parametrizations.orthogonal(nn.Linear(6, 6))
+    return inner
+
+
+def _locked(module, x):
+    with module.lock:
+        return module.lin(x)
+
+
+class _NotCopied:
+    """Holds a module, so that it would be copied; and cannot be."""
+
+    def __init__(self):
+        self.module = nn.Linear(1, 1)
+
+    def __deepcopy__(self, memo):
+        if memo.get("plain"):
+            return self
+        raise TypeError("not to be copied")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    memo: dict[Any, Any] = {"plain": True}
+    locks = [m.lock for m in model.modules() if hasattr(m, "lock")]
+    return copy.deepcopy(model, memo | {id(lock): lock for lock in locks})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_those_of_the_plain_model(name):
+    model = MODELS[name]()
+    plain = _copy(model)
+    with pipe_of(model) as pipe:
+        for batch in (6, 5, 2):
+            given = x(batch)
+            assert_step(pipe, plain, given)
+            assert_step(pipe, plain, given, one_pass=True)
+        assert pipe.plan.why == ("module 'inner' is kept whole: asked for by leaf_modules",)
+
+
+@pytest.mark.parametrize("mode", ["always", "except_last"])
+@pytest.mark.parametrize("name", ["plain", "called twice", "tied", "in place", "checkpoint", "hook on a tensor"])
+def test_recomputed(name, mode):
+    model = MODELS[name]()
+    plain = _copy(model)
+    with pipe_of(model, checkpoint=mode) as pipe:
+        given = x()
+        assert_step(pipe, plain, given)
+        assert_step(pipe, plain, given, one_pass=True)
+
+
+def test_gradients_of_inputs_pass():
+    model = Model(Inner())
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        ours = x().requires_grad_()
+        theirs = ours.detach().clone().requires_grad_()
+        pipe(ours).square().sum().backward()
+        plain(theirs).square().sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class CutWhole(EveryCut):
+    """Every cut of a model with modules kept whole."""
+
+    def __init__(self, model: nn.Module, *args: Any, leaf_modules: Any = ("inner",), **options: Any):
+        super().__init__(model, *args, **options)
+        self.traced = trace(model, args, chunks=3, leaf_modules=list(leaf_modules))
+        self.forbidden_cuts = fxpipe.rewriting.forbidden_cuts(self.traced)
+        assert self.traced.whole
+
+
+class Changing(nn.Module):
+    """Buffers changed in place and set anew; and a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lin = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        self.count += 1
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.lin(self.norm(x)) + self.mean * self.count
+
+
+CUT = {
+    "plain": lambda: Model(Inner()),
+    "called twice": Twice,
+    "tied": _tied,
+    "in place": lambda: Model(Inner(_in_place)),
+    "buffers": lambda: Model(Changing()),
+    "dropout": lambda: Model(Inner(lambda m, x: F.dropout(m.lin(x), 0.3, m.training))),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "drop-in"])
+@pytest.mark.parametrize("name", CUT)
+def test_every_cut(name, schedule):
+    every = CutWhole(CUT[name](), x(), chunks=3, loose=("inner.lin.weight", "inner.lin.bias", "last.weight"))
+    for stages in (2, 3):
+        for starts in every.cuts(stages):
+            for checkpoint_mode in ("never", "always"):
+                every.check(starts, 3, schedule, checkpoint_mode)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    values: torch.Tensor
+    scale: float = 2.0
+    parts: tuple[torch.Tensor, ...] = ()
+
+
+class Passes(Model):
+    """Gives the inner module a dataclass and takes one."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = self.first(x)
+        found = self.inner(Tokens(first, 3.0, (first * 2,)))
+        return self.last(found.values * found.scale + found.parts[0])
+
+
+def _of_tokens(m, tokens):
+    return Tokens(m.lin(tokens.values).tanh() * tokens.scale, 0.5, (tokens.parts[0] + 1,))
+
+
+def test_dataclasses_go_in_and_out():
+    model = Passes(Inner(_of_tokens))
+    plain = copy.deepcopy(model)
+    assert len([n for n in whole(model).nodes if n.meta.get("whole")]) == 1
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        for _ in range(2):
+            assert_step(pipe, plain, x())
+
+
+def test_a_dataclass_that_is_changed_is_refused():
+    @dataclass
+    class Changing:
+        values: torch.Tensor
+
+    class Changes(Model):
+        def forward(self, x):
+            given = Changing(self.first(x))
+            return self.last(self.inner(given) + given.values)
+
+    def change(m, given):
+        given.values = m.lin(given.values)
+        return given.values * 2
+
+    with pytest.raises(
+        TraceError, match=r"Inner, kept whole, which changes an object that it is given.*make a new one"
+    ):
+        whole(Changes(Inner(change)))
+
+
+# -- buffers, random numbers -----------------------------------------------------------------------------------------
+
+
+def test_buffers_are_handed_on_from_micro_batch_to_micro_batch():
+    model = Model(Changing())
+    plain = copy.deepcopy(model)
+    with pipe_of(model, checkpoint="always") as pipe:
+        given = x()
+        for _ in range(2):
+            pipe.forward_backward(given, target=torch.ones(6, 6), loss_fn=F.mse_loss)
+            for part in given.tensor_split(3):
+                plain(part)
+        assert_same_state(pipe, plain)
+        assert model.inner.count == 6
+
+
+@pytest.mark.parametrize("make", [lambda m, x: m.count.new_zeros(2), lambda m, x: m.count.double()])
+def test_a_buffer_set_to_another_kind_is_refused(make):
+    def forward(m, x):
+        m.count = make(m, x)
+        return m.lin(x)
+
+    with pytest.raises(TraceError, match="sets its buffer 'count' to one of another shape or dtype"):
+        whole(Model(Inner(forward, count=torch.zeros(()))))
+
+
+def _python(module, x):
+    return module.lin(x) * random.uniform(0.5, 2.0)
+
+
+def _numpy(module, x):
+    return module.lin(x) * float(np.random.rand())
+
+
+def _torchs(module, x):
+    return F.dropout(module.lin(x), 0.4, module.training) + torch.rand_like(x) * torch.rand(())
+
+
+@pytest.mark.parametrize("forward", [_python, _numpy, _torchs])
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_random_numbers_are_those_of_the_micro_batch(forward, mode):
+    """The same whatever the cut, the schedule and recompute; others in each step and micro-batch."""
+    given = x()
+    model = Model(Inner(forward))
+    found = []
+    for schedule in ("1f1b", "gpipe"):
+        for _ in range(2):
+            torch.manual_seed(2)
+            random.seed(5)
+            with pipe_of(copy.deepcopy(model), checkpoint=mode, schedule=schedule) as pipe:
+                pipe.forward_backward(given, target=torch.ones(6, 6), loss_fn=F.mse_loss)
+                found.append({name: p.grad.clone() for name, p in pipe.named_parameters()})
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            torch.testing.assert_close(other[name], gradient)
+    torch.manual_seed(2)
+    seed = draw_seed(True)
+    plain = copy.deepcopy(model)
+    for i, part in enumerate(given.tensor_split(3)):
+        h = plain.first(part)
+        with torch.random.fork_rng():
+            torch.manual_seed(mix_seed(mix_seed(seed, i), 0))
+            with seeded_python_rng(mix_seed(mix_seed(seed, i), 0)):
+                h = plain.inner(h)
+        (F.mse_loss(plain.last(h), torch.ones(2, 6)) / 3).backward()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(found[0][name], p.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_random_numbers_drawn_for_some_inputs_only_cannot_be_recomputed():
+    model = Model(Inner(lambda m, x: F.dropout(x) if x.abs().max() > 50 else m.lin(x)))
+    with pipe_of(copy.deepcopy(model)) as pipe:
+        pipe(x())
+        pipe(x() * 1000).sum().backward()
+        assert len(pipe._fxpipe.graphs) == 1
+    with pipe_of(model, checkpoint="always") as pipe:
+        assert_step(pipe, copy.deepcopy(model), x())
+        with pytest.raises(StateError, match="Inner, kept whole, draws random numbers"):
+            pipe(x() * 1000)
+        assert_step(pipe, copy.deepcopy(model), x())
+
+
+def test_pythons_random_numbers_are_left_alone():
+    random.seed(1)
+    np.random.seed(1)
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    with pipe_of(Model(Inner(lambda m, x: _numpy(m, x) * random.random()))) as pipe:
+        pipe(x()).sum().backward()
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+# -- what changes between steps --------------------------------------------------------------------------------------
+
+
+def test_training_and_evaluation():
+    model = Model(Inner(lambda m, x: m.lin(x) * (2 if m.training else 3)))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for mode in (True, False, True):
+            for m in (pipe, plain):
+                m.train(mode)
+            assert_step(pipe, plain, x())
+
+
+@dataclass
+class Options:
+    scale: float
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_attributes_set_after_planning_are_followed(is_whole):
+    def forward(m, x):
+        x = F.dropout(m.act(m.lin(x)), m.p) * m.options.scale * m.scales[0] * m.by_name["a"][0]
+        return x if m.extra is None else x + m.extra
+
+    inner = Inner(forward, p=0.0, options=Options(1.0), scales=[1.0], extra=None, act=F.relu, by_name={"a": (1.0,)})
+    model = Model(inner)
+    plain = copy.deepcopy(model)
+
+    def change(step: int) -> None:
+        for m in (model.inner, plain.inner):
+            if step == 1:
+                m.p = 1.0
+            if step == 2:
+                m.p = 0.0
+                if is_whole:  # a recorded graph does not see what is changed inside of an object
+                    m.options.scale = 0.5
+            if step == 3:
+                m.options = Options(0.7)
+            if step == 4:
+                m.scales[0] = 0.6
+            if step == 5:
+                m.scales = [0.8]
+            if step == 6:
+                m.extra = 2.0
+            if step == 7:
+                m.extra = torch.ones(6)
+            if step == 8:
+                m.act = torch.tanh
+            if step == 9:
+                m.by_name["a"] = (0.9,)
+
+    options = {"leaf_modules": ["inner"]} if is_whole else {"leaf_modules": []}
+    with pipe_of(model, **options) as pipe:
+        for step in range(10):
+            change(step)
+            assert_step(pipe, plain, x())
+
+
+def test_modules_in_plain_lists_are_followed():
+    def forward(m, x):
+        for part in m.parts:
+            x = part(m.lin(x))
+        return x
+
+    model = Model(Inner(forward, parts=[nn.LeakyReLU(0.1), nn.Dropout(1.0).eval()]))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[0].negative_slope = 0.7
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1].train()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts[1] = nn.Tanh()
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.parts.reverse()
+        assert_step(pipe, plain, x())
+
+
+class Seldom(nn.Module):
+    """Changes its buffers for some inputs only."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("count", torch.ones(()))
+        self.register_buffer("sum", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.abs().max() < 50:
+            return x * self.count
+        self.count += 1
+        self.sum = self.sum * 2
+        return self.norm(x) * self.count / self.sum
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_buffers_that_did_not_change_when_it_was_traced_may_change_later(mode):
+    model = Model(Seldom())
+    plain = copy.deepcopy(model)
+    with pipe_of(model, chunks=1, checkpoint=mode) as pipe:
+        for given in (x(), x() * 1000, x() * 1000, x()):
+            assert_step(pipe, plain, given)
+            assert_same_state(pipe, plain, exact=False)
+        assert len(pipe._fxpipe.graphs) == 1
+
+
+class Unique(nn.Module):
+    """Cannot be copied, so that it runs itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.parts = [self.lin, torch.Generator()]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is but one")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = self.lin(x)
+        time.sleep(0.001)
+        return self.lin(inside).tanh()
+
+
+class Calls(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = self.inner(x) * 2
+        return x
+
+
+def test_what_cannot_be_copied_runs_in_one_stage_at_a_time():
+    model, plain = Calls(Unique()), Calls(Unique())
+    plain.load_state_dict(model.state_dict())
+    with pipe_of(model, chunks=6, balance=[6, 6]) as pipe:
+        for one_pass in (False, True, False, True):
+            assert_step(pipe, plain, x(12), one_pass=one_pass)
+
+
+def test_a_guard_on_what_a_module_kept_whole_changes_is_no_guard():
+    """It would be asked before the module runs."""
+
+    class Reads(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(self.first(x))
+            return self.last(x * 2 if self.inner.running_mean.abs().sum() > 5 else x)
+
+    traced = trace(Reads(nn.BatchNorm1d(6)), (x(),), leaf_modules=["inner"])
+    assert not traced.guards.guards
+    assert "forward of the model behind its call of 'inner' is kept whole" in traced.why[-1]
+
+
+def test_a_parameter_replaced_or_frozen_after_planning_is_followed():
+    model = Model(Inner())
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.lin.weight = nn.Parameter(torch.full((6, 6), 0.1))
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner.lin.weight.requires_grad_(False)
+        assert_step(pipe, plain, x())
+        for m in (model, plain):
+            m.inner = Inner(lambda m, x: m.lin(x) * 7)
+            with torch.no_grad():
+                for p in m.inner.parameters():
+                    p.fill_(0.2)
+        assert_step(pipe, plain, x())
+
+
+def test_deepcopy_pickle_and_state_dict():
+    model = Model(Inner())
+    with pipe_of(model) as pipe:
+        pipe(x()).sum().backward()
+        assert [*pipe.state_dict()] == [*model.state_dict()] == [*Model(Inner()).state_dict()]
+        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            with closing(other):
+                assert_step(other, copy.deepcopy(model), x())
+                assert all(p is not q for p, q in zip(other.parameters(), model.parameters(), strict=True))
+
+
+def test_nothing_of_a_step_stays_alive():
+    made: list[Any] = []
+
+    def forward(m, x):
+        h = m.lin(x).tanh()
+        made.append(weakref.ref(h))
+        return h * 2
+
+    with pipe_of(Model(Inner(forward))) as pipe:
+        pipe(x()).sum().backward()
+        made.clear()
+        pipe.forward_backward(x(), target=torch.ones(6, 6), loss_fn=F.mse_loss)
+        gc.collect()
+        assert len(made) == 3
+        assert not [r for r in made if r() is not None]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+_outside = nn.Linear(6, 6)
+_own = nn.Parameter(torch.ones(6))
+
+
+def _count(m, x):
+    m.count += 1
+    return m.lin(x)
+
+
+def _keep(m, x):
+    m.last_seen = m.lin(x)
+    return m.last_seen * 2
+
+
+def _cache(m, x):
+    m.cache["x"] = x.shape
+    return m.lin(x)
+
+
+def _write(m, x):
+    with torch.no_grad():
+        m.lin.weight.mul_(0.5)
+    return m.lin(x)
+
+
+def _backward(m, x):
+    with torch.enable_grad():
+        m.lin(x.detach()).sum().backward()
+    return m.lin(x)
+
+
+def _set_data(m, x):
+    m.lin.weight.data = m.lin.weight.data * 2
+    return m.lin(x)
+
+
+class _Cache:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "parameter from elsewhere": (lambda m, x: m.lin(x) * _own, "uses a tensor of its own from outside"),
+    "returned parameter": (lambda m, x: (m.lin(x), _own)[1] + 0 * x, "uses a tensor of its own from outside"),
+    "attribute": (_count, "sets its attribute 'count'.*register_buffer"),
+    "kept tensor": (_keep, "sets its attribute 'last_seen'"),
+    "cache": (_cache, "forward changes the attribute 'inner.cache'"),
+    "parameter written": (_write, "writes to the parameter 'inner.lin.weight'"),
+    "backward": (_backward, "runs backward"),
+    "data set": (_set_data, "sets the data of a tensor|writes to the parameter"),
+    "unknown object": (lambda m, x: (m.lin(x), _Cache(x)), "returns an object that holds tensors"),
+    "reentrant checkpoint": (
+        lambda m, x: checkpoint(m.lin, x, use_reentrant=True),
+        r"checkpoint\(use_reentrant=True\).*use_reentrant=False",
+    ),
+}
+
+
+class First(Model):
+    """Takes the first of what its module gives."""
+
+    def forward(self, x):
+        made = self.inner(self.first(x))
+        return self.last(made[0] if isinstance(made, tuple) else made)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    forward, message = REFUSED[name]
+    model = First(Inner(forward, count=0, cache={}))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(TraceError, match=message):
+        trace(model, (x(),), leaf_modules=["inner"])
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert model.inner.count == 0
+    assert not model.inner.cache
+    assert not hasattr(model.inner, "last_seen")
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_closure_over_the_models_own_parameter_is_refused_by_name():
+    model = Model(Inner())
+    outer = model.last
+    model.inner.function = lambda m, x: outer(m.lin(x))
+    with pytest.raises(TraceError, match=r"Inner, kept whole, which uses 'last.bias', 'last.weight' from outside"):
+        trace(model, (x(),), leaf_modules=["inner"])
+
+
+def test_a_write_to_a_buffer_outside_is_refused_and_undone():
+    model = Model(Inner())
+    model.register_buffer("steps", torch.zeros(()))
+
+    def forward(m, x):
+        model.steps.add_(1)
+        return m.lin(x)
+
+    model.inner.function = forward
+    with pytest.raises(TraceError, match=r"uses 'steps' from outside"):
+        trace(model, (x(),), leaf_modules=["inner"])
+    assert model.steps == 0
+
+
+OUTPUTS: dict[str, Any] = {
+    "number": lambda m: 1 if m.training else 2,
+    "number of numpy": lambda m: np.float64(1.0 if m.training else 2.0),
+    "array": lambda m: np.ones(2) * (1 if m.training else 2),
+    "none": lambda m: None if m.training else 2,
+    "text": lambda m: "a" if m.training else "b",
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_is_no_tensor_may_not_change(name):
+    """`State` stands for anything that the pipe cannot follow."""
+
+    class Flagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lin = nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.lin(x), OUTPUTS[name](state)
+
+    class State:
+        training = True
+
+    state = State()
+    model = First(Flagged())
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        pipe(x())
+        state.training = False
+        with pytest.raises(StateError, match="Flagged gives another kind of output than when it was traced"):
+            pipe(x())
+        state.training = True
+        pipe(x())
+
+
+def test_what_a_module_kept_whole_raises_is_its_own():
+    class Odd(Exception):
+        pass
+
+    limit = [1e9]
+
+    def forward(m, x):
+        if x.abs().max() > limit[0]:
+            raise Odd("too large")
+        return m.lin(x)
+
+    model = Model(Inner(forward))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        pipe(x())
+        limit[0] = 0.0
+        with pytest.raises(Odd, match="too large") as caught:
+            pipe(x())
+        assert any("inner" in note for note in caught.value.__notes__)
+        limit[0] = 1e9
+        assert_step(pipe, plain, x())
+
+
+# -- functions -------------------------------------------------------------------------------------------------------
+
+
+@fxpipe.leaf
+def route(values: torch.Tensor, weights: dict[str, torch.Tensor], power: int = 1) -> dict[str, Any]:
+    """Reads values, as a library might."""
+    large = values.max().item() > 1e9
+    return {"y": values**power * (2 if large else 1) @ weights["w"], "n": power, "none": None}
+
+
+@fxpipe.leaf
+def shaken(values: torch.Tensor) -> torch.Tensor:
+    return values * random.uniform(0.5, 2.0) + torch.rand(())
+
+
+@fxpipe.leaf
+def outside(values: torch.Tensor) -> torch.Tensor:
+    return _outside(values)
+
+
+class Routing(nn.Module):
+    def __init__(self, function: Any = None):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(6, 6), nn.Linear(6, 6), function
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.function is not None:
+            return self.last(self.function(h))
+        made = route(h, {"w": self.last.weight}, power=2)
+        assert made["n"] == 2
+        assert made["none"] is None
+        return self.last(made["y"])
+
+
+def test_leaf_functions():
+    model = Routing()
+    plain = copy.deepcopy(model)
+    traced = trace(model, (x(),))
+    assert [n.name for n in traced.nodes if n.target.__name__ == "route"] == ["route"]
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3)) as pipe:
+        assert_step(pipe, plain, x())
+        assert_step(pipe, plain, x(5), one_pass=True)
+
+
+def test_leaf_functions_outside_of_a_recording_are_themselves():
+    assert route.__name__ == "route"
+    assert route.__doc__ == "Reads values, as a library might."
+    assert torch.equal(route(torch.ones(2, 2), {"w": torch.eye(2)})["y"], torch.ones(2, 2))
+
+
+def test_leaf_functions_in_a_module_kept_whole_are_part_of_it():
+    traced = whole(Model(Inner(lambda m, x: route(m.lin(x), {"w": m.lin.weight})["y"])))
+    assert not [n for n in traced.nodes if "route" in n.name]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+def test_random_numbers_of_leaf_functions(mode):
+    found = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        with closing(fxpipe.pipeline(Routing(shaken), ["cpu"] * 2, 3, checkpoint=mode)) as pipe:
+            torch.manual_seed(3)
+            given = x()
+            have = pipe(given)
+            have.square().sum().backward()
+            found.append([have.detach(), *(p.grad for p in pipe.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert random.random() != 0.0
+
+
+def test_leaf_functions_that_use_what_they_are_not_given_are_refused():
+    with pytest.raises(TraceError, match="outside, kept whole, which uses a tensor of its own from outside"):
+        trace(Routing(outside), (x(),))
+
+
+def test_another_thread_calls_leaf_functions_as_they_are():
+    """While a model is recorded in this one."""
+    inside, go_on = threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def waiting(h):
+        inside.set()
+        assert go_on.wait(10)
+        return h
+
+    def other() -> None:
+        assert inside.wait(10)
+        try:
+            found.append(route(torch.ones(2, 2), {"w": torch.eye(2)})["y"])
+        finally:
+            go_on.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    traced = trace(Routing(waiting), (x(),))
+    thread.join()
+    assert torch.equal(found[0], torch.ones(2, 2))
+    assert not [n for n in traced.nodes if "route" in n.name]
+
+
+# -- modules that the tracer keeps whole by itself ------------------------------------------------------------------
+
+
+class Hidden(nn.Module):
+    """Reads what only the stages know."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.lin(x)
+        return h if h.abs().max() < 1e9 else h * 0
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x * (2.0 if torch.rand(()) < 0.5 else 3.0)
+
+
+def _zeroed(lin: nn.Linear) -> dict[str, torch.Tensor]:
+    return {"weight": lin.weight * 2, "bias": lin.bias * 0}
+
+
+BY_ITSELF: dict[str, tuple[Any, str]] = {
+    "hidden value": (Hidden, r"\(bool\) that depends on the inputs and 'first.bias'"),
+    "hook on a tensor": (lambda: Inner(_with_hooks), "puts a hook on a tensor"),
+    "autograd.grad": (lambda: Inner(_of_grad), "runs autograd inside forward"),
+    "vmap": (lambda: Inner(lambda m, x: torch.vmap(m.lin)(x)), "transform of torch.func|runs vmap"),
+    "jacrev": (
+        lambda: Inner(lambda m, x: torch.vmap(torch.func.jacrev(m.lin))(x).sum(1) + x),
+        "transform of torch.func|runs vmap",
+    ),
+    "functional_call": (
+        lambda: Inner(lambda m, x: torch.vmap(lambda row: torch.func.functional_call(m.lin, _zeroed(m.lin), row))(x)),
+        "transform of torch.func|runs vmap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_ITSELF)
+def test_kept_whole_by_itself(name):
+    make, why = BY_ITSELF[name]
+    model = Model(make())
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3, tracer="record")) as pipe:
+        for batch in (6, 5):
+            given = x(batch)
+            assert_step(pipe, plain, given)
+            assert_step(pipe, plain, given, one_pass=True)
+        (reason,) = pipe.plan.why
+        assert reason.startswith("module 'inner' is kept whole: the model in module 'inner")
+        assert re.search(why, reason), reason
+        assert "test_whole.py:" in reason
+
+
+def test_draws_inside_of_a_module_kept_whole_are_its_own():
+    """They are no decisions of the mini-batch, and what is drawn after them is."""
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.layers = Drawing(), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x):
+            x = self.inner(x)
+            for layer in self.layers:
+                if torch.rand(()) < 0.5:
+                    x = layer(x)
+            return x
+
+    for seed in range(6):
+        traced = trace(Dropping(), (x(),), leaf_modules=["inner"], seed=seed)
+        assert [*traced.whole] == ["inner"]
+        assert traced.draws_from_stream == (False, True, True, True)
+        assert traced.guards.hold(traced, [x()], seed)

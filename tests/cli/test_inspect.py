@@ -1,0 +1,735 @@
+"""The command `python -m fxpipe.inspect`, and what it makes of a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.inspected import MIB, make_plan, refusal
+
+import fxpipe.planning
+from fxpipe.config import parse as arguments
+from fxpipe.errors import ArgumentError, PartitionError
+from fxpipe.hardware import HARDWARE
+from fxpipe.inspect import cli_options as options
+from fxpipe.inspect.cli import main
+from fxpipe.inspect.cli_options import parse_balance_option, parse_devices_option
+from fxpipe.inspect.inputs import InputOption, InputShape, make_arguments, parse_input
+from fxpipe.inspect.json_document import plan_document
+from fxpipe.inspect.targets import Target, parse_target
+from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
+from fxpipe.plans.display import plan_table
+from fxpipe.plans.figures import plan_figures
+from fxpipe.tracing import strategies as ways
+from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
+
+MODEL_FILE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(2, 16)
+        self.first, self.second, self.third = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, tokens, scale=1.0):
+        print("the model says something")
+        x = self.embed(tokens)
+        y = self.second(self.first(x).relu()).relu()
+        return self.third(x + y) * scale
+
+
+def make_mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Zoo:
+    small = staticmethod(make_mlp)
+
+
+class Guarded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y.relu() if x.isfinite().all() else y)
+
+
+make_net = Net
+ready = make_mlp()
+number = 3
+
+
+def make_wrong():
+    return [make_mlp()]
+
+
+def make_error():
+    raise KeyError("width")
+
+
+def tensor_inputs():
+    return torch.zeros(8, 5, dtype=torch.int64)
+
+
+def tuple_inputs():
+    return torch.zeros(8, 5, dtype=torch.int64), 2.0
+
+
+def dict_inputs():
+    return {"tokens": torch.zeros(8, 5, dtype=torch.int64), "scale": 0.5}
+
+
+def list_inputs():
+    return [torch.zeros(8, 5, dtype=torch.int64)]
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with factories, in the current directory, which is not on the path yet."""
+    path = tmp_path / "zoo_of_models.py"
+    path.write_text(MODEL_FILE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+class FakePlanning:
+    """Stands for `fxpipe.planning`: takes a note of what it is asked, and hands out a plan made by hand."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.settings: Any = None
+        self.error: Exception | None = None
+
+    def trace_and_profile(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Any
+    ) -> Any:
+        self.model, self.args, self.kwargs, self.settings = model, args, kwargs, settings
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def profile_again(self, studied: Any, args: Any, kwargs: Any, settings: Any) -> Any:
+        return studied
+
+    def prepare_profiled(self, studied: Any, settings: Any) -> Any:
+        return SimpleNamespace(plan=make_plan(len(settings.placement)))
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(map(str, self.settings.workers))
+
+
+@pytest.fixture
+def fake_plan(monkeypatch: pytest.MonkeyPatch) -> FakePlanning:
+    fake = FakePlanning()
+    for name in ("trace_and_profile", "profile_again", "prepare_profiled"):
+        monkeypatch.setattr(fxpipe.planning, name, getattr(fake, name))
+    return fake
+
+
+# Figures
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("gpipe", [6, 6, 6, 6]), ("1f1b", [4, 3, 2, 1])], ids=["gpipe", "1f1b"]
+)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_micro_batches_in_flight(schedule: str, in_flight: list[int], checkpoint: str) -> None:
+    plan = make_plan(4, 6, schedule, checkpoint)
+    assert [plan.in_flight(stage) for stage in range(4)] == in_flight
+
+
+def test_no_more_micro_batches_in_flight_than_there_are() -> None:
+    plan = make_plan(4, 2, "1f1b")
+    assert [plan.in_flight(stage) for stage in range(4)] == [2, 2, 2, 1]
+
+
+def test_memory_is_parameters_gradients_and_what_is_in_flight() -> None:
+    # Parameters and gradients of 10 MiB, and for each micro-batch in flight 4 MiB of activations (2 for each of its 2
+    # samples) and, but on the first stage, 1 MiB received.
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe")).stages]
+    assert memory == [20 + 4 * 4, 20 + 4 * 5, 20 + 4 * 5]
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b")).stages]
+    assert memory == [20 + 3 * 4, 20 + 2 * 5, 20 + 1 * 5]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_recomputed_micro_batches_hold_only_what_they_received(checkpoint: str) -> None:
+    # In GPipe's order the last micro-batch goes back before another is recomputed: the modes differ in time alone.
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "gpipe", checkpoint)).stages]
+    assert memory == [20 + 4, 20 + 4 * 1 + 4, 20 + 4 * 1 + 4]
+
+
+def test_what_1f1b_keeps_of_the_last_micro_batch_adds_to_a_recomputed_one() -> None:
+    memory = [stage.memory_bytes // MIB for stage in plan_figures(make_plan(3, 4, "1f1b", "except_last")).stages]
+    assert memory == [20 + 2 * 4, 20 + 2 * 1 + 2 * 4, 20 + 1 + 4]
+
+
+def test_memory_is_a_formula_in_the_micro_batch_size() -> None:
+    plan = make_plan(3, 4, "1f1b")
+    b = next(iter(plan.memory(1).free_symbols))
+    assert plan.memory(1) == 22 * MIB + 2 * 2 * MIB * b
+    assert plan.memory(1, b=8) == (22 + 32) * MIB
+    assert str(plan.memory(1)) == f"{4 * MIB}*{b} + {22 * MIB}"
+    with pytest.raises(ArgumentError, match="stage=3: the plan has 3 stages, 0 to 2"):
+        plan.memory(3)
+
+
+def test_portals_are_listed_where_they_leave_and_arrive() -> None:
+    figures = plan_figures(make_plan(3, 4, "gpipe", portals=(Portal("skip", 0, 2, 2 * MIB),)))
+    assert [len(stage.portals_in) for stage in figures.stages] == [0, 0, 1]
+    assert [len(stage.portals_out) for stage in figures.stages] == [1, 0, 0]
+
+
+def test_stages_on_one_worker_are_counted_each_by_itself() -> None:
+    plan = replace(make_plan(4, 4, "gpipe"), placement=(0, 1, 0, 1))
+    figures = plan_figures(plan)
+    assert [stage.memory_bytes // MIB for stage in figures.stages] == [20 + 4 * 4] + [20 + 4 * 5] * 3
+    assert [plan.in_flight(stage) for stage in range(4)] == [4] * 4
+    # Stage j takes j + 1 ms forward and twice that back: of 4 micro-batches 4 * 3 * (2 + 4) ms on the busier worker.
+    assert figures.step_seconds * (1 - min(figures.bubble)) == pytest.approx(4 * 3 * 6e-3)
+    assert len(figures.bubble) == 2
+
+
+def test_bubble_of_equal_stages_is_the_known_one() -> None:
+    stages = tuple(StagePlan(j, "cpu", (), "", 1e-3, 2e-3, 0, 0, 0) for j in range(4))
+    equal = Plan(stages, (), ("cpu",) * 4, "gpipe", 8, 2, "never", "block", "recording", "0")
+    figures = plan_figures(equal)
+    assert figures.mean_bubble == pytest.approx(3 / 11)  # (n - 1) / (m + n - 1)
+    assert figures.step_seconds == pytest.approx(11 * 3e-3)
+    assert figures.slowest_to_mean == pytest.approx(1)
+    assert plan_figures(make_plan(1, 4)).mean_bubble == pytest.approx(0)
+
+
+def test_table_and_document_say_where_stages_share_a_worker() -> None:
+    plan = replace(make_plan(4), placement=(0, 1, 0, 1))
+    assert plan_table(plan).startswith("4 stages on 2 devices, 4 micro-batches of at most 2 samples\n")
+    document = plan_document(plan)
+    assert (document["devices"], document["placement"]) == (["cpu", "cpu"], [0, 1, 0, 1])
+    assert len(document["totals"]["device_bubbles"]) == 2
+
+
+def test_costs_of_zero_print() -> None:
+    stages = tuple(StagePlan(j, "cpu", (), "", 0.0, 0.0, 0, 0, 0) for j in range(2))
+    plan = Plan(stages, (), ("cpu", "cpu"), "1f1b", 2, 1, "never", "block", "recording", "")
+    assert "balance 1.00" in plan_table(plan)
+    assert plan_document(plan)["totals"]["step_seconds"] == 0
+
+
+# Tables
+
+
+def test_table_of_two_stages() -> None:
+    text = plan_table(
+        make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial((0, 1536)), "net.py:7"),))
+    )
+    assert text == (
+        """\
+2 stages, 4 micro-batches of at most 2 samples
+schedule 1f1b, checkpoint never, balance block, tracer recording, graph 0123456789ab
+
+  stage  device      nodes    parameters    forward    backward        in    memory    sends    portals
+                                                                   flight                        in/out
+-------  --------  -------  ------------  ---------  ----------  --------  --------  -------  ---------
+      0  cpu             2      10.0 MiB    1.00 ms     2.00 ms         2  28.0 MiB  1.0 MiB        -/1
+      1  cpu             2      10.0 MiB    2.00 ms     4.00 ms         1  25.0 MiB        -        1/-
+
+portal          from    to    bytes    of b samples  line
+------------  ------  ----  -------  --------------  --------
+encoder_relu       0     1  3.0 KiB          1536*b  net.py:7
+
+memory in bytes, with micro-batches of b samples
+- stage 0: 4194304*b + 20971520
+- stage 1: 2097152*b + 22020096
+
+balance 1.33 (slowest stage / mean), bubble 33.3 % of device time, step 27.0 ms, parameters 20.0 MiB"""
+    )
+
+
+def test_table_says_how_the_graph_was_made_and_what_it_holds_for() -> None:
+    plan = replace(make_plan(2), why=("module 'moe' is kept whole: it reads",), guards=("item of max was 3 at a.py:7",))
+    assert "how it was traced\n- module 'moe' is kept whole: it reads\n\nholds where" in plan_table(plan)
+    assert "mini-batch)\n- item of max was 3 at a.py:7\n\nbalance" in plan_table(plan)
+    document = plan_document(plan)
+    assert document["why"] == list(plan.why)
+    assert document["guards"] == list(plan.guards)
+    many = plan_table(replace(plan, guards=tuple(f"guard {k}" for k in range(30))))
+    assert "- guard 9\n- and 20 more" in many
+    assert "guard 10" not in many
+
+
+def test_table_of_64_stages_stays_readable() -> None:
+    portals = tuple(
+        Portal(f"decoder.blocks.{k}.a.module.path.that.goes.on.and.on.for.ever.add_{k}", k % 32, 63, 1024 * (k + 1))
+        for k in range(200)
+    )
+    text = plan_table(make_plan(64, 64, portals=portals))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 125
+    assert len(lines) < 64 + 60
+    assert "and 180 smaller portals, 15.9 MiB together" in text
+    # The largest is shown, with both ends of its name.
+    assert any(line.startswith("decoder.blocks.199") and "add_199" in line and "200.0 KiB" in line for line in lines)
+
+
+def test_node_names_that_look_like_numbers_stay_names() -> None:
+    assert "1e5  " in plan_table(make_plan(2, portals=(Portal("1e5", 0, 1, 8),)))
+
+
+def test_of_a_long_path_the_end_is_shown() -> None:
+    assert shorten_source_line("net.py:7") == "net.py:7"
+    assert shorten_source_line("/home/someone/projects/models/segmentation/unet.py:31") == ".../segmentation/unet.py:31"
+    assert shorten_source_line(f"/{'x' * 50}.py:31") == f"...{'x' * 23}.py:31"
+    assert shorten_source_line("") == ""
+
+
+def test_ranges_of_numbers() -> None:
+    assert number_ranges([]) == ""
+    assert number_ranges([3]) == "3"
+    assert number_ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_modes_that_differ_are_told_by_where_the_others_are() -> None:
+    plan = replace(make_plan(5), checkpoint=("never", "always", "always", "never", "never"))
+    assert "checkpoint never (always in stages 1-2), balance" in plan_table(plan)
+
+
+def test_a_value_that_goes_to_several_stages_is_one_portal() -> None:
+    text = plan_table(make_plan(5, portals=tuple(Portal("mask", 0, target, 1024) for target in (2, 3, 4))))
+    assert " ".join(text.partition("mask")[2].split()[:5]) == "0 2-4 1.0 KiB -"
+
+
+def test_table_says_what_is_tied_kept_whole_and_heaviest() -> None:
+    plan = replace(
+        make_plan(3),
+        tied=(TiedParameter(("wte.weight", "head.weight"), (0, 2), 2 * MIB), TiedParameter(("a", "b"), (1,), 8)),
+        whole=(OpaqueNode("moe", "it reads values", "net.py:9"),),
+        why=("module 'moe' is kept whole: it reads values", "recorded with general paths"),
+        heaviest=HeaviestNode("layer2_linear", 2, 4.5e-3, "net.py:12"),
+    )
+    text = plan_table(plan)
+    assert "- wte.weight = head.weight, 2.0 MiB, in stages 0 and 2: the other copies it for each step" in text
+    assert "- a = b, 8 B, in stage 1" in text
+    assert "modules kept whole, each one node\n- moe (net.py:9): it reads values" in text
+    assert "how it was traced\n- recorded with general paths" in text  # and the reason of a module but once
+    assert "heaviest node layer2_linear, 4.50 ms, 50 % of stage 2 (net.py:12)" in text
+    document = plan_document(plan)
+    assert document["tied"][0] == {"names": ["wte.weight", "head.weight"], "stages": [0, 2], "bytes": 2 * MIB}
+    assert document["whole"] == [{"name": "moe", "why": "it reads values", "line": "net.py:9"}]
+    assert document["heaviest"] == {"name": "layer2_linear", "stage": 2, "seconds": 4.5e-3, "line": "net.py:12"}
+
+
+def test_shortened_keeps_both_ends() -> None:
+    assert shorten_name("abcdefghij", 10) == "abcdefghij"
+    assert shorten_name("abcdefghijk", 10) == "abcd...ijk"
+
+
+# The document
+
+
+def test_document_is_json_and_has_the_documented_keys() -> None:
+    plan = make_plan(2, portals=(Portal("skip", 0, 1, 5),))
+    document = plan_document(plan)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    described = set((plan_document.__doc__ or "").replace(",", " ").replace("{", " ").replace("}", " ").split())
+    for keys in (document, document["stages"][0], document["portals"][0], document["totals"]):
+        assert keys.keys() <= described
+    portal = {"name": "skip", "source": 0, "target": 1, "bytes": 5, "formula": "", "line": ""}
+    assert document["portals"] == [portal]
+    assert [stage["nodes"] for stage in document["stages"]] == [list(stage.nodes) for stage in plan.stages]
+    assert document["totals"]["step_seconds"] == pytest.approx(27e-3)
+
+
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("8x3x64x64", InputOption(InputShape((8, 3, 64, 64), "float32"))),
+        ("8", InputOption(InputShape((8,), "float32"))),
+        ("8x128:int64", InputOption(InputShape((8, 128), "int64"))),
+        ("input_ids=8x128:int64", InputOption(InputShape((8, 128), "int64"), "input_ids")),
+        ("data:make", InputOption(Target("data", "make"))),
+        ("x=data:make", InputOption(Target("data", "make"), "x")),
+        ("pkg.data:Batches.make", InputOption(Target("pkg.data", "Batches.make"))),
+        ("2d/models.py:make", InputOption(Target("2d/models.py", "make"))),
+        (r"C:\models.py:make", InputOption(Target(r"C:\models.py", "make"))),
+    ],
+)
+def test_parse_input(text: str, parsed: InputOption) -> None:
+    assert parse_input(text) == parsed
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8x", "x8", "8*3", "8,3", "8x0x2", "-8x3", "8X3", "8x3:", ":make", "data", "data:", "8:int64:x"]
+)
+def test_parse_input_says_what_is_accepted(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"expected sizes .*8x3x64x64.*8x128:int64; float32, .*module:make_inputs"):
+        parse_input(text)
+
+
+def test_parse_input_knows_its_dtypes() -> None:
+    accepted = "float32, float64, float16, bfloat16, int64, int32, bool"
+    with pytest.raises(ArgumentError, match=f"no dtype 'int8'; accepted are {accepted}"):
+        parse_input("8x3:int8")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int32", "bool"])
+def test_inputs_are_drawn(dtype: str) -> None:
+    state = torch.get_rng_state()
+    (first,) = make_arguments([InputOption(InputShape((64, 3), dtype))]).args
+    (second,) = make_arguments([InputOption(InputShape((64, 3), dtype))]).args
+    assert first.shape == (64, 3)
+    assert first.dtype is getattr(torch, dtype)
+    assert torch.equal(first, second)
+    assert torch.equal(state, torch.get_rng_state())
+    if not first.is_floating_point():
+        assert sorted(set(first.flatten().tolist())) == [0, 1]  # what every embedding accepts
+
+
+def test_inputs_that_cannot_be_made() -> None:
+    for sizes in [(10**9, 10**9, 10**9), (10**30,)]:
+        with pytest.raises(ArgumentError, match="cannot be made"):
+            make_arguments([InputOption(InputShape(sizes, "float32"))])
+
+
+def test_inputs_of_a_function(model_file: Path) -> None:
+    where = str(model_file)
+    shape = InputOption(InputShape((8, 2), "float32"))
+    assert len(make_arguments([shape, InputOption(Target(where, "tensor_inputs"))]).args) == 2
+    arguments = make_arguments(
+        [shape, InputOption(Target(where, "tuple_inputs")), InputOption(Target(where, "dict_inputs"))]
+    )
+    assert len(arguments.args) == 3
+    assert arguments.args[2] == 2.0
+    assert list(arguments.kwargs) == ["tokens", "scale"]
+    with pytest.raises(ArgumentError, match=r"returned a list; expected a tensor, a tuple of .* or a dict of"):
+        make_arguments([InputOption(Target(where, "list_inputs"))])
+    with pytest.raises(ArgumentError, match="argument 'scale' was given by an --input before it"):
+        make_arguments([InputOption(Target(where, "dict_inputs")), InputOption(Target(where, "dict_inputs"))])
+
+
+# The command line
+
+
+def test_parse_target() -> None:
+    assert parse_target("a/b.py:make") == Target("a/b.py", "make")
+    for text in ["models", "models:", "a/b:make", "models:make it", ""]:
+        with pytest.raises(ArgumentError, match=r"expected module:factory or path/to/file.py:factory"):
+            parse_target(text)
+
+
+def test_parse_devices() -> None:
+    assert parse_devices_option("2") == 2
+    assert parse_devices_option("cpu, cpu") == ("cpu", "cpu")
+    assert parse_devices_option("cpu") == ("cpu",)
+    assert parse_devices_option("cuda:0,cuda:1") == ("cuda:0", "cuda:1")
+    for text in ["0", "-1", "", "cpu,", "2,2", "cuda:", "1.5"]:
+        with pytest.raises(ArgumentError, match=r"expected a number .* or a list of devices"):
+            parse_devices_option(text)
+
+
+def test_parse_balance() -> None:
+    assert parse_balance_option("block") == "block"
+    assert parse_balance_option("10,12,9") == (10, 12, 9)
+    assert parse_balance_option("layer2,layer3.0") == ("layer2", "layer3.0")
+    with pytest.raises(ArgumentError, match="expected block, counts"):
+        parse_balance_option("3,,4")
+
+
+def test_options_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
+    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu,cpu"]) == 0
+    settings = fake_plan.settings
+    assert fake_plan.devices == ("cpu", "cpu", "cpu")
+    # What was not given is left to planning, as in `fxpipe.plan`.
+    assert (settings.schedule, settings.checkpoint, settings.balance, settings.chunks) == ("1f1b", "auto", "auto", 12)
+    assert fake_plan.model.training
+    line = "--devices cpu,cpu --chunks 3 --schedule gpipe --checkpoint always --balance 2,3 --eval --optimizer-state 0"
+    assert main(["zoo_of_models:make_mlp", "--input", "zoo_of_models:dict_inputs", *line.split()]) == 0
+    settings = fake_plan.settings
+    assert (settings.schedule, settings.checkpoint, settings.balance, settings.chunks) == ("gpipe", "always", (2, 3), 3)
+    assert settings.optimizer_state == 0
+    assert fake_plan.args == ()
+    assert list(fake_plan.kwargs) == ["tokens", "scale"]
+    assert not fake_plan.model.training
+
+
+@pytest.mark.parametrize(("option", "known"), [("--save={}/plan.json", True), ("--report={}/report.html", False)])
+def test_operations_are_found_for_a_plan_that_is_saved(
+    model_file: Path, fake_plan: FakePlanning, tmp_path: Path, option: str, known: bool
+) -> None:
+    assert main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", option.format(tmp_path)]) == 0
+    assert fake_plan.settings.operations is known
+
+
+def test_stages_per_device_reach_planning(model_file: Path, fake_plan: FakePlanning) -> None:
+    line = "zoo_of_models:make_mlp --input 8x8 --devices cpu,cpu --stages-per-device 2"
+    assert main(line.split()) == 0
+    assert fake_plan.settings.placement == (0, 1, 0, 1)
+    assert fake_plan.devices == ("cpu", "cpu")
+    assert main([*line.split(), "--code", "3"]) == 0
+
+
+@pytest.mark.parametrize("target", ["zoo_of_models:Zoo.small", "zoo_of_models.py:ready", "./zoo_of_models.py:make_net"])
+def test_targets(target: str, model_file: Path, fake_plan: FakePlanning) -> None:
+    assert main([target, "--devices", "cpu,cpu"]) == 0
+    assert isinstance(fake_plan.model, torch.nn.Module)
+
+
+def test_a_number_of_devices_without_cuda(
+    model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["zoo_of_models:make_mlp", "--devices", "3"]) == 0
+    assert fake_plan.devices == ("cpu", "cpu", "cpu")
+    assert main(["zoo_of_models:make_mlp"]) == 0
+    assert fake_plan.devices == ("cpu", "cpu")
+
+
+def test_a_number_of_devices_with_cuda(
+    model_file: Path, fake_plan: FakePlanning, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert main(["zoo_of_models:make_mlp", "--devices", "2"]) == 0
+    assert fake_plan.devices == ("cuda:0", "cuda:1")
+    assert main(["zoo_of_models:make_mlp"]) == 0
+    assert fake_plan.devices == ("cuda:0", "cuda:1", "cuda:2")
+    capsys.readouterr()
+    assert "CUDA has 3 here; for shares of the CPU give a list: cpu,cpu,..." in refusal(
+        ["zoo_of_models:make_mlp", "--devices", "4"], capsys
+    )
+
+
+def test_outputs(model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(plan_table(make_plan(2)) + "\n\na step as simulated, 1f1b, 4 micro-batches\n")
+    assert "these stages in other schedules" in printed
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.items() >= plan_document(make_plan(2)).items()
+    assert document["simulation"]["step_seconds"] == pytest.approx(27e-3)
+    assert main([*argv, "--code", "1"]) == 0
+    assert capsys.readouterr().out == "def stage_1(x): ...\n"
+
+
+MISTAKES = {
+    "no_target": ("", "the following arguments are required: TARGET"),
+    "form_of_target": ("zoo_of_models", "'zoo_of_models': expected module:factory or path/to/file.py:factory"),
+    "module": ("zoo_of_model:make_mlp", "no module named 'zoo_of_model'", "did you mean zoo_of_models?"),
+    "file": ("zoo_of_model.py:make_mlp", "no file 'zoo_of_model.py'", "did you mean zoo_of_models.py?"),
+    "factory": ("zoo_of_models:make_mpl", "zoo_of_models has no 'make_mpl'; did you mean make_mlp"),
+    "factory_of_file": ("zoo_of_models.py:qqq", "zoo_of_models.py has no 'qqq'; it has Guarded, Net, Zoo,", "make_mlp"),
+    "nested_factory": ("zoo_of_models:Zoo.smal", "zoo_of_models has no 'Zoo.smal'; did you mean small?"),
+    "raises": ("zoo_of_models:make_error", "calling zoo_of_models:make_error raised KeyError: 'width'"),
+    "no_module": ("zoo_of_models:make_wrong", "zoo_of_models:make_wrong returned a list, expected a torch.nn.Module"),
+    "no_function": ("zoo_of_models:number", "zoo_of_models:number is an int, not a function"),
+    "input": ("zoo_of_models:make_mlp --input 8*8", "argument --input: '8*8': expected sizes (8x3x64x64)"),
+    "devices": ("zoo_of_models:make_mlp --devices 0", "argument --devices: '0': expected a number"),
+    "device": ("zoo_of_models:make_mlp --devices cpu,gpu", "--devices: 'gpu' is no device"),
+    "chunks": ("zoo_of_models:make_mlp --chunks 0", "argument --chunks: '0': expected the number of micro-batches"),
+    "schedule": ("zoo_of_models:make_mlp --schedule 1b1f", "--schedule: invalid choice: '1b1f'", "gpipe", "1f1b"),
+    "option": ("zoo_of_models:make_mlp --chunk 2", "unrecognized arguments: --chunk 2 (see --help)"),
+    "stages": (
+        "zoo_of_models:make_mlp --stages-per-device 0",
+        "argument --stages-per-device: '0': expected the number",
+    ),
+    "code": ("zoo_of_models:make_mlp --devices cpu,cpu --code 2", "--code 2: no such stage; stages are 0 to 1"),
+    "code_below": ("zoo_of_models:make_mlp --devices cpu,cpu --code -1", "--code -1: no such stage"),
+    "code_and_json": ("zoo_of_models:make_mlp --code 1 --json", "not allowed with argument --code"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_end_in_one_line(
+    name: str, model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, *expected = MISTAKES[name]
+    found = refusal(line.split(), capsys)
+    assert all(part in found for part in expected), found
+
+
+def test_choices_are_those_of_planning() -> None:
+    assert (ways.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
+        options.TRACER_CHOICES,
+        options.BALANCE_CHOICES,
+        options.HARDWARE_CHOICES,
+    )
+
+
+def test_module_that_cannot_be_imported(tmp_path: Path, model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, expected in [
+        ("import not_there_at_all", "raised ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("def make(:", "raised SyntaxError"),
+        ("raise SystemExit('usage: train.py DATA')", "raised SystemExit: usage: train.py DATA"),
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+    ]:
+        (tmp_path / "not_to_be_imported.py").write_text(text)
+        assert "importing not_to_be_imported " + expected in refusal(["not_to_be_imported:make"], capsys)
+        assert "running not_to_be_imported.py " + expected in refusal(["not_to_be_imported.py:make"], capsys)
+    assert "no module named 'not_a_package'" in refusal(["not_a_package.models:make"], capsys)
+
+
+def test_a_file_imports_its_neighbours_and_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "neighbour_of_queue.py").write_text("width = 4")
+    # Named after a module of the standard library, which it must not replace.
+    (tmp_path / "queue.py").write_text(
+        "import neighbour_of_queue, torch\nprint('running')\n"
+        "def make(): return torch.nn.Linear(neighbour_of_queue.width, 1)\ndef inputs(): return torch.ones(2, 4)\n"
+    )
+    file = tmp_path / "queue.py"
+    assert main([f"{file}:make", "--input", f"{file}:inputs", "--devices", "cpu,cpu", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["chunks"] == 4  # what the user's code prints is elsewhere
+    assert captured.err == "running\n"
+    assert "Queue" in dir(sys.modules["queue"])
+
+
+def test_refusals_of_fxpipe_end_in_one_line(
+    model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_plan.error = PartitionError("cannot be cut:\n  - stage 0 has no node\n  - stage 1 has no node")
+    line = refusal(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"], capsys)
+    assert line == "fxpipe.inspect: cannot be cut: - stage 0 has no node - stage 1 has no node"
+
+
+def test_exceptions_of_the_model_end_in_one_line(
+    model_file: Path, fake_plan: FakePlanning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_plan.error = RuntimeError("whatever became of it")
+    line = refusal(["zoo_of_models:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
+    assert "the model raises RuntimeError: mat1 and mat2 shapes cannot be multiplied (8x9 and 8x16)" in line
+    line = refusal(["zoo_of_models:make_mlp", "--devices", "cpu,cpu"], capsys)
+    assert "without inputs; give them with --input" in line
+
+
+def test_a_bug_in_fxpipe_is_not_laid_on_the_model(model_file: Path, fake_plan: FakePlanning) -> None:
+    fake_plan.error = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["zoo_of_models:make_mlp", "--input", "8x8", "--devices", "cpu,cpu"])
+
+
+def test_help_shows_examples_and_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom fxpipe.inspect.cli import main\ntry:\n    main(['--help'])\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "python -m fxpipe.inspect models:resnet --input 32x3x224x224 --devices 4 --chunks 8" in done.stdout
+    assert done.stdout.endswith("False\n")
+
+
+# End to end
+
+
+@pytest.mark.parametrize(
+    ("given", "set_to"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["nothing", "a count", "a policy"],
+)
+def test_threads_of_the_command_do_not_spin_unless_they_are_told_to(given: dict[str, str], set_to: str | None) -> None:
+    program = "import os, fxpipe.inspect.cli as p; p.set_up_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))} | given
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(set_to)
+
+
+def test_nobody_looks_for_garbage_when_the_command_ends() -> None:
+    program = (
+        "import atexit, gc, runpy, sys; atexit.register(lambda: print(gc.get_freeze_count() > 0));"
+        "sys.argv = ['fxpipe.inspect', 'nowhere:none']; runpy.run_module('fxpipe.inspect', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "True\n")
+
+
+def test_command_prints_a_plan(model_file: Path) -> None:
+    root = str(Path(fxpipe.__file__).parents[1])
+    command = [sys.executable, "-m", "fxpipe.inspect", "zoo_of_models:make_net", "--input", "8x5:int64"]
+    done = subprocess.run(
+        [*command, "--devices", "cpu,cpu", "--chunks", "4"], capture_output=True, text=True, env={"PYTHONPATH": root}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 stages, 4 micro-batches of at most 2 samples\n")
+    assert "step " in done.stdout
+    assert "the model says something" not in done.stdout
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_document_of_a_real_plan(
+    schedule: str, checkpoint: str, model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--schedule", schedule, "--checkpoint", checkpoint, "--chunks", "2", "--devices", "cpu,cpu,cpu"]
+    assert main([f"{model_file}:make_net", "--input", f"{model_file}:dict_inputs", *options, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schedule"], document["checkpoint"], document["chunks"]) == (schedule, checkpoint, 2)
+    assert [stage["index"] for stage in document["stages"]] == [0, 1, 2]
+    assert all(stage["nodes"] and stage["forward_seconds"] > 0 for stage in document["stages"])
+    parameters = 4 * (2 * 16 + 2 * (16 * 16 + 16) + 16 * 4 + 4)
+    assert document["totals"]["parameter_bytes"] == parameters
+    assert 0 < document["totals"]["bubble"] < 1
+
+
+def test_code_of_a_real_stage(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [f"{model_file}:make_mlp", "--input", "8x8", "--devices", "cpu,cpu", "--eval"]
+    assert main([*argv, "--code", "1"]) == 0
+    assert "linear" in capsys.readouterr().out
+
+
+def test_real_plan_of_a_model_that_fails(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([f"{model_file}:make_mlp", "--input", "8x9", "--devices", "cpu,cpu"], capsys)
+    assert "mat1 and mat2 shapes cannot be multiplied" in line
+
+
+def test_plan_prints_its_table(model_file: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    plan = fxpipe.planning.plan(model, 1, example_args=(torch.randn(4, 4),), devices=("cpu",), chunks=2)
+    assert str(plan) == plan_table(plan)
+
+
+def test_a_module_kept_whole_is_one_node(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--input", "4x8", "--devices", "2", "--leaf", "2", "--tracer", "record", "--json"]
+    assert main([f"{model_file}:make_mlp", *options]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["why"] == ["module '2' is kept whole: asked for by leaf_modules"]
+    assert main([f"{model_file}:make_mlp", "--input", "4x8", "--leaf", "nowhere"]) == 2
+    assert "has no module 'nowhere'" in capsys.readouterr().err
+
+
+def test_guards_of_a_real_model(model_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["zoo_of_models:Guarded", "--input", "8x8", "--devices", "cpu,cpu", "--chunks", "2"]
+    line = next(n for n, text in enumerate(MODEL_FILE.split("\n"), 1) if "isfinite" in text)
+    found = subprocess.run(
+        [sys.executable, "-m", "fxpipe.inspect", *argv], capture_output=True, text=True, timeout=120, check=True
+    )
+    shown = found.stdout.partition("holds where (asked once for each mini-batch)\n")[2].split("\n")[0]
+    assert shown == f"- bool of all_1 was True at zoo_of_models.py:{line}"
+    assert main([*argv, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["guards"] == [shown.removeprefix("- ")]

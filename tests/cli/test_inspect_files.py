@@ -1,0 +1,180 @@
+"""Files that the command writes, and what it does not import, finish or hide."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.inspected import make_plan, refusal
+
+import fxpipe
+from fxpipe.inspect.cli import main
+from fxpipe.plans import Plan, Portal
+
+ROOT = str(Path(fxpipe.__file__).parents[1])
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    make_plan(3, 6).save(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json")
+
+
+def test_a_plan_is_saved_and_read_again(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([saved, "--save", str(tmp_path / "other.json")]) == 0
+    assert Plan.load(tmp_path / "other.json") == make_plan(3, 6)
+
+
+def test_pictures_of_a_saved_plan(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = {"timeline": "t.svg", "graph": "g.svg", "report": "r.html"}
+    argv = [part for name, file in outputs.items() for part in (f"--{name}", str(tmp_path / file))]
+    assert main([saved, *argv]) == 0
+    assert capsys.readouterr().out.startswith("3 stages")
+    for file in outputs.values():
+        assert "<svg" in (tmp_path / file).read_text()
+    assert "plan.json, 1f1b, 6 micro-batches" in (tmp_path / "t.svg").read_text()
+    assert str(tmp_path) not in (tmp_path / "r.html").read_text()
+    assert main([saved, "--timeline", str(tmp_path / "t.json"), "--schedule", "gpipe"]) == 0
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+MISTAKES = {
+    "suffix": ("--timeline {0}/t.bmp", "--timeline: a timeline cannot be saved to", ".bmp", ".png, .pdf, .svg, .html"),
+    "no_suffix": ("--report {0}/report", "--report: a report", "a suffix must name the format", ".html"),
+    "graph_as_png": ("--graph {0}/g.png", "--graph: a graph", ".svg, .html"),
+    "folder": ("--graph {0}/nowhere/g.svg", "there is no directory"),
+    "directory": ("--report {0}/folder.html", "it is a directory"),
+    "no_folder": ("--save {0}/file/plan.json", "--save: a plan", "is no directory"),
+    "twice, spelt another way": (
+        "--save {0}/a.json --timeline {0}/../{0.name}/a.json",
+        "/a.json: --timeline is to be written there",
+    ),
+    "twice": ("--timeline {0}/a.html --graph {0}/a.html", "--graph {0}/a.html: --timeline is to be written there"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_places_are_looked_at_before_the_work(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fxpipe.inspect.run.load_requested_model", lambda request: pytest.fail("it has begun to work"))
+    (tmp_path / "folder.html").mkdir()
+    (tmp_path / "file").touch()
+    line, *expected = MISTAKES[name]
+    found = refusal(["models:make", "--devices", "2", *line.format(tmp_path).split()], capsys)
+    assert all(part.format(tmp_path) in found for part in expected), found
+
+
+def test_a_picture_that_needs_matplotlib(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert "pip install fxpipe[plot]" in refusal([saved, "--timeline", str(tmp_path / "t.png")], capsys)
+    assert main([saved, "--timeline", str(tmp_path / "t.svg")]) == 0
+
+
+def test_a_folder_that_may_not_be_written_to(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    allowed = os.access  # root may write anywhere, so the answer is the test's
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder.resolve() and allowed(path, mode))
+    assert "may not be written to" in refusal([saved, "--report", str(folder / "r.html")], capsys)
+    assert list(folder.iterdir()) == []
+
+
+# Imports
+
+
+def test_help_and_import_take_nothing_heavy_along() -> None:
+    code = (
+        "import sys, fxpipe\nfrom fxpipe.inspect.cli import main\n"
+        "try:\n    main(['--help'])\nfinally:\n    "
+        "print([name for name in ('torch', 'sympy', 'matplotlib', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": ROOT}
+    )
+    assert done.stdout.endswith("[]\n")
+    for example in ("hf:gpt2", "--sweep", "--tune", "--report report.html", "--diff plan.json"):
+        assert example in done.stdout
+
+
+# How it ends
+
+
+def test_an_interrupted_command_says_so(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fxpipe.inspect.run.load_plan", interrupted)
+    assert main([saved]) == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "fxpipe.inspect: interrupted\n"
+
+
+def test_an_interrupted_process_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import sys, time\ndef make():\n    print('begun', flush=True)\n    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "fxpipe.inspect", "slow.py:make", "--devices", "2"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell ignores for its background
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "fxpipe.inspect: interrupted\n")
+
+
+def test_a_mistake_in_a_process_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fxpipe.inspect", "models:make", "--chunks", "0"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("fxpipe.inspect: argument --chunks: '0': expected the number of micro-batches")
+
+
+def test_a_name_that_the_output_has_no_letters_for_is_marked(tmp_path: Path) -> None:
+    make_plan(3, portals=(Portal("größe", 0, 2, 1024),)).save(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "fxpipe.inspect", "plan.json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": ROOT, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "gr??e" in done.stdout

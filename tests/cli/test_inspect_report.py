@@ -1,0 +1,141 @@
+"""Reports and graphs as files: what they hold, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
+
+import fxpipe
+from fxpipe.errors import ArgumentError
+from fxpipe.inspect.report import report_page, save_report
+from fxpipe.inspect.report_sections import chunks_to_compare, chunks_variants, schedule_variants
+from fxpipe.scheduling import make_schedule
+from fxpipe.simulation.timeline import MemoryParts
+from fxpipe.utils.units import human_seconds
+from fxpipe.viz.memory_chart import memory_bars
+from fxpipe.viz.scene import Line, Rect, Text
+from fxpipe.viz.stage_graph import save_graph
+from fxpipe.viz.style import text_width
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        drawn_plan(1),
+        drawn_plan(2, chunks=1, batch=1),
+        drawn_plan(4, placement=(0, 1, 1, 0), schedule="zbv"),
+        drawn_plan(6, portals=dense_portals(6)),
+        drawn_plan(3, schedule=str(make_schedule("gpipe", 3, 8))),
+    ],
+    ids=["one stage", "one sample", "zbv", "dense", "own schedule"],
+)
+def test_any_plan_has_a_report(plan):
+    text = report_page(plan)
+    assert text.count("<section") == text.count("</section>") >= 6
+    assert len(re.findall(r"<div data-chunks=\"\d+\" data-label=\"[^\"]*\">", text)) == 1  # that is seen
+    assert f'<div data-chunks="{plan.micro_batches}" ' in text
+    for stage in plan.stages:
+        assert f"def stage_{stage.index}(x):" in text
+
+
+def test_a_report_fetches_nothing():
+    text = report_page(drawn_plan(3, portals=portals_between(3, 3)))
+    assert "default-src 'none'" in text
+    addresses = {found for found in re.findall(r"https?://[^\s\"'<)]+", text)}
+    assert addresses <= {"http://www.w3.org/2000/svg"}  # the name of a language, not an address
+    assert not re.search(r"\b(src|href)=\"(?!#)", text)
+    assert not re.search(r"url\((?!#)", text)
+    assert "@import" not in text
+
+
+def test_micro_batches_are_doubled_up_to_the_samples_and_with_the_plans_own_number():
+    assert [found.chunks for found in chunks_variants(drawn_plan(2, chunks=6, batch=24))] == [1, 2, 4, 6, 8, 16]
+    assert [found.chunks for found in chunks_variants(replace(drawn_plan(2, chunks=2), batch=None))] == [1, 2, 4, 8]
+    own = drawn_plan(2, schedule=str(make_schedule("1f1b", 2, 8)), chunks=8, batch=32)
+    assert {found.chunks for found in chunks_variants(own)} <= {1, 2, 4, 8}  # a table is for so many, or fewer
+
+
+def test_a_large_plan_is_not_simulated_for_more_micro_batches_than_one_can_see():
+    plan = drawn_plan(64, blocks=1, chunks=64, batch=4096)
+    assert [*chunks_to_compare(plan)] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [*chunks_to_compare(replace(plan, chunks=1000))] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
+
+
+def test_schedules_are_compared_and_those_that_cannot_be_say_why():
+    plan = drawn_plan(4)
+    found = {one.schedule: one for one in schedule_variants(plan)}
+    for name in ("gpipe", "1f1b", "zero_bubble", "zero_bubble_2p"):
+        assert found[name].simulation == fxpipe.simulate(plan, schedule=name)
+    assert found["zbv"].simulation is None
+    assert found["zbv"].why == "needs a plan with stages_per_device=2"
+    assert "inference" not in found
+
+
+def test_a_sweep_is_in_order_of_devices():
+    plans = [drawn_plan(n) for n in (4, 1, 2)]
+    text = report_page(plans[0], sweep=plans)
+    part = text[text.index('<section id="devices">') :].partition("</section>")[0]
+    steps = re.findall(r'<td class="number(?: marked)?" data-value="[^"]+">([\d.]+ m?s)</td>', part)
+    assert steps == [human_seconds(fxpipe.simulate(drawn_plan(n)).step_seconds) for n in (1, 2, 4)]
+
+
+def test_what_does_not_fit_is_told():
+    plan = drawn_plan(2)
+    small = replace(plan, stages=tuple(replace(stage, memory_limit=2**20) for stage in plan.stages))
+    assert '<dd class="warn">' not in report_page(
+        replace(plan, stages=tuple(replace(s, memory_limit=None) for s in plan.stages))
+    )
+    assert '<dd class="warn">' in report_page(small)
+
+
+def test_names_that_no_file_can_hold_are_written():
+    plan = drawn_plan(2)
+    odd = "a\x00b\ud800c\x1b[31m"
+    stages = (replace(plan.stages[0], modules=(odd, *plan.stages[0].modules[1:]), code=odd), plan.stages[1])
+    report_page(replace(plan, stages=stages), title=odd).encode()
+
+
+@pytest.mark.parametrize("save", [save_report, save_graph])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("picture.gif", "suffix"), ("picture", "suffix"), ("missing/picture.html", "no directory"), (".", "suffix")],
+)
+def test_a_path_that_cannot_be_written_is_refused(save, name, words, tmp_path):
+    with pytest.raises(ArgumentError, match=words):
+        save(drawn_plan(2), tmp_path / name)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_graph_is_svg_or_a_page(tmp_path):
+    plan = drawn_plan(3)
+    save_graph(plan, tmp_path / "graph.svg", title="mine")
+    save_graph(plan, str(tmp_path / "graph.html"), title="mine")
+    svg, page = ((tmp_path / name).read_text() for name in ("graph.svg", "graph.html"))
+    assert svg.startswith("<svg")
+    assert svg in page
+    assert "default-src 'none'" in page
+
+
+def test_bars_are_as_long_as_parts_and_the_limit_stands_where_it_is():
+    parts = [MemoryParts(parameters=GIB, activations=2 * GIB), MemoryParts(parameters=2 * GIB, activations=4 * GIB)]
+    scene = memory_bars(["0: cpu", "1: cpu"], parts, [8 * GIB, 5 * GIB])
+    bars = [item for item in scene.items if isinstance(item, Rect) and item.title]
+    widths = [bar.width for bar in bars]
+    assert widths == pytest.approx([widths[0], 2 * widths[0], 2 * widths[0], 4 * widths[0]])
+    limits = [item.points[0][0] - bars[0].x for item in scene.items if isinstance(item, Line) and item.title]
+    assert limits == pytest.approx([8 * widths[0], 5 * widths[0]])
+    for text in (item for item in scene.items if isinstance(item, Text)):
+        assert text.x + text_width(text.text, text.size) <= scene.width
+
+
+def test_a_limit_far_above_the_bars_is_told_and_leaves_them_their_length():
+    scene = memory_bars(["0: cpu"], [MemoryParts(parameters=GIB)], [100 * GIB])
+    bar = next(item for item in scene.items if isinstance(item, Rect) and item.title)
+    assert bar.width > scene.width / 2
+    assert not [item for item in scene.items if isinstance(item, Line) and item.title]
+    assert "1.0 GiB of 100.0 GiB" in [item.text for item in scene.items if isinstance(item, Text)]

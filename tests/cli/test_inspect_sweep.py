@@ -1,0 +1,286 @@
+"""Schedules and numbers of devices compared, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.inspected import MIB, make_plan, refusal
+
+import fxpipe
+from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.inspect import json_document as documents
+from fxpipe.inspect.cli import main
+from fxpipe.inspect.cli_options import first_devices, most_devices
+from fxpipe.inspect.run import size_at_least
+from fxpipe.inspect.step_summary import compare_schedules, device_table, step_text, summaries_text, summarize_step
+from fxpipe.inspect.sweep import counts_up_to, sweep_devices, sweep_table
+from fxpipe.plans import Plan
+from fxpipe.scheduling import SCHEDULES
+
+SCHEDULES_HERE = ("1f1b", "gpipe", "zbv")
+
+
+def limited(plan: Plan, limit: int) -> Plan:
+    return replace(plan, stages=tuple(replace(stage, memory_limit=limit) for stage in plan.stages))
+
+
+# One plan, several schedules
+
+
+def test_schedules_on_the_stages_of_a_plan() -> None:
+    plan = replace(plan_for(4, "1f1b"), chunks=8)
+    runs = compare_schedules(plan, fxpipe.simulate(plan))
+    assert runs[0].schedule == "1f1b"
+    names = {"1f1b", "gpipe", "zero_bubble", "zero_bubble_2p", "zero_bubble_auto"}  # the others want two
+    assert {run.schedule for run in runs} == names
+    assert [run.step_seconds for run in runs[1:]] == sorted(run.step_seconds for run in runs[1:])
+    by_name = {run.schedule: run for run in runs}
+    assert by_name["gpipe"].peak_bytes > by_name["1f1b"].peak_bytes
+    assert by_name["zero_bubble"].bubble < by_name["1f1b"].bubble
+    assert len(compare_schedules(make_plan(1), fxpipe.simulate(make_plan(1)))) == 1  # one device: all are alike
+    text = summaries_text(runs)
+    assert text.startswith("these stages in other schedules, 8 micro-batches\n")
+    assert "yes" not in text  # no limit is known
+
+
+def test_the_device_that_is_closest_to_its_limit_is_told() -> None:
+    plan = limited(make_plan(3, 8), 60 * MIB)
+    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], memory_limit=20 * MIB)))
+    simulation = fxpipe.simulate(plan)
+    run = summarize_step(simulation, plan)
+    peak = simulation.memory[2].peak
+    assert (run.device, run.limit_bytes, run.over_bytes) == (2, 20 * MIB, round(peak) - 20 * MIB)
+    text = step_text(simulation, plan)
+    assert "- takes most memory on device 2: " in text
+    assert "of 20.0 MiB, over by" in text
+    assert "of 20.0 MiB" in device_table(simulation)
+
+
+def test_of_many_devices_those_with_most_memory_are_shown() -> None:
+    plan = make_plan(64, 128)
+    text = device_table(fxpipe.simulate(plan))
+    assert "and 48 devices that hold less" in text
+    assert len(text.splitlines()) < 30
+    assert max(map(len, text.splitlines())) <= 120
+
+
+# Numbers of devices
+
+
+def test_counts() -> None:
+    assert counts_up_to(1, 1) == (1,)
+    assert counts_up_to(8, 2) == (1, 2, 4, 8)
+    assert counts_up_to(8, 3) == (1, 2, 3, 4, 8)
+    assert counts_up_to(6, 6) == (1, 2, 4, 6)
+
+
+def test_devices_of_a_sweep() -> None:
+    assert most_devices(("cpu", "cpu"), 8, None) == 8
+    assert most_devices(("cuda:0", "cuda:1"), 8, None) == 2  # there are no more here, or none are to be used
+    assert most_devices(("cuda:0", "cuda:1"), 8, "h100") == 8
+    assert most_devices(("cpu",) * 16, 8, None) == 16
+    assert first_devices(("cuda:1", "cuda:0"), 1, None) == ("cuda:1",)
+    assert first_devices(("cpu", "cpu"), 3, None) == ("cpu",) * 3
+    assert first_devices(("cuda:0",), 2, "h100") == ("cuda:0", "cuda:1")
+
+
+def plan_for(devices: int, schedule: str) -> Plan:
+    """Of work for 12 ms, shared out evenly."""
+    recipe = SCHEDULES[schedule]
+    stages = devices * recipe.stages_per_device
+    plan = make_plan(stages, 16, schedule)
+    seconds = {"forward_seconds": 4e-3 / stages, "backward_seconds": 8e-3 / stages, "weight_seconds": 4e-3 / stages}
+    even = tuple(replace(stage, **seconds) for stage in plan.stages)
+    return replace(plan, stages=even, placement=recipe.placement(devices, recipe.stages_per_device))
+
+
+def test_a_sweep_has_a_row_for_each_number_and_schedule() -> None:
+    rows = sweep_devices((1, 2, 4), SCHEDULES_HERE, None, plan_for)
+    assert [(row.devices, row.schedule) for row in rows] == [(1, "1f1b")] + [
+        (count, name) for count in (2, 4) for name in SCHEDULES_HERE
+    ]
+    # Of n equal stages and m micro-batches a step takes (m + n - 1) / m of an even share.
+    assert [row.speedup for row in rows if row.schedule == "1f1b"] == pytest.approx([1, 2 * 16 / 17, 4 * 16 / 19])
+    text = sweep_table(rows)
+    marked = [line.split() for line in text.splitlines() if " * " in line]
+    assert "as if each had a core" not in sweep_table(rows[:1])
+    many = {"devices": ("cpu",) * 4096, "placement": tuple(range(4096))}
+    crowded = [replace(row, plan=replace(row.plan, **many)) for row in rows if row.plan]
+    assert "CPU devices are simulated as if each had a core; there " in sweep_table(crowded)
+    assert [line[0] for line in marked] == ["1", "zbv", "zbv"]  # a number stands in the first row of each
+
+
+def test_a_plan_is_shared_where_stages_are_in_the_same_places_and_fit() -> None:
+    asked = []
+
+    def counted(devices: int, schedule: str) -> Plan:
+        asked.append((devices, schedule))
+        return plan_for(devices, schedule)
+
+    sweep_devices((2,), ("1f1b", "gpipe", "zero_bubble", "interleaved_1f1b", "zbv"), None, counted)
+    assert asked == [(2, "1f1b"), (2, "interleaved_1f1b"), (2, "zbv")]
+
+    def tight(devices: int, schedule: str) -> Plan:  # what 1F1B holds, and no more
+        asked.append((devices, schedule))
+        return limited(plan_for(devices, schedule), 30 * MIB)
+
+    asked.clear()
+    rows = sweep_devices((2,), ("1f1b", "gpipe"), None, tight)
+    assert asked == [(2, "1f1b"), (2, "gpipe")]
+    assert [row.fits for row in rows] == [True, False]
+    assert rows[1].over_bytes > 0
+
+
+def test_what_does_not_fit_and_what_cannot_be_cut_are_rows() -> None:
+    def hard(devices: int, schedule: str) -> Plan:
+        if devices == 1:
+            raise MemoryLimitError("a table", "no cut fits", 3 * 2**30)
+        if devices == 4:
+            raise PartitionError("only 3 nodes")
+        return plan_for(devices, schedule)
+
+    rows = sweep_devices((1, 2, 4), ("1f1b",), None, hard)
+    assert [row.fits for row in rows] == [False, True, False]
+    assert all(row.speedup is None for row in rows)
+    text = sweep_table(rows)
+    assert "over by 3.0 GiB" in text
+    assert text.endswith("no plan for\n- 4 devices, 1f1b: only 3 nodes")
+    assert "nothing fits" in sweep_table(rows[:1])
+
+
+# The command
+
+MLP = "from torch import nn\ndef make(n=6): return nn.Sequential(*[nn.Linear(64, 64) for _ in range(n)])\n"
+
+
+@pytest.fixture
+def mlp(tmp_path: Path) -> list[str]:
+    (tmp_path / "mlp.py").write_text(MLP)
+    return [f"{tmp_path}/mlp.py:make", "--input", "16x64", "--hardware", "h100"]
+
+
+def test_the_command_sweeps(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*mlp, "--sweep"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("numbers of devices and schedules")
+    assert [line.split()[0] for line in printed.splitlines() if re.match(r" +\d", line)] == ["1", "2", "4", "8"]
+    assert "no plan for\n- 4 devices, interleaved_1f1b, zbv: stages=8, but the 6 nodes can be cut into 6 at" in printed
+    assert "- 8 devices, 1f1b, gpipe, zero_bubble, zero_bubble_2p, zero_bubble_auto: stages=8, but the 6" in printed
+    assert main([*mlp, "--sweep", "--json", "--devices", "2", "--schedule", "gpipe"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["schedule"] == "gpipe"
+    assert document["sweep"][0]["speedup"] == 1
+    assert {row["devices"] for row in document["sweep"]} == {1, 2, 4, 8}
+    assert document["sweep"][1]["run"]["schedule"] == document["sweep"][1]["schedule"] == "gpipe"
+
+
+def test_the_command_tunes(mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--tune"]
+    assert main([*argv, "--save", f"{tmp_path}/best.json"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("mini-batches of 16 on 2 x cuda, seconds estimated for NVIDIA H100 SXM")
+    marked = next(line.split() for line in printed.splitlines() if line.startswith("->"))
+    best = Plan.load(tmp_path / "best.json")
+    assert [best.schedule, str(best.chunks)] == marked[1:3]
+    assert main([*argv, "--schedule", "gpipe", "--chunks", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {(row["schedule"], row["chunks"]) for row in document["tuning"]} == {("gpipe", 4)}
+    assert (document["schedule"], document["chunks"]) == ("gpipe", 4)
+    assert "--tune and --pin: it cuts by itself" in refusal([*argv, "--pin", "0=0"], capsys)
+    assert "--tune and --balance 2,4: it cuts by itself" in refusal([*argv, "--balance", "2,4"], capsys)
+    assert main([f"{tmp_path}/best.json", "--tune"]) == 0
+    assert "->" in capsys.readouterr().out
+    assert "--sweep and --tune are two questions" in refusal([*argv, "--sweep"], capsys)
+
+
+def test_the_document_has_the_documented_keys(
+    mlp: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*mlp, "--devices", "2", "--save", f"{tmp_path}/plan.json"]) == 0
+    capsys.readouterr()
+    argv = [*mlp, "--devices", "2", "--chunks", "4", "--diff", f"{tmp_path}/plan.json", "--json"]
+    assert main([*argv, "--sweep"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--tune"]) == 0
+    tuned = json.loads(capsys.readouterr().out)
+    functions = (documents.findings_document, documents.plan_document, documents.simulation_document)
+    text = " ".join(function.__doc__ or "" for function in (*functions, documents.difference_document))
+    described = {*re.findall(r"\w+", text)}
+    simulation, difference = document["simulation"], document["difference"]
+    parts = [document, simulation, simulation["devices"][0], simulation["devices"][0]["peak"], simulation["sent"][0]]
+    parts += [document["schedules"][0], document["sweep"][0], document["sweep"][0]["run"], tuned, tuned["tuning"][0]]
+    parts += [difference, difference["choices"][0], difference["stages"][0], difference["stages"][0]["figures"][0]]
+    for part in parts:
+        assert part.keys() <= described, part.keys() - described
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_the_least_limit_is_told_and_is_enough(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--memory-limit"]
+    line = refusal([*argv, "60KiB"], capsys)
+    assert "no cut into 2 stages fits into memory; the best one is over by" in line
+    least = re.search(r"The least limit that would do: --memory-limit (\S+?)\.$", line)
+    assert least is not None, line
+    assert main([*argv, least[1]]) == 0
+    capsys.readouterr()
+
+
+def test_the_least_limit_is_the_same_from_wherever_one_asks(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """To a part in a thousand of what is lacking."""
+    argv = [*mlp, "--devices", "2", "--memory-limit"]
+    lines = [refusal([*argv, limit], capsys) for limit in ("1000", "10KiB", "60KiB")]
+    least = [float(re.search(r"--memory-limit ([\d.]+)KiB\.$", line)[1]) for line in lines]  # type: ignore[index]
+    assert max(least) - min(least) <= 0.2
+
+
+def test_a_limit_for_each_device(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--json", "--memory-limit", "1GiB,2GiB"]
+    assert main(argv) == 0
+    limits = [stage["memory_limit"] for stage in json.loads(capsys.readouterr().out)["stages"]]
+    assert limits == [2**30, 2**31]
+    assert "has 3 entries for 2 devices" in refusal([*argv[:-1], "1GiB,1GiB,1GiB"], capsys)
+
+
+def test_a_sweep_has_the_number_that_was_asked_for(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*mlp, "--devices", "3", "--sweep", "--json"]) == 0
+    assert {row["devices"] for row in json.loads(capsys.readouterr().out)["sweep"]} == {1, 2, 3, 4, 8}
+
+
+def test_more_stages_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What would do: fewer stages on each, or fewer devices."""
+    argv = [*mlp, "--devices"]
+    line = refusal([*argv, "2", "--stages-per-device", "50"], capsys)
+    most = re.search(r"can be cut into (\d+) at most. Use --stages-per-device (\d+), not 2 devices", line)
+    assert most is not None, line
+    assert int(most[2]) == int(most[1]) // 2
+    assert main([*argv, "2", "--stages-per-device", most[2]]) == 0
+    capsys.readouterr()
+    line = refusal([*argv, str(int(most[1]) - 1), "--schedule", "zbv"], capsys)
+    assert f"Use --stages-per-device 1 or {int(most[1]) // 2} devices, not" in line
+    assert f"Use --devices {most[1]} or fewer" in refusal([*argv, str(int(most[1]) + 1)], capsys)
+
+
+def test_a_sweep_goes_on_where_the_plan_does_not_fit(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*mlp, "--devices", "2", "--sweep", "--memory-limit", "160KiB"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "over by" in printed
+    assert "* the fastest that fits" in printed
+    assert "no cut into 2 stages fits" in refusal([*argv, "--json"], capsys)
+
+
+def test_more_devices_than_nodes(mlp: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal([*mlp, "--devices", "7"], capsys)
+    assert "--devices 7: stages=7, but the 6 nodes can be cut into 6 at most" in line
+
+
+def test_sizes_are_rounded_up() -> None:
+    assert size_at_least(1024) == "1.0KiB"
+    assert size_at_least(1025) == "1.1KiB"
+    assert size_at_least(1000 * 1024) == "1.0MiB"
+    assert size_at_least(70 * 2**30 + 1) == "70.1GiB"
+    assert size_at_least(5000 * 2**40) == "5000.0TiB"

@@ -1,0 +1,1 @@
+"""Models, oracles and stand-ins that several tests share."""

@@ -1,0 +1,48 @@
+"""Hardware with slow links, and models planned for it on estimates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxpipe
+from fxpipe.hardware import Hardware
+from fxpipe.partitioning import Link
+from helpers.plan_models import BATCH, CHUNKS
+
+
+def hardware(link: Link | None = None, memory: int = 2**30, **fields: Any) -> Hardware:
+    """One operation takes a microsecond at least, and here none takes longer."""
+    between = link or Link(1e9)
+    return Hardware("mine", {"float32": 1e15}, 1e15, memory=memory, within=link, between=between, launch=1e-6, **fields)
+
+
+SLOW = Link(1e7, 5e-6)  # 100 KB take 10 ms
+
+
+def estimated(model: nn.Module, stages: int, *args: torch.Tensor, **options: Any) -> fxpipe.Plan:
+    return fxpipe.plan(model, stages, example_args=args, **{"chunks": CHUNKS} | options)
+
+
+class Causal(nn.Module):
+    """A causal mask as large as the input is long, used in every layer."""
+
+    def __init__(self, width: int = 8, layers: int = 6):
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        t = x.shape[1]
+        mask = torch.full((t, t), float("-inf")).triu(1)
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, -1)
+            x = x + (q @ k.transpose(1, 2) + mask).softmax(-1) @ v
+        return x
+
+
+def ids() -> torch.Tensor:
+    return torch.randint(11, (BATCH, 48))

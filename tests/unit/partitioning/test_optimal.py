@@ -1,0 +1,398 @@
+"""The exact cut against every cut of small chains, loads against their definition, and what is said where none fits."""
+
+from __future__ import annotations
+
+import doctest
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+from helpers.partition_problems import problems, row, seconds
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fxpipe.partitioning.optimal
+from fxpipe.errors import MemoryLimitError, PartitionError
+from fxpipe.partitioning import (
+    Chain,
+    Flow,
+    HeldStorage,
+    Link,
+    OptimalCut,
+    ParameterUse,
+    StageLoad,
+    StageSite,
+    optimal_partition,
+    partition,
+    stage_loads,
+)
+from fxpipe.partitioning.chain import recompute_choices
+from fxpipe.partitioning.intervals import StageClocks, StageMemory
+from fxpipe.partitioning.optimal import RemedyTrial, best_attempt, recompute_trials
+from fxpipe.partitioning.search import CutSearch
+
+
+def plain_load(
+    chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool
+) -> tuple[float, float]:
+    """Seconds and memory as `chain.py` defines them, said as sets of places and exact fractions."""
+    site, here = sites[stage], set(range(start, end))
+    later = set(range(end, len(chain)))
+    following = sites[stage + 1].link if stage + 1 < len(sites) else None
+
+    def sending(flow: Flow, link: Link | None) -> Fraction:
+        return Fraction(0) if link is None else Fraction(link.latency + flow.bytes / link.bytes_per_second)
+
+    work = sum(Fraction(chain.forward[site.kind][p]) for p in here) * (2 if recompute else 1)
+    work += sum(Fraction(chain.backward[site.kind][p]) for p in here)
+    come = [i for i, flow in enumerate(chain.flows) if flow.maker in range(start) and here & {*flow.users}]
+    wire = sum((sending(chain.flows[i], site.link) for i in come), Fraction(0))
+    for flow in chain.flows:
+        if flow.returns and here & {flow.maker, *flow.users} and later & {*flow.users}:
+            wire += sending(flow, following)
+
+    weights = [w for w in chain.weights if here & {*w.users}]
+    memory = sum(Fraction(w.bytes) * (1 + Fraction(site.state) if w.is_trained else 1) for w in weights)
+    memory += max((Fraction(chain.working[p]) for p in here), default=Fraction(0)) if chain.working else 0
+    kept = {i for i in come if recompute or chain.flows[i].returns}
+    held = Fraction(0)
+    for maker in range(-1, len(chain)):
+        by_size = [i for i, flow in enumerate(chain.flows) if flow.maker == maker]
+        by_size.sort(key=lambda i: -chain.flows[i].bytes)
+        outlive = [h for h in chain.held if h.maker == maker and h.savers[-1] > maker]
+        outlive.sort(key=lambda h: -h.bytes)
+        for h in (h for h in chain.held if h.maker == maker and here & {*h.savers}):
+            place = next((k for k, other in enumerate(outlive) if other is h), len(by_size))
+            if maker not in range(start) or place >= len(by_size):
+                held += Fraction(h.bytes)
+            elif by_size[place] in come:
+                kept.add(by_size[place])
+            else:
+                held += Fraction(chain.flows[by_size[place]].bytes)
+    memory += site.in_flight * sum(Fraction(chain.flows[i].bytes) for i in kept)
+    memory += (site.recomputed if recompute else site.in_flight) * held
+    return float(work + wire), float(memory)
+
+
+def load_of(chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int, recompute: bool) -> StageLoad:
+    """Of a stage that holds the places `start` to `end - 1`; the stages before and behind it hold what is left."""
+    starts = [0] * stage + [start] + [end] * (len(sites) - stage)
+    last = StageSite()  # so that the last stage may end anywhere
+    return stage_loads(chain, [*sites, last], starts, [recompute] * len(starts))[stage]
+
+
+def fitting_load(chain: Chain, sites: Sequence[StageSite], stage: int, start: int, end: int) -> StageLoad | None:
+    low, high = chain.first_stages or [0] * len(chain), chain.last_stages or [len(sites)] * len(chain)
+    if not all(low[place] <= stage <= high[place] for place in range(start, end)):
+        return None
+    loads = (load_of(chain, sites, stage, start, end, way) for way in recompute_choices(sites[stage]))
+    limit = sites[stage].memory
+    return next((load for load in loads if limit is None or load.memory <= limit), None)
+
+
+def best_of_all(chain: Chain, sites: Sequence[StageSite]) -> tuple[float, int] | None:
+    """The least bottleneck and fewest stages that recompute, by trying every way to cut."""
+    n, found, known = len(chain), [], {}
+    allowed = [place for place in range(1, n) if place not in chain.forbidden_cuts]
+    for cuts in combinations(allowed, len(sites) - 1):
+        loads = []
+        for j, (start, end) in enumerate(pairwise((0, *cuts, n))):
+            if (j, start, end) not in known:
+                known[j, start, end] = fitting_load(chain, sites, j, start, end)
+            loads.append(known[j, start, end])
+        if None not in loads:
+            found.append((max(load.seconds for load in loads), sum(load.recompute for load in loads)))
+    return min(found, default=None)
+
+
+# the best cut
+
+
+@settings(max_examples=250)
+@given(problems())
+def test_no_cut_is_better(problem: tuple[Chain, list[StageSite]]) -> None:
+    chain, sites = problem
+    best = best_of_all(chain, sites)
+    if best is None:
+        without_limits = [replace(site, memory=None) for site in sites]
+        fits = best_of_all(chain, without_limits) is not None
+        with pytest.raises(MemoryLimitError if fits else PartitionError, match="memory" if fits else "stages"):
+            optimal_partition(chain, sites)
+        return
+    cut = optimal_partition(chain, sites)
+    assert (cut.bottleneck, sum(cut.recompute)) == best
+    ends = [*cut.starts[1:], len(chain)]
+    loads = [fitting_load(chain, sites, j, *ends) for j, ends in enumerate(zip(cut.starts, ends, strict=True))]
+    assert cut.loads == tuple(loads)
+    assert not {*cut.starts} & {*chain.forbidden_cuts}
+    assert optimal_partition(chain, sites) == cut
+
+
+@settings(max_examples=500)
+@given(problems(), st.data())
+def test_loads_are_what_they_are_defined_to_be(problem: tuple[Chain, list[StageSite]], data: st.DataObject) -> None:
+    chain, sites = problem
+    j, recompute = data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans())
+    start = data.draw(st.integers(0, len(chain) - 1))
+    end = data.draw(st.integers(start + 1, len(chain)))
+    load = load_of(chain, sites, j, start, end, recompute)
+    time, memory = plain_load(chain, sites, j, start, end, recompute)
+    assert (load.seconds, load.memory) == pytest.approx((time, memory), rel=1e-15)
+    exact_time, exact_memory = StageClocks(chain, sites, [end]), StageMemory(chain, sites)
+    assert exact_time.clock(j, recompute).seconds(start, end) / exact_time.unit == time
+    assert exact_memory.memory(sites[j], recompute, start, end) / exact_memory.unit == memory
+
+
+@given(problems(), st.data())
+def test_ends_within_a_limit_are_found_as_if_one_by_one(
+    problem: tuple[Chain, list[StageSite]], data: st.DataObject
+) -> None:
+    chain, sites = problem
+    search = CutSearch(chain, sites)
+    clock = search._seconds.clock(data.draw(st.integers(0, len(sites) - 1)), data.draw(st.booleans()))
+    start = data.draw(st.integers(0, len(chain) - 1))
+    ends = [place for place in search._places if place > start]
+    limit = clock.seconds(start, data.draw(st.sampled_from(ends))) - data.draw(st.integers(0, 1))
+    assert clock.ends(start, limit) == sum(1 << end for end in ends if clock.seconds(start, end) <= limit)
+
+
+@given(st.lists(seconds, min_size=1, max_size=30), st.data())
+def test_without_transfers_and_limits_it_is_the_bottleneck_of_block(costs: list[float], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    chain = Chain((tuple(costs),), ((0.0,) * len(costs),))
+    assert optimal_partition(chain, [StageSite()] * stages).bottleneck == partition(costs, stages).bottleneck
+
+
+@given(problems())
+def test_never_worse_than_block(problem: tuple[Chain, list[StageSite]]) -> None:
+    chain, sites = problem
+    sites = [replace(site, memory=None, must_recompute=False) for site in sites]
+    chain = replace(chain, first_stages=(), last_stages=())
+    costs = [f + b for f, b in zip(chain.forward[0], chain.backward[0], strict=True)]
+    if len(sites) > len(chain) - len(chain.forbidden_cuts):
+        return
+    block = partition(costs, len(sites), forbidden=chain.forbidden_cuts)
+    loads = stage_loads(chain, sites, block.starts, [False] * len(sites))
+    assert optimal_partition(chain, sites).bottleneck <= max(load.seconds for load in loads)
+
+
+@given(problems(), st.sampled_from([0.0, 1.0, 7.5, 100.0]))
+def test_more_memory_is_never_slower(problem: tuple[Chain, list[StageSite]], more: float) -> None:
+    chain, sites = problem
+    larger = [replace(site, memory=None if site.memory is None else site.memory + more) for site in sites]
+    try:
+        cut = optimal_partition(chain, sites)
+    except PartitionError:
+        return
+    assert optimal_partition(chain, larger).bottleneck <= cut.bottleneck
+
+
+def test_equal_layers_are_spread_evenly_beside_a_heavy_head() -> None:
+    cut = optimal_partition(row(*[1.0] * 12, 6.0), [StageSite()] * 4)
+    assert [load.seconds for load in cut.loads] == [4.0, 4.0, 4.0, 6.0]
+
+
+def test_cut_moves_to_where_little_is_sent() -> None:
+    flows = (Flow(8.0, 0, (1,), False), Flow(8.0, 1, (2,), False), Flow(1.0, 2, (3,), False))
+    chain = row(1.0, 1.0, 1.0, 1.0, flows=flows)
+    assert optimal_partition(chain, [StageSite(), StageSite()]).starts == (0, 2)
+    assert optimal_partition(chain, [StageSite(), StageSite(link=Link(4.0))]).starts == (
+        0,
+        3,
+    )  # 3 and 1.25 beside 2 and 4
+
+
+def test_a_portal_is_billed_to_the_stage_that_it_reaches() -> None:
+    chain = row(1.0, 1.0, 1.0, flows=(Flow(6.0, 0, (2,), True),))
+    sites = [StageSite(), StageSite(link=Link(2.0)), StageSite(link=Link(3.0))]
+    loads = stage_loads(chain, sites, (0, 1, 2), [False] * 3)
+    assert [load.receive_seconds for load in loads] == [3.0, 0.0, 2.0]  # its gradient comes over the link behind 0
+
+
+def test_what_two_stages_use_is_sent_to_both_and_its_gradient_goes_from_one_to_the_other() -> None:
+    chain = row(1.0, 1.0, 1.0, flows=(Flow(1.0, 0, (1, 2, 3), True),))
+    loads = stage_loads(
+        chain, [StageSite(), StageSite(link=Link(1.0)), StageSite(link=Link(1.0))], (0, 1, 2), [False] * 3
+    )
+    assert [load.receive_seconds for load in loads] == [1.0, 2.0, 1.0]
+
+
+def test_faster_devices_get_more() -> None:
+    chain = Chain(((2.0,) * 9, (1.0,) * 9), ((4.0,) * 9, (2.0,) * 9))
+    assert optimal_partition(chain, [StageSite(kind=0), StageSite(kind=1)]).starts == (0, 3)
+    assert optimal_partition(chain, [StageSite(kind=1), StageSite(kind=0)]).starts == (0, 6)
+
+
+def test_tied_weights_count_in_each_stage_that_uses_them() -> None:
+    chain = row(1.0, 1.0, weights=(ParameterUse(2.0, (0, 1), True),))
+    assert [load.memory for load in stage_loads(chain, [StageSite()] * 2, (0, 1), [False] * 2)] == [8.0, 8.0]
+
+
+def test_memory_moves_the_cut_before_it_makes_a_stage_recompute() -> None:
+    held = tuple(HeldStorage(4.0, place, (place,)) for place in range(4))
+    chain = Chain(((1.0,) * 4,), ((2.0,) * 4,), held=held)
+    one, other = (StageSite(memory=memory, in_flight=1, may_recompute=True) for memory in (4.0, 16.0))
+    assert optimal_partition(chain, [one, other]).recompute == (False, False)  # 3 and 9 s
+    tight = StageSite(memory=9.0, in_flight=2, may_recompute=True)  # one node of 8, or two that recompute with 8
+    cut = optimal_partition(chain, [tight, tight])
+    assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, True), 8.0)
+    roomy = StageSite(memory=24.0, in_flight=2, may_recompute=True)
+    cut = optimal_partition(chain, [tight, roomy])  # 8 s too where one moves a node, and then nobody recomputes
+    assert (cut.starts, cut.recompute, cut.bottleneck) == ((0, 2), (True, False), 8.0)
+
+
+def test_prints_a_line_for_each_stage() -> None:
+    chain = row(1.0, 2.0, flows=(Flow(1.0, 0, (1,), False),), weights=(ParameterUse(512.0, (1,), True),))
+    assert str(optimal_partition(chain, [StageSite(), StageSite(link=Link(1.0), must_recompute=True)])) == (
+        "optimal: 2 stages, bottleneck 5 s\n"
+        "  stage 0: places 0-0, 1 s, share 16.7%, 0 B\n"
+        "  stage 1: places 1-, 5 s, 1 s of it to receive, share 83.3%, 2.0 KiB, recomputes"
+    )
+
+
+def test_doctests() -> None:
+    assert doctest.testmod(fxpipe.partitioning.optimal).failed == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heavy", [0.0, 400.0])
+def test_ten_thousand_nodes_over_sixty_four_stages(heavy: float) -> None:
+    n = 10_000
+    flows = tuple(Flow(1.0 + place % 7, place, (place + 1,), True) for place in range(n - 1))
+    chain = Chain(((*(1.0 + place % 3 for place in range(n - 1)), heavy),), ((2.0,) * n,), flows)
+    cut = optimal_partition(chain, [StageSite(link=Link(10.0))] * 64)
+    block = partition([f + b for f, b in zip(chain.forward[0], chain.backward[0], strict=True)], 64)
+    loads = stage_loads(chain, [StageSite(link=Link(10.0))] * 64, block.starts, [False] * 64)
+    assert block.bottleneck <= cut.bottleneck <= max(load.seconds for load in loads)
+
+
+# where nothing fits
+
+GIB = 2.0**30
+NAMES = tuple("abcdefgh")
+
+
+def model(weight: float = 1.0, held: float = 1.0, working: float = 0.5, forbidden: Sequence[int] = ()) -> Chain:
+    """Eight equal nodes; all in GiB."""
+    return Chain(
+        ((1.0,) * 8,),
+        ((2.0,) * 8,),
+        tuple(Flow(0.125 * GIB, place, (place + 1,), True) for place in range(7)),
+        tuple(HeldStorage(held * GIB, place, (place,)) for place in range(8)),
+        tuple(ParameterUse(weight * GIB, (place,), True) for place in range(8)),
+        (working * GIB,) * 8,
+        dict.fromkeys(forbidden, "they hang together"),
+    )
+
+
+def devices(count: int, memory: float = 20.0, **fields: Any) -> list[StageSite]:
+    return [StageSite(memory=memory * GIB, in_flight=count - j, **fields) for j in range(count)]
+
+
+def refusal(chain: Chain, sites: Sequence[StageSite], **options: Any) -> str:
+    with pytest.raises(MemoryLimitError) as caught:
+        optimal_partition(chain, sites, **options)
+    return str(caught.value)
+
+
+def test_refusal_has_a_table_of_what_each_stage_needs() -> None:
+    head, _, *stages, problem = refusal(model(), devices(2), names=NAMES).splitlines()
+    assert head == "no cut into 2 stages fits into memory; the best one is over by 4.5 GiB in stage 0:"
+    assert [re.split("  +", stage.strip()) for stage in stages] == [
+        ["0", "0-3", "4.0 GiB", "12.0 GiB", "4.0 GiB x 2", "512.0 MiB", "24.5 GiB", "20.0 GiB", "4.5 GiB"],
+        ["1", "4-7", "4.0 GiB", "12.0 GiB", "4.1 GiB x 1", "512.0 MiB", "20.6 GiB", "20.0 GiB", "640.0 MiB"],
+    ]
+    assert problem == (
+        "The problem: the parameters: with gradients and optimizer state they take 16.0 GiB of the 24.5 GiB of stage 0."
+    )
+
+
+@pytest.mark.parametrize(
+    ("chain", "problem"),
+    [
+        (model(weight=2.0), "the parameters: with gradients and optimizer state they take 64.0 GiB, and all devices"),
+        (model(held=4.5, weight=0.1), "the activations: with 2 micro-batches in flight they take"),
+        (model(held=0.2, weight=0.5, working=12.0), "working memory: node 'a' for a moment takes 12.0 GiB of the"),
+        (model(weight=6.0), "node 'b' alone needs 25.6 GiB, more than any stage may take"),
+        (model(weight=3.0, forbidden=[3]), "node 'c' to node 'd' alone needs 26.6 GiB, more than any stage may take"),
+    ],
+)
+def test_refusal_names_the_part_at_fault(chain: Chain, problem: str) -> None:
+    assert f"The problem: {problem}" in refusal(chain, devices(2), names=NAMES)
+
+
+def more_devices(chain: Chain) -> list[RemedyTrial]:
+    return [RemedyTrial(f"use {count} devices", chain, devices(count)) for count in range(3, 9)]
+
+
+def test_more_devices_are_offered_if_they_are_enough() -> None:
+    said = refusal(model(), devices(2), remedies=[more_devices(model())])
+    assert said.endswith("What would fit: use 3 devices.")
+    assert optimal_partition(model(), devices(3))
+    said = refusal(model(held=8.0), devices(2), remedies=[more_devices(model(held=8.0))])
+    assert said.endswith("Nothing that was tried would fit: the model needs devices with more memory.")
+
+
+def test_smaller_micro_batches_are_offered_if_they_are_enough() -> None:
+    cases = [(f"chunks={8 * k}", model(held=1 / k), devices(2)) for k in (2, 4, 8)]
+    said = refusal(model(), devices(2), remedies=[[RemedyTrial(f"use {words}", *case) for words, *case in cases]])
+    assert said.endswith("What would fit: use chunks=32.")
+    assert refusal(*cases[0][1:]) != ""
+    assert optimal_partition(*cases[1][1:])
+
+
+def test_recomputing_is_offered_if_it_is_enough() -> None:
+    chain, sites = model(), devices(2, 20.75)
+    said = refusal(chain, sites, remedies=[recompute_trials(chain, sites), more_devices(chain)])
+    assert said.endswith("What would fit: let stages recompute; or use 3 devices.")
+    assert optimal_partition(chain, devices(2, 20.75, may_recompute=True)).recompute == (True, False)
+    assert "recompute" not in refusal(chain, devices(2), remedies=[recompute_trials(chain, devices(2))])
+
+
+@given(problems())
+def test_best_attempt_is_over_by_the_least(problem: tuple[Chain, list[StageSite]]) -> None:
+    chain, sites = problem
+    try:
+        optimal_partition(chain, sites)
+    except MemoryLimitError:
+        limits = [site.memory or 0.0 for site in sites]
+        starts, loads = best_attempt(chain, sites)
+        over = max(load.memory - limit for load, limit in zip(loads, limits, strict=True))
+        less = [replace(site, memory=limit + over * 60 / 64) for site, limit in zip(sites, limits, strict=True)]
+        assert best_of_all(chain, less) is None
+        assert starts[0] == 0
+    except PartitionError:
+        pass
+
+
+def test_too_many_stages_are_refused_without_a_word_of_memory() -> None:
+    with pytest.raises(PartitionError, match="stages=3, but the 2 nodes can be cut into 2 at most") as caught:
+        optimal_partition(row(1.0, 1.0), [StageSite(memory=1.0)] * 3)
+    assert not isinstance(caught.value, MemoryLimitError)
+    with pytest.raises(PartitionError, match="some is out of order"):
+        optimal_partition(row(1.0, 1.0, first_stages=(1, 0), last_stages=(1, 0)), [StageSite()] * 2)
+
+
+def test_a_cut_is_data() -> None:
+    cut = optimal_partition(row(1.0, 1.0), [StageSite(), StageSite()])
+    assert cut == OptimalCut((0, 1), (False, False), cut.loads)
+
+
+def test_the_best_attempt_is_near_the_best_there_is() -> None:
+    """Even in bytes, though by time the first stage would be one node."""
+    weights = tuple(ParameterUse(100.0, (place,), False) for place in range(400))
+    chain = row(1000.0, *[1.0] * 399, weights=weights)
+    with pytest.raises(MemoryLimitError) as caught:
+        optimal_partition(chain, [StageSite(memory=1.0)] * 2)
+    assert 19_999 <= caught.value.over <= 19_999 * (1 + 1 / 500)
+
+
+def test_a_cut_that_is_not_explained() -> None:
+    with pytest.raises(MemoryLimitError, match=r"^no cut into 2 stages fits into memory$"):
+        optimal_partition(
+            row(1.0, 1.0, weights=(ParameterUse(100.0, (0,), False),)), [StageSite(memory=1.0)] * 2, explains=False
+        )

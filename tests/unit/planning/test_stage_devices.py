@@ -1,0 +1,198 @@
+"""Where stages run: hardware that is not here, links, devices that are not equal, and the memory that they have."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.plan_hardware import SLOW, Causal, estimated, hardware, ids
+from helpers.plan_models import BATCH, CHUNKS, Deep, assert_trains_like, assert_within, bottleneck, needs, planned, rows
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, MemoryLimitError
+from fxpipe.hardware import HARDWARE, Hardware
+from fxpipe.partitioning import Link
+from fxpipe.planning.cost_model import MEMORY_MARGIN, PlannedWorker
+from fxpipe.plans.figures import plan_figures
+from fxpipe.profiling import Seconds
+
+
+@pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "cpu"])
+def test_a_plan_for_hardware_that_is_not_here(name: str) -> None:
+    known = HARDWARE[name]
+    plan = estimated(Deep(), 2, rows(), hardware=name)
+    assert plan.estimated_for == known.name
+    assert plan.balance == "optimal"
+    assert plan.devices == (("cpu",) * 2 if name == "cpu" else ("cuda:0", "cuda:1"))
+    for stage in plan.stages:
+        assert stage.memory_limit == int(known.memory * (1 - MEMORY_MARGIN))
+        assert stage.forward_seconds >= known.launch
+    ways = {(way.source, way.target): way for way in plan.sendings}
+    assert set(ways) == {(0, 1), (1, 0)}
+    for way in ways.values():
+        assert way.bytes == 2 * 4 * 8 * 4
+        link = known.within
+        assert way.seconds == (0.0 if link is None else link.latency + way.bytes / link.bytes_per_second)
+
+
+def test_devices_of_two_nodes_have_the_longer_way() -> None:
+    near, far = Link(1e9, 1e-6), Link(1e8, 1e-5)
+    mine = Hardware("mine", {"float32": 1e15}, 1e15, 2**30, near, far, devices_per_node=2, launch=1e-6)
+    plan = estimated(Deep(), 4, rows(), hardware=mine)
+    seconds = {(way.source, way.target): way.seconds for way in plan.sendings}
+    size = 2 * 4 * 8 * 4
+    assert seconds[0, 1] == seconds[1, 0] == seconds[2, 3] == near.latency + size / near.bytes_per_second
+    assert seconds[1, 2] == seconds[2, 1] == far.latency + size / far.bytes_per_second
+
+
+def test_given_devices_need_not_be_here_if_the_hardware_is_given() -> None:
+    plan = fxpipe.plan(Deep(), devices=["cuda:3", "cuda:5"], example_args=(rows(),), hardware="h100")
+    assert plan.devices == ("cuda:3", "cuda:5")
+    with pytest.raises(ArgumentError, match="cuda:3"):
+        fxpipe.plan(Deep(), devices=["cuda:3", "cuda:5"], example_args=(rows(),))
+
+
+def test_the_memory_of_the_hardware_is_a_limit() -> None:
+    free = estimated(Deep(), 3, rows(), hardware=hardware())
+    small = int(max(needs(free)) * 0.85 / (1 - MEMORY_MARGIN))
+    plan = estimated(Deep(), 3, rows(), hardware=hardware(memory=small))
+    assert_within(plan)
+    assert "always" in plan.modes
+    assert {stage.memory_limit for stage in plan.stages} == {int(small * (1 - MEMORY_MARGIN))}
+    given = estimated(Deep(), 3, rows(), hardware=hardware(memory=small), memory_limit="1GiB")  # the user knows better
+    assert given.checkpoint == "never"
+    with pytest.raises(MemoryLimitError, match="What would fit"):
+        estimated(Deep(), 1, rows(), hardware=hardware(memory=small))
+
+
+class Narrow(nn.Module):
+    """Wide values but at one place, which is not in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.narrow = nn.Linear(64, 64), nn.Linear(64, 1)
+        self.wide, self.last = nn.Linear(1, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.wide(self.narrow(torch.tanh(self.first(x))))
+        for layer in self.last:
+            x = layer(x)
+        return x
+
+
+def test_slow_links_move_the_cut_to_where_little_is_sent() -> None:
+    x = torch.randn(BATCH, 64)
+    handed_over, fast, slow = (estimated(Narrow(), 2, x, hardware=hardware(link)) for link in (None, Link(1e12), SLOW))
+    for plan in (handed_over, fast):
+        assert plan.stages[0].nodes[-1].startswith("last")
+    assert slow.stages[0].nodes[-1] == "narrow"
+    for plan in (handed_over, fast, slow):
+        assert bottleneck(plan)["optimal"] <= bottleneck(plan)["block"]
+    assert bottleneck(slow)["optimal"] < bottleneck(slow)["block"]
+    block = estimated(Narrow(), 2, x, hardware=hardware(SLOW), balance="block")
+    assert block.balance == "block"
+    assert [stage.nodes for stage in block.stages] == [stage.nodes for stage in handed_over.stages]
+    assert bottleneck(block) == {"block": bottleneck(slow)["block"]}
+    assert plan_figures(slow).step_seconds < plan_figures(block).step_seconds
+
+
+def test_slow_links_make_copies_of_masks_and_the_pipe_trains_like_the_plain_model() -> None:
+    fast = estimated(Causal(), 3, ids(), hardware=hardware(Link(1e13)))
+    assert [stage.copies for stage in fast.stages] == [()] * 3
+    assert any(portal.name == "triu" for portal in fast.portals) or "triu" in str(fast.stages[1].code)
+    plain = Causal()
+    options: dict[str, Any] = {"example_args": (ids(),), "hardware": hardware(Link(1e9, 5e-6))}
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu"] * 3, CHUNKS, **options) as pipe:
+        copies = [stage.copies for stage in pipe.plan.stages]
+        assert copies[0] == ()
+        assert ("full", "triu") in copies
+        assert not any(portal.name == "triu" for portal in pipe.plan.portals)
+        assert_trains_like(plain, pipe, lambda: (ids(),))
+
+
+def test_a_stage_that_computes_copies_takes_the_time_for_it() -> None:
+    """A node takes 1 microsecond."""
+    plan = estimated(Causal(), 3, ids(), hardware=hardware(Link(1e9, 5e-6)))
+    seconds = {name: [j for j, stage in enumerate(plan.stages) if name in stage.copies] for name in ("full", "triu")}
+    assert seconds["full"] == seconds["triu"] != []
+    for stage in plan.stages:
+        launches = stage.forward_seconds / 1e-6
+        assert launches == pytest.approx(round(launches))
+        views = sum(name.startswith(("chunk", "transpose", "getitem", "getattr")) for name in stage.nodes)
+        assert round(launches) <= len(stage.nodes) + len(stage.copies) - views
+
+
+def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+    """The second of two devices is of another kind, that many times as slow."""
+    measured = fxpipe.profiling.profile
+    asked: list[int] = []
+
+    def profile(*args: Any, **options: Any) -> fxpipe.Profile:
+        asked.append(1)
+        found = measured(*args, **options | {"hardware": hardware(), "device": None})
+        if len(asked) == 1:
+            return found
+
+        def slower(seconds: Seconds) -> Seconds:
+            return Seconds(times * seconds.fixed, times * seconds.per_sample)
+
+        return replace(
+            found,
+            nodes=tuple(
+                replace(n, forward=slower(n.forward), backward=slower(n.backward), weight=slower(n.weight))
+                for n in found.nodes
+            ),
+            estimated_for="",
+        )
+
+    monkeypatch.setattr("fxpipe.profiling.profile", profile)
+    monkeypatch.setattr("fxpipe.planning.cost_model.device_kinds", lambda devices: list(devices[:2]))
+    monkeypatch.setattr("fxpipe.planning.Studied.profiles_for", lambda studied, settings: list(studied.profiles))
+    monkeypatch.setattr("fxpipe.planning.cut_problem.remaining_kinds", lambda before, now: (0, 1))
+    monkeypatch.setattr(
+        "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))
+    )
+
+
+@pytest.mark.parametrize("times", [3.0, 1 / 3])
+def test_unequal_devices_get_unequal_shares(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
+    two_kinds(monkeypatch, times)
+    plan = fxpipe.plan(Deep(), 2, example_args=(rows(),), chunks=CHUNKS)
+    assert plan.balance == "optimal"
+    assert bottleneck(plan)["optimal"] < bottleneck(plan)["block"]
+    fewer, more = sorted(plan.stages, key=lambda stage: len(stage.nodes))
+    assert (fewer.index == 1) == (times > 1)
+    assert len(more.nodes) == pytest.approx(3 * len(fewer.nodes), abs=2)
+    largest = max(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    assert bottleneck(plan)["optimal"] == pytest.approx(largest)
+    for stage in plan.stages:  # the parts of a stage's time are those of its own device
+        linear = sum(name.startswith("layers") for name in stage.nodes)
+        gradients = 2 * linear  # of weight and bias
+        assert stage.weight_seconds == pytest.approx(gradients * 1e-6 * (times if stage.index else 1))
+    assert "2 stages" in str(plan)
+
+
+def test_measured_links_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between devices that are at hand."""
+    monkeypatch.setattr("fxpipe.planning.cost_model.local_link", lambda one, other: SLOW)
+    x = torch.randn(BATCH, 64)
+    traced = fxpipe.trace(Narrow(), (x,), chunks=CHUNKS)
+    profile = fxpipe.profile(traced, (x,), micro_batch=2, hardware=hardware())
+    plan = estimated(Narrow(), 2, x, profile=profile)
+    assert plan.balance == "optimal"
+    assert plan.stages[0].nodes[-1] == "narrow"
+    assert [way.seconds for way in plan.sendings] == [SLOW.latency + 8 / SLOW.bytes_per_second] * 2
+
+
+def test_memory_at_hand_is_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = planned()
+    memory = int(0.85 * max(needs(free)) / (1 - MEMORY_MARGIN))
+    monkeypatch.setattr("fxpipe.planning.cost_model.local_memory", lambda device: 3 * memory)  # shared by three workers
+    plan = planned()
+    assert_within(plan)
+    assert "always" in plan.modes
+    assert {stage.memory_limit for stage in plan.stages} == {int(3 * memory * (1 - MEMORY_MARGIN)) // 3}

@@ -1,0 +1,422 @@
+"""Rewriting: stage code, devices, the state of the thread, random nodes, where no cut may stand."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+from helpers.every_cut import CPU, EveryCut
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import PartitionError
+from fxpipe.rewriting import PIPE_INPUT, ConstantOutput, forbidden_cuts, split_into_stages
+from fxpipe.tracing import trace
+from fxpipe.utils.clone import clone
+
+CUDA = torch.device("cuda", 0)
+
+
+def nodes_of(program, stage, name):
+    """The nodes of a stage's graph that call a function or method of this name."""
+    graph = program.stages[stage].run.graph
+    return [n for n in graph.nodes if n.target == name or getattr(n.target, "__name__", "") == name]
+
+
+# -- stage code ------------------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        skip = self.encoder(x)
+        h = torch.relu(self.blocks[0](skip))
+        h += 1
+        h = self.blocks[1](h)
+        return h * skip
+
+
+def without_lines(code):
+    """Stage code without the numbers of the source lines, and with the comments close by."""
+    lines = [line.rpartition(":") if "#" in line else (line, "", "") for line in code.splitlines()]
+    return [" ".join(part.split()) for part, _, _ in lines]
+
+
+def test_stage_code_reads_like_the_model():
+    model = EveryCut(Tiny(), torch.randn(3, 4))
+    assert [n.name for n in model.traced.nodes] == ["encoder", "blocks_0", "relu", "add", "blocks_1", "mul"]
+    program = model.program((0, 3, 4))
+    assert [without_lines(stage.code) for stage in program.stages] == [
+        [
+            "def stage0(in_0):",
+            "encoder = F.linear(in_0, encoder.weight, encoder.bias) # encoder test_rewriting.py",
+            "blocks_0 = F.linear(encoder, blocks.0.weight, blocks.0.bias) # blocks.0 test_rewriting.py",
+            "relu = torch.relu(blocks_0) # test_rewriting.py",
+            "encoder_stashed = stash(encoder, 'encoder')",
+            "return relu, encoder_stashed",
+        ],
+        [
+            "def stage1(relu):",
+            "relu_copy = clone(relu)",
+            "add = relu_copy.add_(1) # test_rewriting.py",
+            "return add",
+        ],
+        [
+            "def stage2(add, encoder):",
+            "encoder_popped = pop(encoder, 'encoder')",
+            "blocks_1 = F.linear(add, blocks.1.weight, blocks.1.bias) # blocks.1 test_rewriting.py",
+            "mul = blocks_1 * encoder_popped # test_rewriting.py",
+            "return mul",
+        ],
+    ]
+
+
+def test_every_working_line_names_the_users_source_line():
+    model = EveryCut(Tiny(), torch.randn(3, 4))
+    first = Tiny.forward.__code__.co_firstlineno
+    lines = [
+        int(line.rpartition(":")[2]) - first for line in model.program((0,)).stages[0].code.splitlines() if "#" in line
+    ]
+    assert lines == [1, 2, 2, 3, 4, 5]
+
+
+def test_every_node_of_a_stage_has_its_location():
+    program = EveryCut(Tiny(), torch.randn(3, 4)).program((0, 2))
+    assert list(program.stages[0].locations) == ["encoder", "blocks_0"]
+    assert program.stages[0].locations["blocks_0"].module == "blocks.0"
+    assert "test_rewriting.py:" in program.stages[1].locations["mul"].source
+
+
+def test_a_stage_is_a_function_of_its_attributes_and_what_it_receives():
+    model = EveryCut(Tiny(), torch.randn(3, 4))
+    values = {"in_0": model.args[0]}
+    for stage in model.program((0, 1, 3, 5)).stages:
+        attributes = [model.model.get_parameter(name) for name in stage.attributes]
+        made = stage.run(*attributes, *(values[r.name] for r in stage.receives))
+        values |= dict(zip(stage.sends, made, strict=True))
+    assert torch.equal(values["mul"], model.model(model.args[0]))
+
+
+# -- what crosses ----------------------------------------------------------------------------------------------------
+
+
+class ReturnsAll(nn.Module):
+    """Outputs that are constants, inputs, parameters and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(4))
+        self.register_buffer("last", torch.zeros(4))
+
+    def forward(self, x):
+        h = self.one(x)
+        self.count += 1
+        self.last = h.detach().sum(0)
+        h = self.two(h)
+        return {"h": h, "x": x, "w": self.one.weight, "count": self.count, "none": None, "three": 3}
+
+
+def test_whoever_changes_a_buffer_hands_it_on():
+    model = EveryCut(ReturnsAll(), torch.randn(3, 4))
+    program = model.program((0, model.place("two")))
+    assert [o.value if isinstance(o, ConstantOutput) else o.source for o in program.outputs] == [
+        1,
+        PIPE_INPUT,
+        1,
+        0,
+        None,
+        3,
+    ]
+    assert program.stages[0].changed_buffers == ("count",)
+    assert program.stages[1].changed_buffers == ()
+    assert program.stages[0].assigns == ("last",)
+    assert "count" not in program.stages[1].attributes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_returned_buffer_is_that_of_the_first_micro_batch(stages):
+    model, x = ReturnsAll(), torch.randn(3, 4)
+    with fxpipe.pipeline(model, ["cpu"] * stages, 3, example_args=(x,)) as pipe:
+        output = pipe(x)
+        assert torch.equal(output["count"], torch.ones(4))
+        assert torch.equal(model.count, torch.full((4,), 3.0))
+        assert torch.equal(output["x"], x)
+        assert torch.equal(output["w"], model.one.weight)
+        assert output["none"] is None
+        assert output["three"] == 3
+        output["w"].sum().backward()
+        assert torch.equal(model.one.weight.grad, torch.ones(4, 4))
+
+
+class Assigns(nn.Module):
+    """Tensors set anew: to what a later node changes, to an input, to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        for name in ("cache", "given", "left", "right"):
+            self.register_buffer(name, torch.zeros(4))
+        self.left.fill_(1)
+
+    def forward(self, x):
+        h = self.one(x).detach()
+        self.cache = h
+        y = self.two(x) + self.left
+        h.mul_(2)
+        self.given = x
+        self.left, self.right = self.right, self.left
+        return y + h
+
+
+def test_buffers_get_what_the_model_sets_them_to():
+    x = torch.randn(4, 4)
+    model = EveryCut(Assigns(), x, chunks=1)
+    plain = Assigns()
+    plain.load_state_dict(model.model.state_dict())
+    plain(x)
+    for starts in (*model.cuts(2), *model.cuts(3)):
+        model.check(starts, 1, "1f1b")
+        program = model.program(starts)
+        assert {name for stage in program.stages for name in stage.assigns} == {"left", "right"}
+        assert set(program.left) == {"cache", "given"}  # which hold samples: those of the mini-batch
+
+
+class NotOnlyTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, flag, nothing, ids):
+        batch, width = x.shape
+        shape = (batch, 2, width // 2)
+        mask = ids > 0
+        for layer in self.layers:
+            x = layer(x) * mask[:, None]
+        x = x.view(shape)
+        if flag and nothing is None:
+            x = x.reshape(batch * 2, width // 2).reshape(shape)
+        return x.reshape(batch, -1), mask, ids
+
+
+def test_sizes_masks_and_integers_cross():
+    model = EveryCut(NotOnlyTensors(), torch.randn(4, 4), True, None, torch.tensor([0, 1, 2, 0]))
+    for starts, schedule in itertools.product(model.cuts(3), ("1f1b", "drop-in")):
+        model.check(starts, 3, schedule, "always")
+
+
+# -- where no cut may stand ------------------------------------------------------------------------------------------
+
+
+class Split(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        a, b = self.one(x).split(2, 1)
+        return a * b
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.seen += 1
+        h = self.one(x) + self.mean
+        h = h / self.seen.clone()
+        self.mean = h.detach().mean(0)
+        return torch.relu(h)
+
+
+class ReshapedBetween(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.one(x)
+        r = h.reshape(-1)
+        y = torch.relu(x)
+        h.mul_(2)
+        return y + h + r.view(-1, 4)
+
+
+def test_parts_stay_with_what_returned_them():
+    traced = EveryCut(Split(), torch.randn(3, 4)).traced
+    assert forbidden_cuts(traced) == {2: "split_0 is a part of split", 3: "split_1 is a part of split"}
+
+
+def test_nodes_that_share_a_changed_buffer_share_a_stage():
+    model = EveryCut(Counts(), torch.randn(3, 4))
+    assert len(model.traced.nodes) == 8  # add_, linear, add, clone, div, detach, mean, relu
+    first = dict.fromkeys(range(1, 4), "the buffer 'seen' is changed here and there")
+    assert model.forbidden_cuts == first | dict.fromkeys(range(4, 7), "the buffer 'mean' is read and set anew")
+
+
+def test_what_views_cannot_make_again_stays_together():
+    model = EveryCut(ReshapedBetween(), torch.randn(3, 4))
+    assert [n.name for n in model.traced.nodes][:4] == ["one", "reshape", "relu", "mul"]
+    assert model.forbidden_cuts == dict.fromkeys((2, 3), "one, reshape share memory that is changed later")
+
+
+@pytest.mark.parametrize(
+    ("model", "balance", "reason"),
+    [
+        (Split, [2, 3], "split_0 is a part of split"),
+        (Counts, [2, 6], "the buffer 'seen' is changed here and there"),
+        (Counts, [6, 2], "the buffer 'mean' is read and set anew"),
+        (ReshapedBetween, [2, 4], "one, reshape share memory that is changed later"),
+    ],
+)
+def test_a_forbidden_cut_is_refused_with_its_reason(model, balance, reason):
+    x = torch.randn(3, 4)
+    balance = [balance[0], len(trace(model(), (x,)).nodes) - balance[0]]
+    with pytest.raises(PartitionError, match="no cut can stand before") as error:
+        fxpipe.pipeline(model(), ["cpu", "cpu"], 1, example_args=(x,), balance=balance)
+    assert reason in str(error.value)
+    assert "the nearest allowed" in str(error.value)
+
+
+class Deep(nn.Module):
+    def __init__(self, depth):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+        self.depth = depth
+
+    def forward(self, x):
+        x = x * 1
+        first = x.view(-1)
+        for _ in range(self.depth):
+            x += torch.relu_((x * 1) @ self.weight).t().t()
+        return x * first.sum()
+
+
+@pytest.mark.slow
+def test_a_graph_of_thousands_of_nodes_is_cut_in_seconds():
+    traced = trace(Deep(800), (torch.randn(2, 4),))
+    assert len(traced.nodes) > 4800
+    start = time.process_time()
+    assert forbidden_cuts(traced) == {}
+    count = len(traced.nodes)
+    split_into_stages(traced, [count * k // 8 for k in range(8)], [CPU] * 8)
+    assert time.process_time() - start < 10
+
+
+# -- devices ---------------------------------------------------------------------------------------------------------
+
+
+class MakesTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.one(x)
+        h = h + torch.arange(4, device=x.device)
+        h = h + torch.zeros(4)
+        h = h + torch.ones(4, device="cpu").to("cpu").to(x.device, torch.float32).cpu()
+        h = h + torch.einsum("ij->i", torch.full((4, 2), 2.0))
+        h = h.to(device=torch.device("cpu"), dtype=torch.float64)
+        return h + h.new_zeros(4) + torch.rand(4, device=None)
+
+
+def test_devices_in_a_graph_are_those_of_the_stage():
+    model = EveryCut(MakesTensors(), torch.randn(3, 4))
+    program = split_into_stages(model.traced, (0, 1), (CPU, CUDA))
+    for name in ("arange", "zeros", "ones", "full", "seeded_rand"):
+        (node,) = nodes_of(program, 1, name)
+        assert node.kwargs["device"] == CUDA, name
+    casts = nodes_of(program, 1, "to")
+    assert len(casts) == 4
+    assert [n.args[1] for n in casts[:3]] == [CUDA] * 3
+    assert casts[1].args[2] is torch.float32
+    assert casts[3].kwargs == {"device": CUDA, "dtype": torch.float64}
+    assert not nodes_of(program, 1, "cpu")
+    (einsum,) = nodes_of(program, 1, "einsum")
+    assert einsum.args[0] == "ij->i"
+    assert nodes_of(program, 1, "new_zeros")[0].kwargs == {}
+
+
+def test_on_the_cpu_a_factory_stays_as_it_is():
+    model = EveryCut(MakesTensors(), torch.randn(3, 4))
+    assert nodes_of(model.program((0, 1)), 1, "zeros")[0].kwargs == {}
+
+
+# -- the state of the thread -----------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            h = self.one(x)
+            w = self.two.weight.t()
+            h = h @ w
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.two(x)
+            z = self.one(y)
+        return h + z
+
+
+def test_a_stage_sets_the_state_of_its_nodes_and_restores_the_callers():
+    model = EveryCut(Blocks(), torch.randn(3, 4))
+    before = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    for place in model.allowed:
+        for stage in model.program((0, place)).stages:
+            calls = [n for n in stage.run.graph.nodes if n.op == "call_function"]
+            grads = [n.args[0] for n in calls if n.target.__name__ == "set_grad"]
+            autocasts = [n.args[:2] for n in calls if n.target.__name__ == "set_autocast"]
+            assert grads in ([], [False, True])
+            assert autocasts in ([], [("cpu", True), ("cpu", False)])
+        model.check((0, place), 1, "1f1b", "always")
+    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == before
+
+
+class ParameterLeavesNoGrad(nn.Module):
+    """The view of a weight was made with gradients, and a cut stands in a block without."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        w = self.two.weight.t()
+        with torch.no_grad():
+            a = x.abs()
+            b = a * 2
+        return self.one(x) @ w + b
+
+
+def test_a_weight_that_crosses_in_a_no_grad_block_keeps_its_gradient():
+    model = EveryCut(ParameterLeavesNoGrad(), torch.randn(3, 4))
+    for starts in (*model.cuts(2), *model.cuts(3)):
+        model.check(starts, 3, "1f1b")
+
+
+# -- clones -------------------------------------------------------------------------------------------------------
+
+
+def test_a_clone_has_the_strides_of_the_value():
+    whole = torch.randn(4, 6, requires_grad=True)
+    for value in (whole, whole.t(), whole[:, :3], whole[::2, 1::2].t(), whole.unfold(1, 3, 1)):
+        copy = clone(value)
+        assert torch.equal(copy, value)
+        assert copy.stride() == value.stride()
+        assert copy.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr()
+        (gradient,) = torch.autograd.grad(copy.sum(), value)
+        assert torch.equal(gradient, torch.ones_like(value))
+    assert torch.equal(clone(whole[:, :1].expand(4, 6)), whole[:, :1].expand(4, 6))

@@ -1,0 +1,226 @@
+"""Skips: found for the values that skip a stage and for no others, sent once, straight, and freed after use."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from helpers.every_cut import EveryCut
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fxpipe
+from fxpipe.rewriting import PIPE_INPUT
+from fxpipe.rewriting.portals import pop, stash
+from fxpipe.runtime.exchange import Exchange
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling.actions import Action, ActionKind
+
+
+class Net(nn.Module):
+    """A U-Net of linear layers: what goes down comes up again, and a mask is used all along."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(4, 4) for _ in range(depth))
+
+    def forward(self, x):
+        mask, skips = x > 0, []
+        for layer in self.down:
+            x = layer(x) * mask
+            skips.append(x)
+            x = torch.relu(x)
+        for layer in self.up:
+            x = layer(x) + skips.pop() * mask
+        return x
+
+
+class Line(nn.Module):
+    """Nothing skips."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def skips_of(traced, starts):
+    """Read off the graph: name, stage that makes it, stage that uses it. (For graphs without in-place operations.)"""
+    stage = {n: sum(s <= place for s in starts) - 1 for place, n in enumerate(traced.nodes)}
+    uses = {(n.name, stage[n], stage[user]) for n in traced.nodes for user in n.users if user in stage}
+    return {use for use in uses if use[2] - use[1] > 1}
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_skips_are_the_values_whose_user_is_not_in_the_next_stage(stages):
+    model = EveryCut(Net(), torch.randn(4, 4))
+    found = 0
+    for starts in model.cuts(stages, every=1 if stages < 4 else 17):
+        program = model.program(starts)
+        skips = [(s.name, s.source, s.target) for s in program.skips]
+        assert len(skips) == len(set(skips))
+        assert set(skips) == skips_of(model.traced, starts)
+        found += len(skips)
+    assert (found > 0) == (stages > 2)
+
+
+def test_what_goes_to_the_next_stage_only_is_no_skip():
+    model = EveryCut(Line(), torch.randn(4, 4))
+    assert model.program((0, 1, 2, 3, 4, 5)).skips == ()
+
+
+def test_inputs_come_from_the_caller_and_not_through_stages():
+    model = EveryCut(Net(), torch.randn(4, 4))
+    program = model.program((0, 1, 3, 9))
+    assert [r.source for stage in program.stages for r in stage.receives if r.name == "in_0"] == [
+        PIPE_INPUT,
+        PIPE_INPUT,
+    ]
+    assert "in_0" not in {skip.name for skip in program.skips}
+
+
+def test_the_maker_stashes_and_every_user_pops():
+    model = EveryCut(Net(), torch.randn(4, 4))
+    for starts in model.cuts(4, every=13):
+        program = model.program(starts)
+        for j, stage in enumerate(program.stages):
+            nodes = stage.run.graph.nodes
+            ends = {f: sorted(n.args[1] for n in nodes if n.target is f) for f in (stash, pop)}
+            assert ends[stash] == sorted({s.name for s in program.skips if s.source == j})
+            assert ends[pop] == sorted(s.name for s in program.skips if s.target == j)
+
+
+def test_a_value_is_received_from_its_maker_or_who_changed_it_last():
+    class Changed(nn.Module):
+        def forward(self, x):
+            h = x * 1
+            a = torch.sin(x)
+            h[:, 0] = 1
+            b = torch.cos(a)
+            h[:, 1] = 2
+            return h + b
+
+    model = EveryCut(Changed(), torch.randn(4, 4, requires_grad=True))
+    program = model.program((0, 1, 3, 5))
+    received = {(j, r.name): r.source for j, stage in enumerate(program.stages) for r in stage.receives}
+    names = [n.name for n in model.traced.nodes]
+    assert received[2, names[1]] == 1
+    assert received[1, names[0]] == 0
+    assert received[2, names[0]] == 1, "stage 1 has changed it"
+    assert received[3, names[0]] == 2, "stage 2 has changed it"
+    assert program.skips == ()
+
+
+# -- in a step -------------------------------------------------------------------------------------------------------
+
+
+def cut_in_four(model, x, **options):
+    count = len(fxpipe.trace(model, (x,)).nodes)
+    balance = [3, 3, 3, count - 9]
+    return fxpipe.pipeline(model, ["cpu"] * 4, 3, example_args=(x,), balance=balance, **options)
+
+
+def test_the_plan_lists_the_portals():
+    x = torch.randn(6, 4)
+    with cut_in_four(Net(), x) as pipe:
+        program = pipe._fxpipe.first.program
+        assert pipe.plan.portals
+        assert [(p.name, p.source, p.target) for p in pipe.plan.portals] == [
+            (s.name, s.source, s.target) for s in program.skips
+        ]
+        for portal in pipe.plan.portals:
+            size = 1 if "gt" in portal.name else 4
+            assert portal.bytes == 2 * 4 * size, f"{portal.name}: 2 samples of 4"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_each_value_crosses_once_for_a_micro_batch_and_user(monkeypatch, schedule, checkpoint):
+    x, taken = torch.randn(6, 4), Counter()
+    take = Exchange.take
+
+    def counting(self, user, link, i):
+        taken[user, link.value.name, i] += 1
+        return take(self, user, link, i)
+
+    with cut_in_four(Net(), x, schedule=schedule, checkpoint=checkpoint) as pipe:
+        program = pipe._fxpipe.first.program
+        monkeypatch.setattr(Exchange, "take", counting)
+        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+    rows = [*(stage.receives for stage in program.stages), program.outputs]
+    assert taken == Counter((user, r.name, i) for user, row in enumerate(rows) for r in row for i in range(3))
+
+
+def watch(monkeypatch):
+    crossed, gone = {}, {}
+    take, perform = Exchange.take, Step.perform
+
+    def watched_take(self, user, link, i):
+        value = take(self, user, link, i)
+        if link.value.source != PIPE_INPUT:
+            crossed[user, link.value.name, i] = StorageWeakRef(value.value.untyped_storage())
+        return value
+
+    def watched_perform(self, action):
+        perform(self, action)
+        gone[action] = {key for key, storage in crossed.items() if storage.expired()}
+
+    monkeypatch.setattr(Exchange, "take", watched_take)
+    monkeypatch.setattr(Step, "perform", watched_perform)
+    return crossed, gone
+
+
+class Once(nn.Module):
+    """`skip` is saved by nobody and used once, two stages later."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        skip = self.one(x)
+        h = self.two(x)
+        h = torch.relu(h)
+        return self.three(h) + skip
+
+
+def cut_once(**options):
+    x = torch.randn(6, 4)
+    return x, fxpipe.pipeline(Once(), ["cpu"] * 3, 3, example_args=(x,), balance=[1, 2, 2], **options)
+
+
+def test_a_portal_is_freed_when_its_user_has_run(monkeypatch):
+    x, pipe = cut_once()
+    with pipe:
+        assert [(s.name, s.source, s.target) for s in pipe._fxpipe.first.program.skips] == [("one", 0, 2)]
+        crossed, gone = watch(monkeypatch)
+        with torch.no_grad():
+            pipe(x)
+        for i in range(3):
+            assert (2, "one", i) in gone[Action(ActionKind.FORWARD, 2, i)]
+        assert len(crossed) == 9  # one, relu and the output, three times
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_in_training_it_is_freed_with_the_backward_of_its_user(monkeypatch, checkpoint):
+    x, pipe = cut_once(checkpoint=checkpoint)
+    with pipe:
+        crossed, gone = watch(monkeypatch)
+        pipe.forward_backward(x, loss_fn=lambda y: y.square().mean())
+        for i in range(3):
+            assert (2, "one", i) in gone[Action(ActionKind.BACKWARD, 2, i)]
+        assert all(storage.expired() for storage in crossed.values()), "the step has left values behind"
+
+
+def test_a_drop_in_that_nobody_differentiates_frees_its_values(monkeypatch):
+    x, pipe = cut_once()
+    with pipe:
+        crossed, _ = watch(monkeypatch)
+        output = pipe(x)
+        assert any(not storage.expired() for storage in crossed.values())
+        del output
+        assert all(storage.expired() for storage in crossed.values())

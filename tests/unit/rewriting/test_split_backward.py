@@ -1,0 +1,669 @@
+"""Backward in two, B of inputs and W of weights: the same bits as in one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import weakref
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.every_cut import EveryCut, loss_of
+from helpers.kernels import Ops
+from helpers.models import BY_NAME
+from helpers.oracle import closing, draw_seed, train_step
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fxpipe.rewriting import forbidden_cuts
+from fxpipe.rewriting.program import WeightGradientTape
+from fxpipe.rewriting.split_backward import split_stage_backward
+from fxpipe.rewriting.weight_gradients import (
+    ADDMM,
+    BMM,
+    LINEAR,
+    MATMUL,
+    convolution_kind,
+    split_embedding,
+    split_node,
+)
+from fxpipe.runtime import BoundProgram, Engine, InterleavedExecutor, ThreadedExecutor, wire_program
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling import CHECKPOINTS, make_schedule, parse_schedule
+from fxpipe.scheduling.actions import Action, ActionKind, Schedule
+from fxpipe.tracing import trace
+
+CPU = torch.device("cpu")
+
+
+def with_weights(schedule: Schedule, late: int = 1, stages: set[int] | None = None) -> Schedule:
+    """The schedule with W for `stages`, each `late` micro-batches behind its B."""
+    rows = []
+    for row in schedule.rows:
+        found: list[Action] = []
+        waiting: list[Action] = []
+        for action in row:
+            found.append(action)
+            if action.kind is ActionKind.BACKWARD and (stages is None or action.stage in stages):
+                waiting.append(Action(ActionKind.WEIGHT, action.stage, action.micro_batch))
+                found += [waiting.pop(0) for _ in range(len(waiting) - late)]
+        rows.append((*found, *waiting))
+    return Schedule(schedule.name, schedule.stages, schedule.micro_batches, tuple(rows))
+
+
+class EverySplit(EveryCut):
+    """Runs every schedule with W."""
+
+    stages: set[int] | None = None
+    late = 1
+
+    def schedule(self, name, stages, m, checkpoint):
+        return with_weights(super().schedule(name, stages, m, checkpoint), self.late, self.stages)
+
+    def split_parameters(self, *starts):
+        """By stage, the parameters that W computes the gradients of."""
+        return [set(split_stage_backward(stage).split_parameters) for stage in self.program((0, *starts)).stages]
+
+
+# -- one node ----------------------------------------------------------------------------------------------------------
+
+
+def _gradients(function, x, weights):
+    """Output and gradients of one node that has neighbours; of the plain node, and split."""
+    inputs = x * 1 if x.requires_grad else x
+    y = function(inputs, *weights)
+    upstream = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).reshape(y.shape).to(y.dtype)
+    return y, upstream
+
+
+def _assert_node(kind, plain, x, w, b=None, options=(), casts=False):
+    """Forward, gradient of x and of weights: the same bits and the same strides."""
+    leaves = [t for t in (x, w, b) if t is not None and t.requires_grad]
+    y, upstream = _gradients(plain, x, [w] if b is None else [w, b])
+    want = torch.autograd.grad(y, leaves, upstream)
+
+    tape = WeightGradientTape()
+    node = split_node(kind, ("w", None if b is None else "b"), casts)
+    have_y, _ = _gradients(lambda *args: node(tape, *args, *options), x, [w, b])
+    asked = [t for t in (x,) if t.requires_grad]
+    found = torch.autograd.grad(have_y, [*asked, *tape.edges], upstream)
+    tape.arrived(found[len(asked) :])
+    named = dict(tape.weight_gradients())
+    have = [
+        *found[: len(asked)],
+        *(named[name] for name, t in (("w", w), ("b", b)) if t is not None and t.requires_grad),
+    ]
+
+    assert torch.equal(have_y, y)
+    assert have_y.stride() == y.stride()
+    for h, g in zip(have, want, strict=True):
+        assert h.dtype == g.dtype
+        assert torch.equal(h, g)
+        assert _steps(h) == _steps(g)
+
+
+def _steps(tensor):
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _tensor(*shape, dtype=torch.float32, grad=True):
+    return (
+        torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float64).to(dtype).requires_grad_(grad)
+    )
+
+
+LAYOUTS = {
+    "vector": lambda k, **o: _tensor(k, **o),
+    "matrix": lambda k, **o: _tensor(5, k, **o),
+    "dense": lambda k, **o: _tensor(3, 5, k, **o),
+    "four": lambda k, **o: _tensor(2, 3, 5, k, **o),
+    "column": lambda k, **o: _tensor(k, 5, **o).detach().t().requires_grad_(o.get("grad", True)),
+    "gaps": lambda k, **o: _tensor(3, 5, 2 * k, **o).detach()[..., ::2].requires_grad_(o.get("grad", True)),
+    "slice": lambda k, **o: _tensor(3, 5, 2 * k, **o).detach()[..., :k].requires_grad_(o.get("grad", True)),
+    "transposed": lambda k, **o: _tensor(3, k, 5, **o).detach().mT.requires_grad_(o.get("grad", True)),
+    "expanded": lambda k, **o: _tensor(1, 5, k, **o).detach().expand(3, 5, k).requires_grad_(o.get("grad", True)),
+    "empty": lambda k, **o: _tensor(0, 5, k, **o),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products(layout, dtype):
+    for grad in (True, False):
+        x = LAYOUTS[layout](6, dtype=dtype, grad=grad)
+        for w in (_tensor(4, 6, dtype=dtype), _tensor(6, 4, dtype=dtype).detach().t().requires_grad_()):
+            _assert_node(LINEAR, F.linear, x, w)
+            _assert_node(LINEAR, F.linear, x, w, _tensor(4, dtype=dtype))
+            _assert_node(LINEAR, F.linear, x, w, _tensor(4, dtype=dtype, grad=False))
+            _assert_node(MATMUL, torch.matmul, x, w.detach().t().requires_grad_())
+            frozen = w.detach()
+            _assert_node(LINEAR, F.linear, x, frozen, _tensor(4, dtype=dtype))
+        w = _tensor(6, 4, dtype=dtype)
+        if x.dim() == 2:
+            _assert_node(ADDMM, lambda x, w, b: torch.addmm(b, x, w), x, w, _tensor(4, dtype=dtype))
+        if x.dim() == 3:
+            _assert_node(BMM, torch.bmm, x, _tensor(x.shape[0], 6, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 1, 5), (7, 5, 1), (1, 6, 9), (33, 64, 96)])
+def test_products_of_every_size(sizes):
+    n, k, out = sizes
+    for x in (_tensor(n, k), _tensor(2, n, k), _tensor(k, n, 2).detach().transpose(0, 2).requires_grad_()):
+        _assert_node(LINEAR, F.linear, x, _tensor(out, k), _tensor(out))
+        _assert_node(MATMUL, torch.matmul, x, _tensor(k, out))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolutions(dims, transposed, dtype):
+    names = ("conv_transpose" if transposed else "conv") + f"{dims}d"
+    function = getattr(F, names)
+    kind = convolution_kind(function, dims, transposed)
+
+    def plain(stride, padding, dilation, output_padding, groups):
+        more = (
+            (stride, padding, output_padding, groups, dilation) if transposed else (stride, padding, dilation, groups)
+        )
+        return lambda x, w, b=None: function(x, w, b, *more)
+
+    for batch, stride, padding, dilation, groups in ((4, 1, 0, 1, 1), (3, 2, 1, 1, 2), (1, 1, 2, 2, 1)):
+        size = [stride] * dims, [padding] * dims, [dilation] * dims, [0] * dims, groups
+        w = _tensor(4, 4 // groups, *[3] * dims, dtype=dtype)
+        shape = (batch, 4, *[9, 8, 7][:dims])
+        b = _tensor(4 // groups * groups, dtype=dtype)
+        xs = [_tensor(*shape, dtype=dtype), _tensor(*shape, dtype=dtype, grad=False), _tensor(*shape[1:], dtype=dtype)]
+        xs.append(_tensor(*shape, dtype=dtype).detach().transpose(-1, 1).contiguous().transpose(-1, 1).requires_grad_())
+        if dims == 2:
+            last = torch.channels_last
+            xs.append(_tensor(*shape, dtype=dtype).detach().to(memory_format=last).requires_grad_())
+        for x in xs:
+            _assert_node(kind, plain(*size), x, w, b, size)
+            _assert_node(kind, plain(*size), x, w, None, size)
+        if dims == 2:
+            _assert_node(kind, plain(*size), xs[-1], w.detach().to(memory_format=last).requires_grad_(), b, size)
+
+
+def test_casts_of_autocast():
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        for layout in ("vector", "matrix", "dense", "transposed"):
+            for grad in (True, False):
+                x = LAYOUTS[layout](6, grad=grad)
+                _assert_node(LINEAR, F.linear, x, _tensor(4, 6), _tensor(4), casts=True)
+                _assert_node(MATMUL, torch.matmul, x, _tensor(6, 4), casts=True)
+        size = [1, 1], [0, 0], [1, 1], [0, 0], 1
+        _assert_node(
+            convolution_kind(F.conv2d, 2, False),
+            F.conv2d,
+            _tensor(2, 3, 5, 5),
+            _tensor(4, 3, 3, 3),
+            _tensor(4),
+            size,
+            True,
+        )
+        _assert_node(
+            LINEAR, F.linear, _tensor(3, 6, dtype=torch.float64), _tensor(4, 6, dtype=torch.float64), casts=True
+        )
+
+
+def test_what_b_frees_and_what_w_frees():
+    """Between B and W the tape holds the inputs of split nodes and the gradients of their outputs, nothing else."""
+
+    class Saved:
+        pass
+
+    x, w = _tensor(5, 6), _tensor(4, 6)
+    tape = WeightGradientTape()
+    hidden = x.exp()
+    y = split_node(LINEAR, ("w", None), False)(tape, hidden, w)
+    z = y.sin()
+    graph, kept = Saved(), weakref.ref(hidden)
+    hidden.grad_fn.metadata["graph"] = graph
+    z.grad_fn.metadata["graph"] = graph
+    alive = weakref.ref(graph)
+    del graph
+    found = torch.autograd.grad(z, [x, *tape.edges], torch.ones_like(z))
+    tape.arrived(found[1:])
+    del hidden, y, z, found
+    assert alive() is None
+    assert kept() is None  # what is on the tape is a detached one
+    assert len(tape.uses) == len(tape.gradients) == 1
+    assert [name for name, _ in tape.weight_gradients()] == ["w"]
+    assert not tape.uses
+    assert not tape.gradients
+
+
+def test_an_input_changed_in_place_is_refused():
+    x, w = _tensor(5, 6), _tensor(4, 6)
+    tape = WeightGradientTape()
+    hidden = x * 1
+    y = split_node(LINEAR, ("w", None), False)(tape, hidden, w)
+    hidden.add_(1)
+    tape.arrived(torch.autograd.grad(y.sum(), tape.edges))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: the input that w was applied to"):
+        list(tape.weight_gradients())
+
+
+def test_sparse_gradients_of_an_embedding():
+    w, ids = _tensor(7, 4), torch.tensor([[1, 5, 1], [0, 2, 5]])
+    look_up = split_embedding(F.embedding, "w", 1)
+    for options in ({"sparse": True}, {"padding_idx": 5}, {"scale_grad_by_freq": True}):
+        tape = WeightGradientTape()
+        y = look_up(tape, ids, w, **options)
+        z = split_node(LINEAR, ("w", None), False)(tape, y, w)
+        tape.arrived(torch.autograd.grad(z.square().sum(), tape.edges))
+        ((_, have),) = tape.weight_gradients()
+        (want,) = torch.autograd.grad(F.linear(F.embedding(ids, w, **options), w).square().sum(), [w])
+        assert torch.equal(have.to_dense(), want.to_dense())
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+class Uses(nn.Module):
+    """Every kind of node, and every kind of parameter that stays with B."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.first, self.again, self.frozen = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.only_bias = nn.Linear(6, 6)
+        self.only_bias.weight.requires_grad_(False)
+        self.right, self.turned, self.mixed, self.bias = (
+            nn.Parameter(torch.randn(*size) * 0.3) for size in ((6, 6), (5, 6), (6, 6), (6,))
+        )
+        self.narrow = nn.Conv1d(6, 6, 3, padding="same", groups=2)
+        self.wide = nn.ConvTranspose1d(6, 6, 3, padding=1)
+        self.whitened = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+        self.norm, self.lstm = nn.LayerNorm(6), nn.LSTM(6, 6, batch_first=True)
+        self.unused = nn.Linear(6, 6)
+
+    def forward(self, x, ids):
+        y = F.relu_(self.first(x)) + self.tokens(ids)
+        y = y + F.relu_(self.again(y))
+        y = self.again(y) + self.again(y.roll(1, 1)) @ self.right
+        y = y + torch.addmm(self.bias, y.flatten(0, 1), self.right).view_as(y) + self.frozen(y) + self.only_bias(y)
+        with torch.no_grad():
+            scale = self.first(y).mean()
+        y = y * (1 + 0.01 * scale) + (y @ self.turned.t() @ self.turned)
+        y = y + F.linear(y, self.mixed) * self.mixed.mean()
+        self.unused(y)
+        y = y + self.wide(self.narrow(y.transpose(1, 2))).transpose(1, 2)
+        y = self.lstm(self.norm(self.whitened(y.transpose(0, 1)).transpose(0, 1)))[0]
+        return F.linear(y, self.tokens.weight)
+
+
+@pytest.fixture(scope="module")
+def uses():
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    return EverySplit(Uses(), torch.randn(7, 4, 6), torch.randint(0, 11, (7, 4)))
+
+
+WEIGHED = (
+    "first.weight first.bias again.weight again.bias frozen.weight frozen.bias only_bias.weight only_bias.bias "
+    "right turned bias narrow.weight narrow.bias wide.weight wide.bias tokens.weight unused.weight unused.bias".split()
+)
+
+
+def test_which_parameters_are_left_to_w(uses):
+    (found,) = uses.weighed()
+    assert found == set(WEIGHED)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_every_use_as_the_plain_model(uses, schedule, checkpoint):
+    for stages, every in ((1, 1), (2, 6), (3, 197)):
+        for k, starts in enumerate(uses.cuts(stages, every)):
+            uses.late = k % 4
+            uses.check(starts, 3, schedule, checkpoint, seed=k)
+
+
+def test_transposed_weights_whose_sum_has_another_order_stay_with_b():
+    class Turned(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.w, self.function = nn.Parameter(torch.randn(6, 6) * 0.4), function
+
+        def forward(self, x):
+            return self.function(x, self.w)
+
+    def shared(x, w):
+        turned = w.t()
+        return (x @ turned).tanh() @ turned
+
+    for function, names in (
+        (lambda x, w: (x @ w.t()).tanh() @ w, {"w"}),
+        (lambda x, w: F.linear((x @ w.T).tanh(), w.transpose(0, 1)), {"w"}),
+        (lambda x, w: F.linear((x @ w.mT).tanh() @ w, w), set()),
+        (shared, set()),
+        (lambda x, w: (x @ w.t()).tanh() @ w + w.mean(), set()),
+    ):
+        every = EverySplit(Turned(function), torch.randn(6, 6))
+        assert every.weighed() == [names]
+        every.check((0,), 3, "1f1b")
+
+
+def test_names_of_nodes_stay(uses):
+    for stage in uses.program((0, 9)).stages:
+        split = split_stage_backward(stage)
+        names = [[n.name for n in s.run.graph.nodes] for s in (stage, split)]
+        assert [n for n in names[0] if n not in ("t",)] == [n for n in names[1] if n != "tape"]
+        assert split_stage_backward(dataclasses.replace(stage, changed_buffers=stage.attributes)).run is stage.run
+
+
+def test_some_stages_have_w(uses):
+    (starts,) = uses.cuts(3, 10**6)
+    for stages in ({0}, {1}, {2}, {0, 2}):
+        uses.stages = stages
+        try:
+            uses.check(starts, 3, "1f1b")
+        finally:
+            uses.stages = None
+
+
+def _train(every, starts, chunks, driver, steps=3, with_w=True, checkpoint="never"):
+    """Losses, and the model after some steps of an optimizer."""
+    program, traced, model = every.program(starts), every.traced, copy.deepcopy(every.model)
+    engine = Engine(model, driver)
+    assembly = BoundProgram(
+        program,
+        wire_program(program),
+        (CPU,) * len(program.stages),
+        traced.in_dims,
+        traced.out_dims,
+        traced.out_spec,
+        traced.state,
+        traced.constants,
+    )
+    schedule = make_schedule("1f1b", len(starts), min(chunks, every.batch), checkpoint)
+    schedule = with_weights(schedule) if with_w else schedule
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(3)
+    losses = []
+    for _ in range(steps):
+        leaves = pytree.tree_leaves((every.args, {}))
+        losses.append(engine.forward_backward(assembly, leaves, every.batch, schedule, loss_of, (), "mean")[0])
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
+
+
+def _assert_equal(have, want, what):
+    assert list(have) == list(want)
+    for name, value in want.items():
+        assert torch.equal(have[name], value), f"{what}: {name} differs"
+
+
+def _train_plain(every, chunks, steps=3):
+    model = copy.deepcopy(every.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(3)
+    losses = []
+    for _ in range(steps):
+        seed = draw_seed(every._is_random())
+        options = {"chunks": chunks, "order": "1f1b", "seed": seed, "batch": every.batch}
+        losses.append(train_step(model, every.args, {}, (), loss_of, **options))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"loss {k}": loss for k, loss in enumerate(losses)} | dict(model.state_dict())
+
+
+def _thirds(every):
+    places = every.allowed
+    return 0, places[len(places) // 3], places[2 * len(places) // 3]
+
+
+@pytest.mark.parametrize("name", ["unet", "resnet", "gpt"])
+def test_steps_of_models(name):
+    every = EverySplit(BY_NAME[name].make(), *BY_NAME[name].inputs(6)[0])
+    starts = _thirds(every)
+    want = _train(every, starts, 4, InterleavedExecutor(0), with_w=False)
+    if name != "gpt":  # whose tied weight is summed stage by stage
+        plain = _train_plain(every, 4)
+        for key in every.model.state_dict():
+            assert torch.equal(plain[key], want[key]), key
+    assert all(every.weighed(*starts[1:]))
+    _assert_equal(_train(every, starts, 4, InterleavedExecutor(1)), want, "W")
+    _assert_equal(_train(every, starts, 4, InterleavedExecutor(2), checkpoint="always"), want, "W after R")
+    with closing(ThreadedExecutor([CPU] * 3, jitter=1)) as workers:
+        _assert_equal(_train(every, starts, 4, workers), want, "W in threads")
+
+
+def test_t5_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+    )
+
+    class Logits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.t5 = transformers.T5ForConditionalGeneration(config)
+
+        def forward(self, ids, decoder_ids):
+            return self.t5(input_ids=ids, decoder_input_ids=decoder_ids, use_cache=False).logits
+
+    ids = torch.randint(1, 50, (6, 5))
+    every = EverySplit(Logits(), ids, ids[:, :4])
+    assert "t5.shared.weight" in every.weighed()[0]
+    one = _train(every, (0,), 3, InterleavedExecutor(0), steps=2)
+    plain = _train_plain(every, 3, steps=2)
+    for name in every.model.state_dict():
+        assert torch.equal(one[name], plain[name]), name
+    want = _train(every, _thirds(every), 3, InterleavedExecutor(0), steps=2, with_w=False)
+    _assert_equal(_train(every, _thirds(every), 3, InterleavedExecutor(1), steps=2), want, "W")
+
+
+def test_a_written_table():
+    """W fills what is left: on stage 0 it comes late and in bunches, on stage 1 right behind B."""
+    table = """
+        0F0 0F1 0F2 0B0 0F3 0B1 0W0 0B2 0W1 0B3 0W2 0W3
+        1F0 1F1 1B0 1F2 1B1 1W0 1F3 1B2 1W1 1B3 1W2 1W3
+    """
+    every = EverySplit(BY_NAME["unet"].make(), *BY_NAME["unet"].inputs(6)[0])
+    every.schedule = lambda name, stages, m, checkpoint: parse_schedule(table)
+    for seed in range(3):
+        every.check((0, every.allowed[5]), 4, "1f1b", seed=seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    model = Uses()
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        every = EverySplit(model, torch.randn(6, 4, 6), torch.randint(0, 11, (6, 4)))
+        want = every._have(every.program((0,)), 3, "1f1b", "never", 0)
+        for starts in ((0,), _thirds(every)):
+            assert any(every.weighed(*starts[1:]))
+            every.check(starts, 3, "1f1b")
+            every.check(starts, 3, "1f1b", "always")
+    assert want.gradients["first.weight"].dtype == torch.float32
+
+
+def test_half_and_double_and_channels_last():
+    for dtype in (torch.bfloat16, torch.float64):
+        every = EverySplit(BY_NAME["unet"].make().to(dtype), torch.randn(6, 3, 16, 16, dtype=dtype))
+        every.check(_thirds(every), 3, "1f1b")
+    x = torch.randn(6, 3, 16, 16).to(memory_format=torch.channels_last)
+    every = EverySplit(BY_NAME["unet"].make().to(memory_format=torch.channels_last), x)
+    every.check(_thirds(every), 3, "1f1b")
+
+
+def test_complex():
+    class Complex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = (nn.Linear(6, 6, dtype=torch.complex64) for _ in range(2))
+            self.conv = nn.Conv1d(4, 4, 3, padding=1, dtype=torch.complex64)  # made of three real ones: stays with B
+
+        def forward(self, x):
+            return torch.view_as_real(self.outer(self.conv(self.inner(torch.complex(x, x.sin())).tanh())))
+
+    every = EverySplit(Complex(), torch.randn(6, 4, 6))
+    assert every.weighed()[0] == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
+    for starts in ((0,), _thirds(every)):
+        every.check(starts, 3, "1f1b")
+
+
+def test_inputs_that_require_grad():
+    every = EverySplit(BY_NAME["gpt"].make().blocks[0], torch.randn(6, 5, 16, requires_grad=True))
+    for starts in ((0,), _thirds(every)):
+        every.check(starts, 3, "1f1b")
+
+
+def test_outputs_and_branches_that_no_gradient_reaches():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.cut, self.join = (nn.Linear(6, 6) for _ in range(4))
+
+        def forward(self, x):
+            a, b = self.left(x).split(3, -1)
+            with torch.no_grad():
+                gate = self.right(x)
+            return self.join(torch.cat([a, b.detach()], -1) * gate), self.cut(x).detach()
+
+    every = EverySplit(Branches(), torch.randn(6, 6))
+    for starts in ((0,), *every.cuts(2)):
+        every.check(starts, 3, "1f1b")
+    assert every._have(every.program((0,)), 3, "1f1b", "never", 0).gradients["cut.weight"] is None
+
+
+def test_a_graph_of_export():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.inner = nn.Embedding(5, 6), nn.Linear(6, 6)
+            self.matrix, self.bias = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+            self.conv, self.wide = nn.Conv1d(6, 6, 3), nn.ConvTranspose2d(6, 6, 3)
+
+        def forward(self, ids):
+            x = self.inner(self.tokens(ids)) @ self.matrix
+            x = torch.addmm(self.bias, x.flatten(0, 1), self.matrix).view_as(x) + x @ self.inner.weight.t()
+            return self.wide(self.conv(x.mT).unsqueeze(-1))
+
+    every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
+    every.traced = trace(every.model, every.args, chunks=3, tracer="export")
+    every.forbidden_cuts = forbidden_cuts(every.traced)
+    assert every.weighed()[0] == {name for name, _ in every.model.named_parameters()}
+    for starts in ((0,), _thirds(every)):
+        every.check(starts, 3, "1f1b")
+
+
+def test_frozen_after_planning():
+    every = EverySplit(
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(6, 6)
+    )
+    for frozen in (["2.weight"], ["0.weight", "0.bias", "2.weight"], ["4.bias", "4.weight"], ["2.bias", "0.bias"]):
+        for name, parameter in every.model.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        every._wanted.clear()
+        for starts in ((0,), (0, 2), (0, 1, 3)):
+            every.check(starts, 3, "1f1b")
+
+
+# -- who does what -----------------------------------------------------------------------------------------------------
+
+
+def _counted(every, starts, monkeypatch):
+    """What each kind of action has run, in one micro-batch."""
+    counts = {kind: Counter() for kind in ActionKind}
+    perform = Step.perform
+
+    def counting(step, action):
+        with Ops(counts[action.kind]):
+            perform(step, action)
+
+    monkeypatch.setattr(Step, "perform", counting)
+    every._have(every.program(starts), 1, "1f1b", "never", 0)
+    monkeypatch.undo()
+    return counts
+
+
+def test_w_carries_the_weights(monkeypatch):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens, self.first, self.second = nn.Embedding(11, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+            self.conv1, self.conv2 = nn.Conv1d(6, 6, 3), nn.Conv1d(6, 6, 3)
+
+        def forward(self, ids):
+            x = self.second(F.gelu(self.first(self.tokens(ids))))
+            return self.conv2(self.conv1(x.mT))
+
+    every = EverySplit(Model(), torch.randint(0, 11, (6, 9)))
+    for starts in ((0,), (0, 3)):
+        counts = _counted(every, starts, monkeypatch)
+        assert counts[ActionKind.BACKWARD] == {"mm": 2, "conv x": 2, "conv w": 0}
+        assert counts[ActionKind.WEIGHT] == {"mm": 2, "conv x": 0, "conv w": 2, "embedding_dense_backward": 1}
+        assert counts[ActionKind.FORWARD] == {}  # nothing is computed twice: here linear is addmm
+
+
+def test_b_of_the_first_stage_has_only_edges(monkeypatch):
+    every = EverySplit(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)), torch.randn(6, 6))
+    counts = _counted(every, (0, 1), monkeypatch)
+    assert counts[ActionKind.BACKWARD] == {"mm": 2}
+    assert counts[ActionKind.WEIGHT] == {"mm": 3}
+
+
+def test_nothing_is_left_of_a_step(monkeypatch):
+    """No tape outlives its W, and none is made by a forward that will be run again."""
+    every = EverySplit(BY_NAME["gpt"].make(), *BY_NAME["gpt"].inputs(6)[0])
+    steps, tapes = [], []
+
+    class Watching(InterleavedExecutor):
+        def drive(self, step, rows):
+            steps.append(step)
+            super().drive(step, rows)
+
+    def made(**options):
+        tapes.append(WeightGradientTape(**options))
+        return tapes[-1]
+
+    monkeypatch.setattr("fxpipe.runtime.stage_instance.WeightGradientTape", made)
+    _train(every, _thirds(every), 3, Watching(0), steps=1, checkpoint="always")
+    (step,) = steps
+    assert (step.tapes, step.pending, step.saved) == ({}, {}, {})
+    assert len(tapes) == 3 * 3
+    assert all((tape.uses, tape.edges, tape.gradients) == ([], [], []) for tape in tapes)
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+class Spoils(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = torch.tanh(self.inner(x)) * 2
+        y = self.outer(hidden)
+        hidden.add_(1)
+        return y + hidden
+
+
+def test_a_failure_in_w_is_noted():
+    x = torch.randn(6, 6)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Spoils()(x).sum().backward()
+    every = EverySplit(Spoils(), x)
+    for driver in (InterleavedExecutor(0), ThreadedExecutor([CPU])):
+        with closing(driver), pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            _train(every, (0,), 3, driver)
+        assert caught.value.__notes__ == ["fxpipe: stage 0 of 1 on cpu, micro-batch 0, backward of weights"]
+
+
+def test_a_failure_of_a_split_node_names_it():
+    every = EverySplit(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), torch.randn(6, 6))
+    every.model[2].weight = nn.Parameter(torch.randn(6, 5))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        _train(every, (0, 1), 3, InterleavedExecutor(0))
+    (note,) = caught.value.__notes__
+    assert note.startswith("fxpipe: stage 1 of 2 on cpu, micro-batch 0, forward, node")
+    assert ", module 2 (" in note

@@ -1,0 +1,79 @@
+"""The tensors of the model in a step: found by name, anew in each step, each module once."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.bound_program import ModelTensors
+
+
+class Counting(nn.Module):
+    """Asked for a module, it makes a note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.asked: Counter[str] = Counter()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        self.asked[target] += 1
+        return super().get_submodule(target)
+
+
+def loss(pipe: Any, x: torch.Tensor) -> torch.Tensor:
+    return pipe.forward_backward(x, target=torch.zeros_like(x), loss_fn=F.mse_loss)
+
+
+def test_a_step_finds_each_module_once() -> None:
+    """The way to a module takes 0.1 ms, and there are hundreds of tensors, looked up for every micro-batch."""
+    model, x = Counting(), torch.randn(8, 4)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))) as pipe:
+        loss(pipe, x)  # verifies the loss beside
+        for run in (loss, lambda pipe, x: pipe(x).sum().backward()):
+            model.asked.clear()
+            run(pipe, x)
+            assert model.asked == {"body": 1}, "and `body` for its modules"
+
+
+@pytest.mark.parametrize("replaced", ["parameter", "module"])
+def test_what_was_replaced_between_steps_is_followed(replaced: str) -> None:
+    """Under the same name another object, as `load_state_dict(assign=True)` leaves it, or a module like the old one."""
+    model, x = Counting().eval(), torch.randn(8, 4)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], 4, example_args=(x,))) as pipe:
+        loss(pipe, x)
+        old = model.body[2]
+        if replaced == "parameter":
+            old.weight = nn.Parameter(torch.randn(4, 4))
+        else:
+            model.body[2] = nn.Linear(4, 4)
+        plain = copy.deepcopy(model)
+        for each in (model, plain):
+            each.zero_grad()
+        torch.testing.assert_close(loss(pipe, x), F.mse_loss(plain(x), torch.zeros_like(x)))
+        F.mse_loss(plain(x), torch.zeros_like(x)).backward()
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+        assert pipe.model.body[2].weight.grad is not None
+
+
+def test_a_tensor_that_is_set_is_set_where_it_was_found() -> None:
+    model = Counting()
+    tensors = ModelTensors(model, {"table": torch.zeros(1)})
+    tensors.set("body.1.running_mean", torch.full((4,), 3.0))
+    tensors.set("table", torch.ones(1))
+    assert model.body[1].running_mean.tolist() == [3.0] * 4
+    assert tensors.get("table").item() == 1
+    with pytest.raises(AttributeError, match=r"Linear has no tensor 'body\.0\.scale' any more"):
+        tensors.get("body.0.scale")
+    assert model.asked == {"body": 1}

@@ -1,0 +1,96 @@
+"""Every schedule, run: the same bits as the plain model over the same micro-batches, whatever the order of actions.
+
+`gpipe` and `1f1b` are in every other test; here are those that split backward, and those that are bound to a placement.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from contextlib import closing
+
+import pytest
+import torch
+from helpers.models import BY_NAME, CASES
+from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
+
+import fxpipe
+from fxpipe.runtime import InterleavedExecutor
+from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling.actions import ActionKind
+
+BATCH = 6
+NAMES = [case.name for case in CASES]
+# With stages on the same devices:
+ALIKE = [("zero_bubble", "zero_bubble_2p", "zero_bubble_auto"), ("interleaved_1f1b",), ("zbv",)]
+
+
+def _pipe(case, plain, schedule):
+    args, kwargs = case.inputs(BATCH)
+    return fxpipe.pipeline(
+        copy.deepcopy(plain),
+        ["cpu"] * 2,
+        4,
+        schedule=schedule,
+        example_args=args,
+        example_kwargs=kwargs,
+        profile_budget=0.1,
+    )
+
+
+def _set(pipe, **settings):
+    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
+
+
+@pytest.mark.parametrize("schedules", ALIKE, ids=lambda names: names[0])
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_equal_the_plain_model(name, schedules):
+    case = BY_NAME[name]
+    torch.manual_seed(1)
+    plain = case.make()
+    args, kwargs = case.inputs(BATCH)
+    target = case.target(BATCH)
+    with _pipe(case, plain, schedules[0]) as pipe:
+        for schedule, (chunks, checkpoint) in (
+            (s, way) for s in schedules for way in ((4, "never"), (3, "except_last"), (1, "always"))
+        ):
+            _set(pipe, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
+            plain.zero_grad()
+            pipe.zero_grad()
+            torch.manual_seed(2)
+            seed = draw_seed(pipe._fxpipe.first.program.is_random)
+            want = train_step(
+                plain, args, kwargs, target, case.loss, chunks=chunks, order="1f1b", seed=seed, batch=BATCH
+            )  # a stage runs B in that order in all of them
+            torch.manual_seed(2)
+            have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+            torch.testing.assert_close(have, want)
+            assert_same_gradients(pipe, plain, case.tied)
+            assert_same_state(pipe, plain)
+            made = make_schedule(schedule, len(pipe.plan.stages), chunks, checkpoint, pipe.plan.placement)
+            actions = {r.action for r in pipe.last_step.actions}
+            assert actions == {action for row in made.rows for action in row}
+            assert (ActionKind.WEIGHT in {action.kind for action in actions}) == schedule.startswith("z")
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_2p", "zero_bubble_auto", "zbv"])
+def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
+    case = BY_NAME["dict"]
+    torch.manual_seed(1)
+    args, kwargs = case.inputs(BATCH)
+    target = case.target(BATCH)
+    found = []
+    with _pipe(case, case.make(), schedule) as pipe:
+        _set(pipe, checkpoint="except_last")
+        before = copy.deepcopy(pipe.state_dict())
+        for seed in (None, 0, 1, 2):
+            pipe.zero_grad()
+            pipe.load_state_dict(before)
+            with closing(pipe._fxpipe.engine.executor if seed is None else InterleavedExecutor(seed)) as driver:
+                pipe._fxpipe.engine.executor = driver
+                torch.manual_seed(2)
+                pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+            found.append({name: p.grad for name, p in pipe.named_parameters()})
+    for other in found[1:]:
+        for name, gradient in found[0].items():
+            assert torch.equal(other[name], gradient), name

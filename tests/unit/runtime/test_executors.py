@@ -1,0 +1,426 @@
+"""Whoever drives the rows, and at whatever speed: the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import sys
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import TiedAtBothEnds, token_loss, tokens
+from helpers.oracle import closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import InternalError
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime.executors import run_row
+from fxpipe.scheduling import CHECKPOINTS, dependencies, make_schedule
+from fxpipe.scheduling.actions import Action, ActionKind
+
+STAGES, CHUNKS, BATCH = 3, 4, 7  # micro-batches of 2, 2, 2, 1
+CPUS = [torch.device("cpu")] * STAGES
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    """Planned once; tests change its settings and its driver."""
+    torch.manual_seed(4)
+    ids, _ = tokens(BATCH)
+    pipe = fxpipe.pipeline(
+        TiedAtBothEnds(), ["cpu"] * STAGES, CHUNKS, balance=["flatten", "inner.3"], example_args=(ids,)
+    )
+    assert pipe.plan.portals
+    pipe._fxpipe.engine.executor = InterleavedExecutor(0)  # no threads that outlive a test
+    return pipe
+
+
+def _run(pipe, driver, schedule, checkpoint):
+    """Loss, gradients and buffers of two steps; the model is as before."""
+    start = copy.deepcopy(pipe.model.state_dict())
+    inside = pipe._fxpipe
+    usual, inside.engine.executor = inside.engine.executor, driver
+    order = "gpipe" if schedule == "drop-in" else schedule
+    inside.settings = dataclasses.replace(inside.settings, schedule=order, checkpoint=checkpoint)
+    ids, t = tokens(BATCH)
+    found = {}
+    try:
+        torch.manual_seed(8)
+        for k in range(2):
+            if schedule == "drop-in":
+                loss = token_loss(pipe(ids), t)
+                loss.backward()
+            else:
+                loss = pipe.forward_backward(ids, target=t, loss_fn=token_loss)
+            found[f"loss {k}"] = loss.detach()
+            _check_record(pipe.last_step, order, checkpoint)
+        found |= {name: p.grad for name, p in pipe.named_parameters()}
+        found |= {name: b.clone() for name, b in pipe.named_buffers()}
+    finally:
+        inside.engine.executor = usual
+        pipe.zero_grad()
+        pipe.load_state_dict(start)
+    return found
+
+
+def _check_record(record, schedule, checkpoint):
+    """Every action once, each row in its order, and each action after those it needs."""
+    rows = make_schedule(schedule, STAGES, CHUNKS, checkpoint).rows
+    ran = [r.action for r in record.actions]
+    assert sorted(map(str, ran)) == sorted(str(a) for row in rows for a in row)
+    assert [r.start for r in record.actions] == sorted(r.start for r in record.actions)
+    assert all(0 <= r.start <= r.end <= record.seconds for r in record.actions)
+    times = {r.action: r for r in record.actions}
+    for row in rows:
+        for before, after in pairwise(row):
+            assert times[before].end <= times[after].start, f"{before} and {after} overlap on one device"
+    for action in ran:
+        n, j, i = STAGES, action.stage, action.micro_batch
+        needed = []
+        if action.kind is ActionKind.FORWARD and j > 0:
+            needed.append(Action(ActionKind.FORWARD, j - 1, i))
+        if action.kind is ActionKind.BACKWARD:
+            needed.append(Action(ActionKind.BACKWARD, j + 1, i) if j < n - 1 else Action(ActionKind.FORWARD, j, i))
+        for one in needed:
+            assert times[one].end <= times[action].start, f"{action} began before {one} had ended"
+
+
+def _assert_equal(have, want, what):
+    assert list(have) == list(want)
+    for name, value in want.items():
+        assert torch.equal(have[name], value), f"{what}: {name} differs by {(have[name] - value).abs().max()}"
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "drop-in"])
+def test_every_driver_gives_the_same_bits(pipe, schedule, checkpoint):
+    with closing(ThreadedExecutor(CPUS)) as driver:
+        want = _run(pipe, driver, schedule, checkpoint)
+    for seed in range(12):
+        _assert_equal(_run(pipe, InterleavedExecutor(seed), schedule, checkpoint), want, f"Interleaved({seed})")
+    for seed in range(2):
+        with closing(ThreadedExecutor(CPUS, jitter=seed)) as driver:
+            _assert_equal(_run(pipe, driver, schedule, checkpoint), want, f"Workers(jitter={seed})")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_recompute_changes_nothing(pipe, schedule):
+    want, *others = (_run(pipe, InterleavedExecutor(0), schedule, checkpoint) for checkpoint in CHECKPOINTS)
+    for have in others:
+        _assert_equal(have, want, "another checkpoint mode")
+
+
+def test_the_drop_in_equals_the_schedule_it_runs(pipe):
+    have, want = (_run(pipe, InterleavedExecutor(0), schedule, "never") for schedule in ("drop-in", "gpipe"))
+    names = [
+        name for name in want if not name.startswith("loss")
+    ]  # of all samples at once, or summed: another last bit
+    parts = [{name: found[name] for name in names} for found in (have, want)]
+    for name in names:
+        torch.testing.assert_close(parts[0][name], parts[1][name])
+
+
+class Thrice(nn.Module):
+    """One weight, used several times in one stage: autocast may cast it once or each time, which moves the last bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+        return x
+
+
+def test_autocast_under_every_driver():
+    """Autocast's cache belongs to the process: what one worker clears must not move the bits of another."""
+    x = torch.randn(32, 16)
+    pipe = fxpipe.pipeline(
+        nn.Sequential(*(Thrice() for _ in CPUS)), ["cpu"] * STAGES, 8, balance=["0", "1"], example_args=(x,)
+    )
+
+    def run(driver):
+        pipe._fxpipe.engine.executor = driver
+        pipe.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pipe.forward_backward(x, target=torch.zeros_like(x), loss_fn=F.mse_loss)
+        return {"loss": loss} | {name: p.grad for name, p in pipe.named_parameters()}
+
+    want = run(InterleavedExecutor(0))
+    for seed in range(1, 6):
+        _assert_equal(run(InterleavedExecutor(seed)), want, f"Interleaved({seed})")
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with closing(ThreadedExecutor(CPUS)) as driver:
+            for k in range(10):
+                _assert_equal(run(driver), want, f"Workers, run {k}")
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def test_a_driver_can_be_given():
+    ids, _ = tokens(BATCH)
+    model = TiedAtBothEnds()
+    planned = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(ids,))
+    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, driver=InterleavedExecutor(3))
+    before = threading.active_count()
+    torch.manual_seed(0)
+    want = planned(ids)
+    during = threading.active_count()
+    torch.manual_seed(0)
+    assert torch.equal(pipe(ids), want)
+    assert (during, threading.active_count()) == (before + STAGES, during)
+    planned.close()
+    pipe.close()
+
+
+# -- with a step that only counts ------------------------------------------------------------------------------------
+
+
+class Counted:
+    """As much of a step as a driver sees."""
+
+    def __init__(self, schedule, slow=0.0, fail_at=None):
+        self.failure, self.done, self.slow, self.fail_at = None, [], slow, fail_at
+        actions = [a for row in schedule.rows for a in row]
+        self.needs = {a: [b for b in dependencies(a, schedule.stages) if b in actions] for a in actions}
+        self.fences = {a: threading.Event() for a in self.needs}
+
+    def is_ready(self, action):
+        return self.failure is not None or all(self.fences[a].is_set() for a in self.needs[action])
+
+    def wait(self, action):
+        for needed in self.needs[action]:
+            self.fences[needed].wait()
+
+    def fail(self, error):
+        self.failure = self.failure or error
+        for fence in self.fences.values():
+            fence.set()
+
+    def in_row(self):
+        return contextlib.nullcontext()
+
+    def perform(self, action):
+        time.sleep(self.slow)
+        if action == self.fail_at:
+            self.fail(RuntimeError(str(action)))
+            return
+        self.done.append(action)
+        self.fences[action].set()
+
+
+def _counted(**options):
+    schedule = make_schedule("1f1b", STAGES, CHUNKS, "never")
+    return Counted(schedule, **options), schedule.rows
+
+
+def test_workers_run_every_action():
+    with closing(ThreadedExecutor(CPUS)) as workers:
+        for _ in range(3):
+            step, rows = _counted()
+            workers.drive(step, rows)
+            assert sorted(map(str, step.done)) == sorted(str(a) for row in rows for a in row)
+
+
+def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
+    for driver in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
+        with closing(driver):
+            step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 1, 1))
+            with pytest.raises(RuntimeError, match="1F1"):
+                driver.drive(step, rows)
+            assert step.failure is None  # else the exception would hold the step, and the step the exception
+            count = len(step.done)
+            time.sleep(0.02)
+            assert len(step.done) == count
+            again, rows = _counted()
+            driver.drive(again, rows)
+
+
+def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
+    step, rows = _counted()
+    with pytest.raises(InternalError, match="no action is ready"):
+        InterleavedExecutor(0).drive(step, tuple(row[1:] for row in rows))
+
+
+def test_a_failure_outside_of_an_action_opens_the_fences_too():
+    step, rows = _counted()
+    run_row(step, rows[0][:1], lambda: 1 / 0)
+    assert isinstance(step.failure, ZeroDivisionError)
+    run_row(step, rows[2], lambda: None)  # returns: nothing is left to wait for
+    assert not step.done
+
+
+class Interrupted(ThreadedExecutor):
+    """Ctrl-C strikes while the caller waits, `times` times."""
+
+    times = 1
+
+    def _wait_until_idle(self, queues, threads):
+        if self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+        super()._wait_until_idle(queues, threads)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_of_the_caller(times):
+    """The first one makes the step fail and waits for the rows, the second one does not wait; the next step runs."""
+    with closing(Interrupted(CPUS)) as workers:
+        workers.times = times
+        step, rows = _counted(slow=0.01)
+        with pytest.raises(KeyboardInterrupt):
+            workers.drive(step, rows)
+        if times == 1:
+            count = len(step.done)
+            time.sleep(0.03)
+            assert len(step.done) == count < sum(map(len, rows))
+        after, rows = _counted()
+        workers.drive(after, rows)
+        assert len(after.done) == sum(map(len, rows))
+
+
+def test_an_interrupt_is_not_lost_behind_a_failure():
+    with closing(Interrupted(CPUS)) as workers:
+        step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 0, 0))
+        with pytest.raises(KeyboardInterrupt):
+            workers.drive(step, rows)
+
+
+def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
+    monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
+    with closing(ThreadedExecutor(CPUS)) as workers:
+        step, rows = _counted()
+        workers.drive(step, rows)
+        workers._queues[1].put(None)
+        for _ in range(200):
+            if not workers._threads[1].is_alive():
+                break
+            time.sleep(0.01)
+        old = workers._threads
+        step, rows = _counted()
+        workers.drive(step, rows)
+        assert len(step.done) == sum(map(len, rows))
+        assert workers._threads is not old
+        for thread in old:
+            thread.join(1)
+        assert not any(thread.is_alive() for thread in old)
+        # In the middle of a step: its queue ends before the row.
+        step, rows = _counted()
+        original = workers._before
+
+        def before():
+            if not step.done and not ended:
+                ended.append(True)
+                workers._queues[2].put(None)
+            return original()
+
+        ended = []
+        monkeypatch.setattr(workers, "_before", before)
+        with pytest.raises(InternalError, match=r"fxpipe-2-cpu has ended in the middle of a step .it was told to end"):
+            workers.drive(step, rows)
+        step, rows = _counted()
+        workers.drive(step, rows)
+        assert len(step.done) == sum(map(len, rows))
+
+
+def test_what_has_ended_a_worker_is_said(monkeypatch):
+    """Outside of an action, where an exception is the step's."""
+    monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
+    cause = MemoryError("no room for a queue")
+
+    def fail(step, row, before):
+        if row[0].stage == 1:
+            raise cause
+        run_row(step, row, before)
+
+    with closing(ThreadedExecutor(CPUS)) as workers:
+        step, rows = _counted()
+        with monkeypatch.context() as patch:
+            patch.setattr("fxpipe.runtime.executors.run_row", fail)
+            with pytest.raises(InternalError, match=r"fxpipe-1-cpu has ended .*MemoryError: no room") as caught:
+                workers.drive(step, rows)
+        assert caught.value.__cause__ is cause
+        step, rows = _counted()
+        workers.drive(step, rows)
+        assert len(step.done) == sum(map(len, rows))
+
+
+def test_threads_that_cannot_start(monkeypatch):
+    """As where the process may have no more threads: the error arrives, and those that did start end."""
+    started = []
+    start = threading.Thread.start
+
+    def refuse_third(thread):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    with closing(ThreadedExecutor(CPUS)) as workers:
+        step, rows = _counted()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_third)
+            with pytest.raises(RuntimeError, match="can't start"):
+                workers.drive(step, rows)
+        for thread in started:
+            thread.join(1)
+        assert not any(thread.is_alive() for thread in started)
+        workers.drive(step, rows)
+        assert len(step.done) == sum(map(len, rows))
+
+
+def test_closing_while_another_thread_runs_a_step():
+    workers = ThreadedExecutor(CPUS)
+    step, rows = _counted(slow=0.02)
+    errors = []
+
+    def run():
+        try:
+            workers.drive(step, rows)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not step.done:
+        time.sleep(0.001)
+    workers.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert len(step.done) < sum(map(len, rows))
+    (error,) = errors
+    assert "closed while this step ran" in str(error)
+
+
+def test_each_worker_has_its_share_of_the_cores():
+    """And a thread that is made later starts with the caller's number, not with a worker's."""
+    found = {}
+
+    class Asking(Counted):
+        def perform(self, action):
+            found[action.stage] = torch.get_num_threads()
+            super().perform(action)
+
+    torch.set_num_threads(6)
+    try:
+        with closing(ThreadedExecutor(CPUS)) as workers:
+            schedule = make_schedule("gpipe", STAGES, CHUNKS, "never")
+            workers.drive(Asking(schedule), schedule.rows)
+            assert found == dict.fromkeys(range(STAGES), 2)
+            assert torch.get_num_threads() == 6
+            later = []
+            thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+            thread.start()
+            thread.join()
+            assert later == [6]
+    finally:
+        torch.set_num_threads(1)

@@ -1,0 +1,748 @@
+"""`forward_backward` and losses of every kind: the oracle is `loss_fn(model(x), target).backward()` in plain torch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import LossError
+from fxpipe.runtime.loss_verification import LossHistory
+from fxpipe.runtime.loss_weighting_check import reductions_under
+from fxpipe.utils.random_generators import generator_lock
+
+IGNORED = -100
+WIDTH, CLASSES, LENGTH = 6, 5, 4
+
+
+class Tokens(nn.Module):
+    """Logits of tokens, (b, length, classes)."""
+
+    def __init__(self, zero_head: bool = False):
+        super().__init__()
+        self.embed, self.mix = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        if zero_head:
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
+
+    def forward(self, ids):
+        return self.head(self.mix(self.embed(ids)).tanh())
+
+
+class OwnLoss(Tokens):
+    """As language models do: the loss is a mean over the labels that count."""
+
+    def forward(self, ids, labels=None):
+        logits = super().forward(ids)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def tokens(batch: int = 8) -> torch.Tensor:
+    return torch.randint(0, CLASSES, (batch, LENGTH))
+
+
+def padded(batch: int = 8, lengths: Any = None) -> torch.Tensor:
+    """Labels of which each row has another number that count."""
+    labels = tokens(batch)
+    for row, length in zip(labels, lengths or [1 + i % LENGTH for i in range(batch)], strict=True):
+        row[length:] = IGNORED
+    return labels
+
+
+def token_mean(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+
+def masked_mean(logits, labels):
+    mask = labels != IGNORED
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+def selected_mean(logits, labels):
+    mask = labels != IGNORED
+    return F.cross_entropy(logits[mask], labels[mask], reduction="none").mean()
+
+
+def token_sum(weight):
+    """(total, weight), the weight made by `weight` of the number of labels."""
+
+    def loss_fn(logits, labels):
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total, weight((labels != IGNORED).sum())
+
+    return loss_fn
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def pipe_of(model: nn.Module, chunks: int = 4, **options: Any) -> Any:
+    return closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks, **options))
+
+
+def assert_equal_step(pipe, plain, args, target, ours, theirs, exact=1e-10, **options):
+    """A step of both, from the gradients they have."""
+    want = theirs(plain(*args), target) if target is not None else theirs(plain(*args))
+    want.backward()
+    have = pipe.forward_backward(*args, target=target, loss_fn=ours, **options)
+    torch.testing.assert_close(have, want.detach(), equal_nan=True)
+    assert not have.requires_grad
+    for (name, p), q in zip(pipe.named_parameters(), plain.named_parameters(), strict=True):
+        assert (p.grad is None) == (q[1].grad is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(
+                p.grad, q[1].grad, rtol=exact, atol=exact, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+# -- (total, weight) -------------------------------------------------------------------------------------------------
+
+WEIGHTS: dict[str, Any] = {
+    "int tensor": lambda n: n,
+    "int32": lambda n: n.int(),
+    "float tensor": lambda n: n.double(),
+    "half": lambda n: n.half(),
+    "int": int,
+    "float": float,
+    "large": lambda n: n * 2.0**40,
+    "small": lambda n: float(n) / 2**40,
+}
+
+
+class TwoRoots(nn.Module):
+    """A mean over samples, though what is summed counts otherwise in each micro-batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return (self.inner(x) / x.shape[0] ** 0.5).sum() / x.shape[0] ** 0.5
+
+
+def test_what_is_summed_may_be_divided_by_numbers_of_its_own():
+    plain, x = TwoRoots(), torch.randn(5, 3)
+    with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        for run in (lambda: pipe(x).backward(), lambda: pipe.forward_backward(x)):
+            for model in (plain, pipe):
+                model.zero_grad()
+            plain(x).backward()
+            run()
+            torch.testing.assert_close(pipe.model.inner.weight.grad, plain.inner.weight.grad)
+
+
+def test_weights_of_every_kind():
+    """One micro-batch has nothing that counts."""
+    model = Tokens().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for name, weight in WEIGHTS.items():
+            scale = {"large": 2.0**40, "small": 2.0**-40}.get(name, 1.0)
+            for batch, lengths in [(8, [4, 1, 0, 0, 3, 2, 1, 1]), (7, [0, 0, 4, 3, 2, 2, 2]), (3, None)]:
+                for m in (model, plain):
+                    m.zero_grad()
+                ids, labels = tokens(batch), padded(batch, lengths)
+                theirs = functools.partial(_scaled, scale=scale)
+                assert_equal_step(pipe, plain, (ids,), labels, token_sum(weight), theirs)
+
+
+def _scaled(logits, labels, scale):
+    return token_mean(logits, labels) / scale
+
+
+def test_where_nothing_counts_it_is_as_in_torch():
+    """The loss is NaN, the gradients are zeros."""
+    model = Tokens().double()
+    plain = copy.deepcopy(model)
+    ids, labels = tokens(), torch.full((8, LENGTH), IGNORED)
+    want = token_mean(plain(ids), labels)
+    want.backward()
+    assert want.isnan()
+    with pipe_of(model) as pipe:
+        for weight in (lambda n: n, int, float):
+            pipe.zero_grad()
+            assert pipe.forward_backward(ids, target=labels, loss_fn=token_sum(weight)).isnan()
+            assert_same_gradients(pipe, plain)
+
+
+def test_weights_do_not_overflow_where_the_mean_does_not():
+    """In half precision a gradient of a sum over 2**20 would."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    plain, x = copy.deepcopy(model), torch.randn(8, 4).half()
+    F.mse_loss(plain(x).float(), x.float()).backward()
+    with pipe_of(model) as pipe:
+        for weight in (2**20, torch.tensor(2**20), 2.0**20):
+
+            def loss_fn(y, t, weight=weight):
+                return (y.float() - t.float()).pow(2).mean() * weight, weight
+
+            pipe.zero_grad()
+            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+            for p, q in zip(pipe.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-3)
+
+
+BAD_WEIGHTS = {
+    r"weight.*requires grad.*detach.*drop-in": lambda y: y.exp().mean(),
+    r"tensor of shape \(2,\) as weight.*number or a 0-dim": lambda y: torch.ones(2),
+    r"NoneType as weight": lambda y: None,
+    r"str as weight": lambda y: "3",
+    r"tensor of shape \(\) as weight": lambda y: torch.tensor(1j),
+}
+
+
+def test_weights_that_are_none():
+    with pipe_of(Tokens()) as pipe:
+        for words, weight in BAD_WEIGHTS.items():
+            with pytest.raises(LossError, match=words):
+                pipe.forward_backward(tokens(), loss_fn=lambda y, weight=weight: (y.mean(), weight(y)))
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+# -- what is verified ------------------------------------------------------------------------------------------------
+
+
+def test_padding_is_noticed_when_it_comes():
+    """Symptom: the loss was compared in its first step only, and means over tokens that came later were wrong."""
+    model = Tokens()
+    with pipe_of(model) as pipe:
+        for loss_fn in (token_mean, masked_mean, selected_mean):
+            for _ in range(2):
+                pipe.forward_backward(tokens(), target=tokens(), loss_fn=loss_fn)
+            for p in pipe.parameters():
+                p.grad = torch.ones_like(p)
+            for _ in range(2):
+                with pytest.raises(LossError, match=r"no mean over samples.*\(total, weight\).*drop-in"):
+                    pipe.forward_backward(tokens(), target=padded(), loss_fn=loss_fn)
+            assert all(torch.equal(p.grad, torch.ones_like(p)) for p in pipe.parameters())
+            even = padded(8, [2, 3] * 4)  # as many in each micro-batch
+            pipe.forward_backward(tokens(), target=even, loss_fn=loss_fn)
+
+
+def test_a_head_of_zeros_does_not_hide_a_mean_over_tokens():
+    """Every token has the same loss then, however they are weighed; only gradients tell."""
+    table = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+    def weighted(logits, labels):  # of a kind that nothing but the comparison can see
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        return (losses * (table[labels] / table[labels].sum())).flatten().dot(torch.ones(labels.numel()))
+
+    with pipe_of(Tokens(zero_head=True)) as pipe:
+        with pytest.raises(LossError, match=r"same loss.*gradients.*no mean over samples.*\(total, weight\)"):
+            pipe.forward_backward(tokens(), target=tokens(), loss_fn=weighted)
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+def _contrastive(z, t):
+    return F.cross_entropy(z.flatten(1) @ z.flatten(1).t(), torch.arange(len(z)))
+
+
+def _dice(z, t):
+    p, t = z.sigmoid(), t.sigmoid()
+    return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
+
+
+def test_losses_of_all_samples_at_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    before, x = copy.deepcopy(model), torch.randn(8, 4)
+    with pipe_of(model) as pipe:
+        for loss_fn in (_contrastive, _dice, lambda z, t: F.mse_loss(z, t).sqrt()):
+            pipe.train()
+            before.train()
+            for reduction in ("mean", "sum"):
+                with pytest.raises(LossError, match=r"loss_fn\(pipe\(x\), target\)\.backward\(\)"):
+                    pipe.forward_backward(x, target=x, loss_fn=loss_fn, reduction=reduction)
+            assert_same_state(pipe, before)
+            assert all(p.grad is None for p in pipe.parameters())
+            loss_fn(pipe.eval()(x), x).backward()  # without the statistics of micro-batches
+            loss_fn(before.eval()(x), x).backward()
+            assert_same_gradients(pipe, before, [n for n, _ in before.named_parameters()])
+            for m in (pipe, before):
+                m.zero_grad()
+
+
+def test_a_sum_that_is_a_mean_under_another_name():
+    with pipe_of(small()) as pipe:
+        x = torch.randn(8, 4)
+        pipe.forward_backward(x, target=x, loss_fn=lambda y, t: (y - t).pow(2).sum() / len(y))
+        with pytest.raises(LossError, match="no weighted mean"):
+            pipe.forward_backward(x, target=x, loss_fn=lambda y, t: ((y - t).pow(2).mean(), len(y)))
+
+
+def test_a_mean_over_samples_of_means_over_their_tokens_is_one():
+    """One sample in a micro-batch: only the whole mini-batch shows that the samples count the same, not the tokens."""
+
+    def by_sample(logits, labels):
+        return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
+
+    model = Tokens().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for labels in (tokens(4), padded(4), tokens(4), padded(4)):
+            assert_equal_step(pipe, plain, (tokens(4),), labels, by_sample, by_sample)
+
+
+def test_a_step_that_is_run_again_to_verify_draws_the_same_numbers():
+    """One sample in each micro-batch: padding looks wrong in the second step, which is run again, and is right."""
+
+    def by_sample(logits, labels):
+        return sum(token_mean(y[None], t[None]) for y, t in zip(logits, labels, strict=True)) / len(labels)
+
+    model, ids, labels, seen = Tokens(), tokens(4), padded(4), []
+    model.mix = nn.Sequential(nn.Dropout(0.5), model.mix)
+
+    def loss_fn(logits, labels):
+        seen.append(logits.detach())
+        return by_sample(logits, labels)
+
+    with pipe_of(model) as pipe:
+        pipe.forward_backward(ids, target=tokens(4), loss_fn=loss_fn)
+        seen.clear()
+        torch.manual_seed(3)
+        loss = pipe.forward_backward(ids, target=labels, loss_fn=loss_fn)
+        state = torch.get_rng_state()
+        first, again, whole = seen[:4], seen[4:8], seen[8]
+        assert len(seen) == 9
+        assert torch.equal(torch.cat(first), torch.cat(again))
+        torch.testing.assert_close(torch.cat(first), whole)
+        torch.testing.assert_close(loss, by_sample(whole, labels))
+        torch.manual_seed(3)
+        torch.randint(2**62, ())
+        assert torch.equal(torch.get_rng_state(), state)
+        seen.clear()
+        pipe.forward_backward(ids, target=labels, loss_fn=loss_fn)
+        assert len(seen) == 4  # it is known to be right now
+
+
+def test_when_it_is_verified():
+    kind, due = LossHistory(is_cheap=False), []
+    for n in range(1, 1001):
+        if kind.is_due:
+            due.append(n)
+            assert kind.look_at_elements
+        kind.count_pass()
+    assert due == [1, 10, 100, 1000]
+    assert not kind.look_at_elements
+    assert LossHistory(is_cheap=True, passes=5).look_at_elements
+
+
+def test_outputs_are_kept_in_verified_steps_only():
+    with pipe_of(small()) as pipe:
+        x, alive, most = torch.randn(12, 4), weakref.WeakSet(), []
+
+        def loss_fn(y, t):
+            if len(y) == 3:
+                storage = y.untyped_storage()
+                alive.add(storage)
+                most[-1] = max(most[-1], len(alive))
+            return F.mse_loss(y, t)
+
+        for _ in range(11):
+            most.append(0)
+            pipe.forward_backward(x, target=x, loss_fn=loss_fn)
+    assert most[0] == most[9] == 4
+    assert max(most[1:9] + most[10:]) <= 2
+
+
+def test_a_target_that_loss_fn_changes():
+    """The loss of the whole is taken of the target as it was."""
+
+    def loss_fn(y, t):
+        return F.mse_loss(y, t.sub_(1))
+
+    model, x = small().double(), torch.randn(8, 4).double()
+    plain, ours, theirs = copy.deepcopy(model), x.clone(), x.clone()
+    with pipe_of(model) as pipe:
+        for _ in range(2):
+            want = loss_fn(plain(x), theirs)
+            torch.testing.assert_close(pipe.forward_backward(x, target=ours, loss_fn=loss_fn), want.detach())
+            assert torch.equal(ours, theirs)
+
+
+def test_what_loss_fn_raises_on_all_outputs_says_so():
+    def loss_fn(y, t):
+        if len(y) > 2:
+            raise RuntimeError("too many")
+        return F.mse_loss(y, t)
+
+    with pipe_of(small()) as pipe, pytest.raises(RuntimeError, match="too many") as caught:
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=loss_fn)
+    assert "to verify the loss" in caught.value.__notes__[0]
+
+
+def _twice(y, t):
+    return F.mse_loss(y, torch.zeros_like(y)) * 2 + y.sum() / 3
+
+
+@pytest.mark.parametrize(
+    ("loss", "want"),
+    [
+        (lambda y, t: token_mean(y, t), [("NllLossBackward0", 20)]),
+        (masked_mean, [("SumBackward0", 1)]),
+        (selected_mean, [("MeanBackward0", 20)]),
+        (_twice, [("MseLossBackward0", 160), ("SumBackward0", 1)]),
+        (lambda y, t: F.l1_loss(y, torch.zeros_like(y), reduction="sum"), [("SumBackward0", 1)]),
+        (lambda y, t: y.mean((1, 2)).mean(0), [("MeanBackward1", 8)]),
+        (lambda y, t: y.flatten().dot(y.flatten()), []),
+        (lambda y, t: sum((y.mean() for _ in range(99)), y.sum()), []),
+    ],
+)  # fmt: skip
+def test_the_head_of_a_loss(loss, want):
+    y = (torch.randn(8, LENGTH, CLASSES, requires_grad=True)) * 1
+    labels = padded()
+    assert (labels != IGNORED).sum() == 20
+    value = loss(y, labels)
+    found = reductions_under(value.grad_fn, value.output_nr)
+    assert [(r.edge.node.name(), int(r.count)) for r in found] == want
+
+
+# -- models that take their own loss ---------------------------------------------------------------------------------
+
+
+def _own(out):
+    return out["loss"]
+
+
+def _weighed(out, labels):
+    n = (labels != IGNORED).sum()
+    return out["loss"] * n, n
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_models_own_loss(checkpoint):
+    """Labels are inputs. Where they count unequally each micro-batch weighs what counts in it; pairs say so as well."""
+    model = OwnLoss().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            assert_equal_step(pipe, plain, (tokens(), tokens()), None, _own, _own)
+        ids, labels = tokens(), padded()
+        for _ in range(2):
+            assert_equal_step(pipe, plain, (ids, labels), None, _own, _own)
+        for _ in range(2):
+            assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
+        # The same from its logits.
+        for _ in range(2):
+            assert_equal_step(
+                pipe, plain, (ids, labels), labels, lambda o, t: token_sum(int)(o["logits"], t), lambda o, t: o["loss"]
+            )
+
+
+@pytest.mark.parametrize("out_dims", ["mean", {"loss": "mean", "logits": 0}], ids=["one", "tree"])
+def test_a_models_own_loss_of_which_the_user_has_said_how_it_goes_together(out_dims):
+    """It was an error in the drop-in: the mean over samples of means over tokens may well be what is wanted."""
+    model = OwnLoss().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, 2, out_dims=out_dims) as pipe:
+        ids, labels = tokens(), padded()
+        parts = [plain(*part)["loss"] for part in zip(ids.chunk(2), labels.chunk(2), strict=True)]
+        (sum(parts) / 2).backward()
+        out = pipe(ids, labels)
+        out["loss"].backward()
+        torch.testing.assert_close(out["loss"], sum(parts) / 2)
+        torch.testing.assert_close(out["logits"], plain(ids)["logits"])
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        (sum(plain(*part)["loss"] for part in zip(ids.chunk(2), labels.chunk(2), strict=True)) / 2).backward()
+        pipe.forward_backward(ids, labels, loss_fn=_own)
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        assert_equal_step(pipe, plain, (ids, labels), labels, _weighed, lambda out, t: out["loss"])
+
+
+def test_a_model_without_loss_fn():
+    class Scalar(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = Scalar(4, 4).double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_equal_step(pipe, plain, (torch.randn(7, 4).double(),), None, None, lambda y: y)
+
+
+def test_a_language_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    model = transformers.GPT2LMHeadModel(config).double()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, 11, (4, 6))
+    mask = torch.tensor([[1] * n + [0] * (6 - n) for n in (6, 5, 3, 2)])
+    labels = ids.masked_fill(mask == 0, IGNORED)
+
+    def of_pipe(out, t):
+        n = (t[:, 1:] != IGNORED).sum()
+        return out.loss * n, n
+
+    with pipe_of(model, 2) as pipe:
+        own = operator.attrgetter("loss")
+        for given, target, loss_fn in [(ids, None, own), (labels, None, own), (labels, labels, of_pipe)]:
+            want = plain(input_ids=ids, attention_mask=mask, labels=given).loss
+            want.backward()
+            options = {"input_ids": ids, "attention_mask": mask, "labels": given, "target": target}
+            have = pipe.forward_backward(**options, loss_fn=loss_fn)
+            torch.testing.assert_close(have, want.detach())
+            assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+
+
+@pytest.mark.parametrize("out_dims", [None, "mean", {"loss": "mean"}], ids=["found", "one", "field"])
+def test_a_masked_language_model_whose_first_labels_count_unequally(out_dims):
+    """Its loss was refused when it was recorded, and what the error said to do could not be said of its output."""
+    transformers = pytest.importorskip("transformers")
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 8}
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8}
+    config = transformers.BertConfig(**sizes, **off, num_hidden_layers=1, num_attention_heads=2)
+    model = transformers.BertForMaskedLM(config).double()
+    plain = copy.deepcopy(model)
+    given = {"input_ids": torch.randint(0, 11, (5, LENGTH)), "labels": padded(5)}
+    with pipe_of(model, 2, out_dims=out_dims) as pipe:
+        want = plain(**given)
+        want.loss.backward()
+        have, out = pipe.forward_backward(**given, target=given["labels"], loss_fn=_weighed, return_outputs=True)
+        torch.testing.assert_close(have, want.loss.detach())
+        torch.testing.assert_close(out.logits, want.logits.detach())
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+
+
+# -- random numbers in the loss --------------------------------------------------------------------------------------
+
+
+def noisy(y, t):
+    return F.mse_loss(F.dropout(y, 0.5) + torch.randn_like(y), t)
+
+
+def with_own_generator(y, t, generator=torch.Generator()):  # noqa: B008
+    return F.mse_loss(y + torch.randn(y.shape, generator=generator, dtype=y.dtype), t)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_loss_that_draws_draws_what_a_loop_over_micro_batches_draws(schedule):
+    """It was an error: the loss of the whole mini-batch draws other numbers, and so was another one."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    plain = copy.deepcopy(model)
+    x, target = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    with pipe_of(model, schedule=schedule) as pipe:
+        torch.manual_seed(1)
+        ours = [pipe.forward_backward(x, target=target, loss_fn=noisy) for _ in range(2)]
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        theirs = []
+        for _ in range(2):
+            losses = [noisy(plain(part), t) / 4 for part, t in zip(x.chunk(4), target.chunk(4), strict=True)]
+            sum(losses).backward()
+            theirs.append(sum(losses).detach())
+        torch.testing.assert_close(ours, theirs)
+        assert_same_gradients(pipe, plain, [n for n, _ in plain.named_parameters()])
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_loss_that_draws_from_a_generator_of_its_own_and_writes_to_its_target():
+    def loss_fn(y, t):
+        return with_own_generator(y, t.mul_(0.5))
+
+    with pipe_of(small()) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=loss_fn)
+
+
+def test_a_loss_that_is_no_mean_is_refused_though_its_model_draws():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+    with pipe_of(model) as pipe, pytest.raises(LossError, match="it is no mean over samples"):
+        pipe.forward_backward(torch.randn(8, 4), target=torch.randn(8, 4), loss_fn=lambda y, t: F.mse_loss(y, t).sqrt())
+
+
+def test_nobody_borrows_the_generator_while_the_loss_draws():
+    """What it drew in that time would be drawn again: a stage that borrows puts the generator back."""
+    free, lock = [], generator_lock(torch.device("cpu"))
+
+    def borrow():
+        free.append(lock.acquire(blocking=False))
+        if free[-1]:
+            lock.release()
+
+    def loss_fn(y):
+        other = threading.Thread(target=borrow)
+        other.start()
+        other.join()
+        return y.square().mean()
+
+    with pipe_of(small(), 2) as pipe:
+        pipe.forward_backward(torch.randn(2, 4), loss_fn=loss_fn)
+    assert free[:2] == [False, False]
+
+
+# -- losses with parameters, outputs and targets of every kind -------------------------------------------------------
+
+
+class Learned(nn.Module):
+    """A loss with a weight, and with its own buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.log_scale = nn.Linear(4, 4), nn.Parameter(torch.zeros(()))
+
+    def forward(self, y, t):
+        return F.mse_loss(self.lin(y), t) * torch.exp(-self.log_scale) + self.log_scale
+
+
+def test_a_loss_module_gets_its_gradients_and_its_hooks_fire_once():
+    """Symptom: a hook on a parameter of the loss ran for each micro-batch and once more, on what it had changed."""
+    model, loss = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), Learned().double()
+    plain, plain_loss = copy.deepcopy((model, loss))
+    calls: dict[str, list[str]] = {"ours": [], "theirs": []}
+    for name, module in (("ours", loss), ("theirs", plain_loss)):
+        module.lin.weight.register_hook(lambda g, name=name: (calls[name].append("hook"), g * 2)[1])
+        module.lin.weight.register_post_accumulate_grad_hook(lambda p, name=name: calls[name].append("after"))
+    with pipe_of(model) as pipe:
+        optimizers = [
+            torch.optim.Adam([*m.parameters(), *own.parameters()], lr=0.1)
+            for m, own in ((pipe, loss), (plain, plain_loss))
+        ]
+        for batch in (8, 7, 3):
+            x, t = torch.randn(batch, 4).double(), torch.randn(batch, 4).double()
+            assert_equal_step(pipe, plain, (x,), t, loss, plain_loss)
+            assert calls["ours"] == calls["theirs"]
+            for p, q in zip(loss.parameters(), plain_loss.parameters(), strict=True):
+                torch.testing.assert_close(p.grad, q.grad)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert calls["ours"] == ["hook", "after"] * 3
+
+
+def test_a_hook_on_a_parameter_that_the_model_and_the_loss_use_fires_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    plain, calls = copy.deepcopy(model), []
+    for m in (model, plain):
+        m[0].weight.register_hook(lambda g: (calls.append(1), g * 3)[1])
+
+    def penalised(m):
+        return lambda y, t: F.mse_loss(y, t) + 0.1 * m[0].weight.pow(2).sum()
+
+    x = torch.randn(7, 4).double()
+    with pipe_of(model) as pipe:
+        assert_equal_step(pipe, plain, (x,), x, penalised(model), penalised(plain))
+    assert len(calls) == 2
+
+
+def test_what_was_made_of_a_parameter_before_the_step_belongs_to_all_micro_batches():
+    """Symptom: the second micro-batch failed, as the first had freed the graph of exp."""
+    model = small().double()
+    plain, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    ours, theirs = (torch.zeros((), dtype=torch.double, requires_grad=True) for _ in range(2))
+    a, b = ours.exp(), theirs.exp()
+    with pipe_of(model) as pipe:
+        assert_equal_step(pipe, plain, (x,), x, lambda y, t: F.mse_loss(y * a, t), lambda y, t: F.mse_loss(y * b, t))
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return {"b": self.b(h), "rest": (self.c(h), h, h.detach(), None, 3)}
+
+
+def test_several_outputs_and_targets():
+    def loss_fn(out, t):
+        loss = F.mse_loss(out["b"], t["b"]) + F.cross_entropy(out["rest"][0], t["c"][0]) * t["c"][1]
+        return loss + (out["rest"][1] * out["rest"][2]).mean()
+
+    model = Several().double()
+    plain, x = copy.deepcopy(model), torch.randn(7, 4).double()
+    target = {"b": torch.randn(7, 3).double(), "c": (torch.randint(0, 2, (7,)), 0.5)}
+    with pipe_of(model) as pipe:
+        for _ in range(2):
+            assert_equal_step(pipe, plain, (x,), target, loss_fn, loss_fn)
+
+
+def test_a_loss_on_some_outputs_leaves_the_others_without_gradient():
+    def loss_fn(out, t):
+        return F.mse_loss(out["b"], t)
+
+    model = Several().double()
+    plain, x = copy.deepcopy(model), torch.randn(8, 4).double()
+    with pipe_of(model) as pipe:
+        assert_equal_step(pipe, plain, (x,), torch.randn(8, 3).double(), loss_fn, loss_fn)
+        assert pipe.c.weight.grad is None
+
+
+# -- a loss that depends on nothing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_micro_batch_of_padding_adds_nothing(schedule):
+    """The plain model takes one loss, which requires grad; a micro-batch may have nothing to take one of."""
+
+    def loss_fn(logits, labels):
+        mask = labels != IGNORED
+        if not mask.any():
+            return torch.zeros((), dtype=logits.dtype), 0
+        return F.cross_entropy(logits[mask], labels[mask], reduction="sum"), mask.sum()
+
+    model = Tokens().double()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, schedule=schedule) as pipe:
+        for lengths in ([0, 0, 1, 2, 0, 0, 3, 4], [1, 2, 3, 4, 4, 3, 0, 0]):
+            assert_equal_step(pipe, plain, (tokens(),), padded(8, lengths), loss_fn, token_mean)
+        with pytest.raises(LossError, match="does not require grad"):
+            pipe.forward_backward(tokens(), target=padded(8, [0] * 8), loss_fn=loss_fn)
+
+
+def test_frozen_models():
+    x = torch.randn(8, 4)
+    with pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).requires_grad_(False)) as pipe:
+        with pytest.raises(LossError, match=r"does not require grad.*frozen"):
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        given, loss = x.clone().requires_grad_(), Learned()
+        pipe.forward_backward(given, target=x, loss_fn=loss)
+        assert given.grad is not None
+        assert loss.lin.weight.grad is not None
+        loss = Learned()
+        pipe.forward_backward(x, target=x, loss_fn=loss)
+        assert loss.lin.weight.grad is not None
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+@pytest.mark.parametrize("batch", [8, 7])
+def test_a_sum_over_samples(batch):
+    """Micro-batches count the same, however many samples they have."""
+    torch.manual_seed(0)
+    model, x, t = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
+        torch.randn(batch, 4),
+        torch.randn(batch, 2),
+    )
+
+    def loss_fn(y, t):
+        return F.mse_loss(y, t, reduction="sum")
+
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, example_args=(x,)) as pipe:
+        for _ in range(2):  # the first is verified
+            model.zero_grad()
+            loss = pipe.forward_backward(x, target=t, loss_fn=loss_fn, reduction="sum")
+            found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        want = loss_fn(model(x), t)
+        want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    for gradient, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, p.grad)

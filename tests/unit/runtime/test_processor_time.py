@@ -1,0 +1,87 @@
+"""The benchmark's undisturbed step: what actions take of a core, put together in the order of the schedule."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+import torch
+from helpers.paths import ROOT
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime.step import Step
+from fxpipe.scheduling import ActionKind
+
+
+def _load() -> ModuleType:
+    path = ROOT / "tools" / "bench" / "processor_time.py"
+    spec = importlib.util.spec_from_file_location("processor_time", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+processor_time = _load()
+CHUNKS = 4
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2 * CHUNKS, 4)
+
+
+def planned(schedule: str, checkpoint: str = "never") -> fxpipe.Plan:
+    return fxpipe.plan(
+        model(), 2, example_args=(rows(),), chunks=CHUNKS, schedule=schedule, checkpoint=checkpoint, hardware="cpu"
+    )
+
+
+def test_the_work_of_every_action_is_noted_and_steps_are_as_before_afterwards() -> None:
+    work: dict[tuple[ActionKind, int], list[float]] = {}
+    perform, x = Step.perform, rows()
+    with fxpipe.pipeline(model(), ["cpu"] * 2, CHUNKS, example_args=(x,), profile_budget=0.1) as pipe:
+        with processor_time.noted(work):
+            pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+        assert Step.perform is perform
+        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+    assert {action: len(seconds) for action, seconds in work.items()} == {
+        (kind, stage): CHUNKS for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)
+    }
+    assert all(seconds >= 0 for of_action in work.values() for seconds in of_action)
+
+
+def test_steps_are_as_before_after_a_failure() -> None:
+    perform = Step.perform
+    with pytest.raises(RuntimeError, match="broken"), processor_time.noted({}):
+        raise RuntimeError("broken")
+    assert Step.perform is perform
+
+
+def test_a_disturbed_action_does_not_count() -> None:
+    quiet = {(kind, stage): [1.0] * 8 for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
+    step = processor_time.undisturbed(planned("1f1b"), quiet)
+    assert step == 2 * CHUNKS + 2  # of two stages that both take 1 and 1
+    disturbed = {action: [*seconds[:-3], 2.0, 3.0, 50.0] for action, seconds in quiet.items()}
+    assert processor_time.undisturbed(planned("1f1b"), disturbed) == step
+
+
+def test_what_is_recomputed_counts_by_itself() -> None:
+    work = {(kind, stage): [1.0] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)}
+    again = {(ActionKind.RECOMPUTE, stage): [2.0] for stage in range(2)}
+    plan = planned("1f1b", "always")
+    assert processor_time.undisturbed(plan, work | again) > processor_time.undisturbed(plan, work)
+
+
+def test_a_split_backward_takes_both_its_parts() -> None:
+    kinds = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.WEIGHT: 3.0}
+    work = {(kind, stage): [seconds] for kind, seconds in kinds.items() for stage in range(2)}
+    step = processor_time.undisturbed(planned("zero_bubble"), work)
+    assert step >= CHUNKS * sum(kinds.values())  # the work of a device, and its bubble
+    assert step < CHUNKS * sum(kinds.values()) + sum(kinds.values())

@@ -1,0 +1,371 @@
+"""Several stages on a device: the same bits as the plain model, by as many workers as there are devices."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import BY_NAME, CASES, TiedAtBothEnds, token_loss, tokens
+from helpers.oracle import assert_same_gradients, assert_same_state, closing, draw_seed, train_step
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.scheduling import CHECKPOINTS, make_schedule
+from fxpipe.scheduling.actions import ActionKind
+
+BATCH = 6
+NAMES = [case.name for case in CASES]
+SHAPES = [(2, 2, 4), (1, 3, 3), (3, 2, 4)]  # workers, stages of each, chunks; the last: fewer chunks than stages
+MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
+
+
+def _pair(name, workers, per_device, chunks, **options):
+    case = BY_NAME[name]
+    torch.manual_seed(1)
+    plain = case.make()
+    args, kwargs = case.inputs(BATCH)
+    pipe = fxpipe.pipeline(
+        copy.deepcopy(plain),
+        ["cpu"] * workers,
+        chunks,
+        stages_per_device=per_device,
+        example_args=args,
+        example_kwargs=kwargs,
+        **options,
+    )
+    return case, plain, pipe
+
+
+def _is_random(pipe):
+    return pipe._fxpipe.first.program.is_random
+
+
+def _set(pipe, **settings):
+    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
+
+
+def _optimizer(model):
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def _assert_steps_equal(case, plain, pipe, modes, chunks):
+    """Steps of `forward_backward`, bit for bit."""
+    optimizers = [_optimizer(plain), _optimizer(pipe)]
+    for step, (schedule, checkpoint) in enumerate(modes):
+        _set(pipe, schedule=schedule, checkpoint=checkpoint)
+        args, kwargs = case.inputs(BATCH)
+        target = case.target(BATCH)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.manual_seed(step)
+        seed = draw_seed(_is_random(pipe))
+        want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order=schedule, seed=seed, batch=BATCH)
+        torch.manual_seed(step)
+        have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        torch.testing.assert_close(have, want)
+        assert_same_gradients(pipe, plain, case.tied)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(pipe, plain, exact=not case.tied)
+        if case.tied:  # else the last bit of one step is a difference in the next
+            plain.load_state_dict(pipe.state_dict())
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+
+
+@pytest.mark.parametrize(("workers", "per_device", "chunks"), SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_backward_equals_the_plain_model(name, workers, per_device, chunks):
+    case, plain, pipe = _pair(name, workers, per_device, chunks)
+    stages = workers * per_device
+    by_stage = tuple(CHECKPOINTS[j % 3] for j in range(stages))
+    with pipe:
+        assert len(pipe.plan.stages) == stages
+        assert pipe.plan.placement == tuple(range(workers)) * per_device
+        _assert_steps_equal(case, plain, pipe, [*MODES, ("1f1b", by_stage), ("gpipe", by_stage[::-1])], chunks)
+        recomputed = {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE}
+        expected = {
+            j for j, mode in enumerate(by_stage[::-1]) if mode != "never" and (mode, chunks) != ("except_last", 1)
+        }
+        assert recomputed == expected
+
+
+@pytest.mark.parametrize(("workers", "per_device", "chunks"), [(2, 2, 4), (3, 2, 1)])
+@pytest.mark.parametrize("name", ["unet", "gpt", "dict"])
+def test_drop_in_equals_the_plain_model(name, workers, per_device, chunks):
+    case, plain, pipe = _pair(name, workers, per_device, chunks)
+    by_stage = tuple(CHECKPOINTS[j % 3] for j in range(workers * per_device))
+    with pipe:
+        for step, checkpoint in enumerate([*CHECKPOINTS, by_stage]):
+            _set(pipe, checkpoint=checkpoint)
+            args, kwargs = case.inputs(BATCH)
+            target = case.target(BATCH)
+            plain.zero_grad()
+            pipe.zero_grad()
+            torch.manual_seed(step)
+            seed = draw_seed(_is_random(pipe))
+            want = train_step(
+                plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH
+            )
+            torch.manual_seed(step)
+            loss = case.loss(pipe(*args, **kwargs), target)
+            loss.backward()
+            torch.testing.assert_close(loss.detach(), want)
+            # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
+            assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+            assert_same_state(pipe, plain)
+        pipe.eval()
+        plain.eval()
+        args, kwargs = case.inputs(BATCH)
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(*args, **kwargs), plain(*args, **kwargs))
+
+
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (1, 0, 0, 2), (0, 0, 1, 1), (0, 0, 0, 0)])
+def test_any_placement(placement):
+    """As a plan may have it."""
+    case, plain, planned = _pair("unet", 4, 1, 3)
+    plan = dataclasses.replace(planned.plan, placement=placement)
+    planned.close()
+    args, kwargs = case.inputs(BATCH)
+    with fxpipe.pipeline(copy.deepcopy(plain), plan=plan, example_args=args, example_kwargs=kwargs) as pipe:
+        assert pipe.plan.placement == placement
+        _assert_steps_equal(case, plain, pipe, MODES, 3)
+
+
+# Drivers
+
+
+def _run(pipe, driver, drop_in):
+    start = copy.deepcopy(pipe.model.state_dict())
+    pipe._fxpipe.engine.executor = driver
+    pipe.zero_grad()
+    torch.manual_seed(8)
+    ids, t = tokens(7)
+    if drop_in:
+        loss = token_loss(pipe(ids), t)
+        loss.backward()
+    else:
+        loss = pipe.forward_backward(ids, target=t, loss_fn=token_loss)
+    found = {"loss": loss.detach()} | {name: p.grad for name, p in pipe.named_parameters()}
+    found |= {name: b.clone() for name, b in pipe.named_buffers()}
+    pipe.load_state_dict(start)
+    return found
+
+
+@pytest.mark.parametrize("order", ["gpipe", "1f1b", "drop-in"])
+@pytest.mark.parametrize(("workers", "per_device"), [(2, 2), (1, 3), (2, 3)])
+def test_every_driver_gives_the_same_bits(workers, per_device, order):
+    torch.manual_seed(4)
+    schedule, drop_in = ("gpipe", True) if order == "drop-in" else (order, False)
+    modes = tuple(CHECKPOINTS[j % 3] for j in range(workers * per_device))
+    pipe = fxpipe.pipeline(
+        TiedAtBothEnds(),
+        ["cpu"] * workers,
+        4,
+        schedule=schedule,
+        stages_per_device=per_device,
+        example_args=(tokens(7)[0],),
+    )
+    _set(pipe, checkpoint=modes)
+    cpus = pipe._fxpipe.settings.workers
+    assert len(cpus) == workers
+    with closing(ThreadedExecutor(cpus)) as driver:
+        want = _run(pipe, driver, drop_in)
+        actions = [r.action for r in pipe.last_step.actions]
+        rows = make_schedule(schedule, len(modes), 4, modes, pipe.plan.placement).rows
+        assert sorted(map(str, actions)) == sorted(str(a) for row in rows for a in row)
+    drivers = [*map(InterleavedExecutor, range(8)), *(ThreadedExecutor(cpus, jitter=seed) for seed in range(2))]
+    for driver in drivers:
+        with closing(driver):
+            have = _run(pipe, driver, drop_in)
+        for name, value in want.items():
+            assert torch.equal(have[name], value), f"{name} differs by {(have[name] - value).abs().max()}"
+
+
+def test_there_is_a_worker_for_each_device_and_no_more():
+    x = torch.randn(4, 4)
+    torch.set_num_threads(4)
+    threads: set[tuple[str, int]] = set()
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            threads.add((threading.current_thread().name, torch.get_num_threads()))
+            return super().forward(x)
+
+    model = nn.Sequential(*(Watched(4, 4) for _ in range(4)))
+    before = threading.active_count()
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, stages_per_device=2, leaf_modules=[Watched]) as pipe:
+        pipe(x)
+        assert threading.active_count() == before + 2
+        threads.clear()
+        pipe(x)
+        assert {threads for _, threads in threads} == {2}  # the cores are shared out among workers, not stages
+        assert {name for name, _ in threads} == {"fxpipe-0-cpu", "fxpipe-1-cpu"}
+
+
+# Failures
+
+
+class Bomb(nn.Module):
+    """Raises when it is told to."""
+
+    armed: int | None = None  # which
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear, self.norm = number, nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        if Bomb.armed == self.number:
+            raise ZeroDivisionError(f"stage {self.number}")
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@pytest.fixture
+def _disarmed():
+    yield
+    Bomb.armed = None
+
+
+@pytest.mark.usefixtures("_disarmed")
+@pytest.mark.parametrize("drop_in", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_failure_leaves_nothing_behind(stage, drop_in):
+    model = nn.Sequential(*(Bomb(k) for k in range(4)))
+    fresh = copy.deepcopy(model)
+    x, t = torch.randn(6, 4), torch.randn(6, 4)
+
+    def make(model):
+        return fxpipe.pipeline(model, ["cpu", "cpu"], 3, stages_per_device=2, leaf_modules=[Bomb], example_args=(x,))
+
+    def step(pipe):
+        if drop_in:
+            F.mse_loss(pipe(x), t).backward()
+        else:
+            pipe.forward_backward(x, target=t, loss_fn=F.mse_loss)
+
+    with make(model) as pipe, make(fresh) as other:
+        before = copy.deepcopy(model.state_dict())
+        Bomb.armed = stage
+        with pytest.raises(ZeroDivisionError, match=f"stage {stage}") as caught:
+            step(pipe)
+        assert f"stage {stage} of 4 on cpu, micro-batch 0, forward" in caught.value.__notes__[0]
+        assert all(p.grad is None for p in model.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        Bomb.armed = None
+        step(pipe)
+        step(other)
+        assert_same_gradients(pipe, fresh)
+        assert_same_state(pipe, fresh)
+
+
+# Its life
+
+
+def test_copies_and_pickles_have_as_many_stages():
+    torch.manual_seed(0)
+    x = torch.randn(6, 4)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 3, stages_per_device=2) as pipe:
+        want = pipe(x)
+        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            with other:
+                assert torch.equal(other(x), want)
+                assert other.plan.placement == (0, 1, 0, 1)
+        assert "Sequential in 4 stages on [cpu, cpu], 3 micro-batches" in repr(pipe)
+
+
+def _chain(layers=6):
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+
+def test_a_plan_is_used_again_with_its_placement(tmp_path):
+    torch.manual_seed(0)
+    x, model = torch.randn(6, 4), _chain()
+    plan = fxpipe.plan(model, 4, example_args=(x,), stages_per_device=2)
+    assert (plan.workers, plan.devices, plan.placement) == (("cpu",) * 2, ("cpu",) * 4, (0, 1, 0, 1))
+    plan.save(tmp_path / "plan.json")
+    plan = fxpipe.Plan.load(tmp_path / "plan.json")
+    assert plan.placement == (0, 1, 0, 1)
+    for options in ({}, {"devices": ["cpu", "cpu"]}, {"devices": ["cpu", "cpu"], "stages_per_device": 2}):
+        with fxpipe.pipeline(model, plan=plan, **options) as pipe:
+            torch.testing.assert_close(pipe(x), model(x))
+            assert pipe.plan.placement == plan.placement
+            assert [stage.nodes for stage in pipe.plan.stages] == [stage.nodes for stage in plan.stages]
+    with fxpipe.pipeline(model, ["cpu"], plan=plan, stages_per_device=4) as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+        assert pipe.plan.placement == (0, 0, 0, 0)
+
+
+def test_a_plan_that_was_saved_before_there_were_placements(tmp_path):
+    x, model = torch.randn(6, 4), _chain()
+    plan = fxpipe.plan(model, 3, example_args=(x,))
+    plan.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    old = re.sub(r',\s*"placement": \[[^\]]*\]', "", text)
+    assert "placement" not in old
+    (tmp_path / "plan.json").write_text(old)
+    assert fxpipe.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_checkpoint_mode_for_each_stage_is_saved_and_used_again(tmp_path):
+    x, model = torch.randn(6, 4), _chain()
+    plan = dataclasses.replace(fxpipe.plan(model, 3, example_args=(x,)), checkpoint=("never", "always", "never"))
+    plan.save(tmp_path / "plan.json")
+    plan = fxpipe.Plan.load(tmp_path / "plan.json")
+    assert "checkpoint never (always in stage 1)" in str(plan)
+    with fxpipe.pipeline(model, plan=plan) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        assert {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE} == {1}
+        assert pipe.plan.checkpoint == plan.checkpoint
+
+
+def test_balance_by_hand_speaks_of_stages():
+    x = torch.randn(6, 4)
+    plan = fxpipe.plan(_chain(), devices=["cpu", "cpu"], stages_per_device=2, balance=[1, 1, 1, 3], example_args=(x,))
+    assert [len(stage.nodes) for stage in plan.stages] == [1, 1, 1, 3]
+    with pytest.raises(ArgumentError, match="has 2 entries for 4 stages"):
+        fxpipe.plan(_chain(), devices=["cpu", "cpu"], stages_per_device=2, balance=[3, 3], example_args=(x,))
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        (0, ArgumentError, "stages_per_device=0: a device has at least 1 stage; give 1 or more"),
+        (-2, ArgumentError, "stages_per_device=-2"),
+        (1.5, ArgumentTypeError, "stages_per_device=1.5: expected a whole number, at least 1"),
+        (True, ArgumentTypeError, "stages_per_device=True"),
+        ("2", ArgumentTypeError, "stages_per_device='2'"),
+    ],
+)
+def test_bad_number_of_stages_per_device(given, error, words):
+    with pytest.raises(error, match=words):
+        fxpipe.pipeline(_chain(), ["cpu", "cpu"], stages_per_device=given)
+    with pytest.raises(error, match=words):
+        fxpipe.plan(_chain(), 2, example_args=(torch.randn(6, 4),), stages_per_device=given)
+
+
+def test_numbers_that_do_not_fit_together():
+    x = torch.randn(6, 4)
+    with pytest.raises(ArgumentError, match="stages=5 cannot be shared out with stages_per_device=2; give a multiple"):
+        fxpipe.plan(_chain(), 5, example_args=(x,), stages_per_device=2)
+    with pytest.raises(ArgumentError, match="stages=2, but devices has 2 entries of 2 stages; give as many"):
+        fxpipe.plan(_chain(), 2, devices=["cpu", "cpu"], example_args=(x,), stages_per_device=2)
+    plan = fxpipe.plan(_chain(), 4, example_args=(x,), stages_per_device=2)
+    with pytest.raises(ArgumentError, match="plan has 4 stages on 2 devices, but devices has 3 entries; give 2"):
+        fxpipe.pipeline(_chain(), ["cpu"] * 3, plan=plan)
+    with pytest.raises(
+        ArgumentError, match=r"plan has 4 stages, .* 2 entries and stages_per_device=3, which makes 6; "
+    ):
+        fxpipe.pipeline(_chain(), ["cpu"] * 2, plan=plan, stages_per_device=3)

@@ -1,0 +1,302 @@
+"""`pipe.last_step`: what each action did, what went between them, and the trace that viewers open."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import oracle
+from helpers.drawn_plans import drawn_plan
+from helpers.drawn_steps import KNOWN
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
+from fxpipe.runtime import InterleavedExecutor
+from fxpipe.runtime.exchange import boundary_value_bytes
+from fxpipe.scheduling import make_schedule
+from fxpipe.scheduling.actions import ActionKind
+from fxpipe.viz.perfetto import perfetto_trace
+
+WIDTH, BATCH = 8, 6  # float32: 32 bytes a sample
+
+
+class Skipping(nn.Module):
+    """Three stages, one for each layer; the first one's value goes on to the second and past it to the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.a(x)
+        y = self.b(x)
+        return self.c(x + y)
+
+
+def _pipe(chunks=3, devices=3, **options):
+    torch.manual_seed(0)
+    options = {"checkpoint": "never", "balance": ["a", "b"]} | options
+    return oracle.closing(fxpipe.pipeline(Skipping(), ["cpu"] * devices, chunks, example_args=(_x(),), **options))
+
+
+def _x():
+    return torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
+
+
+def _step(pipe):
+    return pipe.forward_backward(_x(), target=torch.ones(BATCH, WIDTH), loss_fn=F.mse_loss)
+
+
+def _check(record):
+    """What holds for every record."""
+    for d, device in enumerate(record.devices):
+        mine = [a for a in record.actions if a.device == d]
+        assert device.busy == pytest.approx(sum(a.end - a.start for a in mine))
+        assert device.waited == pytest.approx(sum(a.waited for a in mine))
+        assert device.received == sum(a.received for a in mine)
+        assert device.sent == sum(a.sent for a in mine)
+        assert 0 <= record.bubble(d) <= 1
+        assert device.busy + device.waited <= record.seconds * (1 + 1e-9)
+        for before, after in pairwise(mine):
+            assert before.end <= after.start
+    assert sum(a.received for a in record.actions) == sum(a.sent for a in record.actions)
+    assert sum(a.received for a in record.actions) == sum(t.bytes for t in record.transfers)
+
+
+def _ways(record, i):
+    """The transfers of a micro-batch as (maker, user, bytes)."""
+    return sorted((str(t.maker), str(t.user), t.bytes) for t in record.transfers if t.maker.micro_batch == i)
+
+
+def test_there_is_none_before_the_first_step():
+    with _pipe() as pipe:
+        assert pipe.last_step is None
+        _step(pipe)
+        assert pipe.last_step is pipe.last_step, "it is made once"
+
+
+@pytest.mark.parametrize("driver", ["workers", "one thread"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_step_is_recorded_with_what_went_between_stages(driver, checkpoint):
+    with _pipe(checkpoint=checkpoint) as pipe:
+        usual = pipe._fxpipe.engine.executor
+        pipe._fxpipe.engine.executor = InterleavedExecutor(1) if driver == "one thread" else usual
+        before = time.perf_counter()
+        _step(pipe)
+        took = time.perf_counter() - before
+        record = pipe.last_step
+        usual.close()
+    _check(record)
+    rows = make_schedule("1f1b", 3, 3, checkpoint).rows
+    assert {a.action: a.device for a in record.actions} == {a: d for d, row in enumerate(rows) for a in row}
+    assert (record.schedule, record.away) == ("1f1b", 0)
+    assert 0 < record.seconds <= took
+    size = BATCH // 3 * WIDTH * 4
+    for i in range(3):
+        assert _ways(record, i) == [
+            (f"0F{i}", f"1F{i}", size),  # to the second layer
+            (f"0F{i}", f"2F{i}", size),  # past it
+            (f"1B{i}", f"0B{i}", size),  # the gradient of the first value, to which both users have added
+            (f"1F{i}", f"2F{i}", size),
+            (f"2B{i}", f"1B{i}", size),
+            (f"2B{i}", f"1B{i}", size),
+        ]
+    assert all(t.is_gradient == (t.user.kind is ActionKind.BACKWARD) for t in record.transfers)
+
+
+def test_a_drop_in_is_recorded_without_what_the_caller_does_in_between():
+    with _pipe() as pipe:
+        loss = pipe(_x()).sum()
+        forward = pipe.last_step
+        assert {a.action.kind for a in forward.actions} == {ActionKind.FORWARD}
+        time.sleep(0.05)
+        loss.backward()
+        record = pipe.last_step
+    _check(forward)
+    _check(record)
+    assert forward.away == 0
+    assert record.away >= 0.05
+    assert tuple(a for a in record.actions if a.action.kind is ActionKind.FORWARD) == forward.actions
+    end = max(a.end for a in forward.actions)
+    backward = [a for a in record.actions if a.action.kind is ActionKind.BACKWARD]
+    assert min(a.start for a in backward) >= end
+    first = {a.device: a for a in reversed(backward)}
+    for d, a in first.items():  # what a device waited while the others came to the end of forward is not its wait for B
+        assert a.waited == pytest.approx(a.start - end, abs=1e-6), f"device {d}"
+    # The outputs and their gradients are the caller's: no transfer.
+    assert {(t.maker.stage, t.user.stage) for t in record.transfers} == {(0, 1), (0, 2), (1, 2), (2, 1), (1, 0)}
+
+
+def test_evaluation_is_recorded():
+    with _pipe() as pipe, torch.no_grad():
+        pipe(_x())
+        record = pipe.last_step
+    _check(record)
+    assert record.schedule == "inference"
+    assert not any(t.is_gradient for t in record.transfers)
+
+
+def test_several_stages_of_a_device_are_one_row():
+    with _pipe(devices=2, chunks=2, stages_per_device=2, balance="auto") as pipe:
+        _step(pipe)
+        record, workers = pipe.last_step, len(pipe.plan.workers)
+    _check(record)
+    assert len(record.devices) == workers
+    stages = {a.action.stage for a in record.actions}
+    assert len(stages) > workers
+    assert {a.device for a in record.actions} == set(range(workers))
+
+
+def test_bytes_follow_the_sizes_of_uneven_micro_batches():
+    with _pipe(chunks=4) as pipe:  # 2, 2, 1, 1 samples
+        _step(pipe)
+        sizes = {t.maker.micro_batch: t.bytes for t in pipe.last_step.transfers}
+    assert sizes == {0: 2 * WIDTH * 4, 1: 2 * WIDTH * 4, 2: WIDTH * 4, 3: WIDTH * 4}
+
+
+LAYOUTS = {
+    "strided": (lambda: torch.ones(3, 5), 60),
+    "a view": (lambda: torch.ones(3, 5)[:, :2], 24),
+    "sparse": (lambda: torch.eye(4).to_sparse(), 16),
+    "compressed": (lambda: torch.eye(4).to_sparse_csr(), 16),
+    "in blocks": (lambda: torch.eye(4).to_sparse_bsr((2, 2)), 32),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), 20),
+    "mkldnn": (lambda: torch.ones(4).to_mkldnn(), 0),
+    "none": (lambda: [1, 2], 0),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_bytes_of_any_layout(layout):
+    make, size = LAYOUTS[layout]
+    assert boundary_value_bytes(make()) == size
+
+
+def test_a_record_holds_nothing_of_the_step_and_stays():
+    with _pipe() as pipe:
+        _step(pipe)
+        first = pipe.last_step
+        text = str(first)
+        _step(pipe)
+        assert pipe.last_step is not first
+        assert str(first) == text
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            first.schedule = "other"
+
+
+def test_a_step_that_fails_leaves_the_record_of_the_one_before():
+    with _pipe() as pipe:
+        _step(pipe)
+        before = pipe.last_step
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            pipe.forward_backward(_x(), loss_fn=lambda y: (y @ y).sum())
+        assert pipe.last_step is before
+
+
+# -- as text, and as a trace -----------------------------------------------------------------------------------------
+
+
+def test_a_record_prints_as_a_table_and_a_timeline():
+    assert str(KNOWN).splitlines() == [
+        "1f1b: 4 actions in 10.0 ms",
+        "  device             busy    waited    bubble    received     sent",
+        "--------  ------  -------  --------  --------  ----------  -------",
+        "       0  cpu     3.50 ms   6.50 ms    65.0 %     2.0 KiB  2.0 KiB",
+        "       1  cuda:0  5.00 ms   3.00 ms    50.0 %     2.0 KiB  2.0 KiB",
+        "",
+        "device 0: F0= .............B0",
+        "device 1: ......F0= B0=== ....",
+    ]
+
+
+def test_a_trace_has_a_row_for_each_device_and_arrows_between_actions():
+    trace = perfetto_trace(KNOWN)
+    events = trace["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {0: "device 0: cpu", 1: "device 1: cuda:0"}
+    spans = [(e["tid"], e["name"], e["cat"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert spans == [
+        (0, "0F0", "forward", 0, 2000),
+        (1, "1F0", "forward", 3000, 2000),
+        (1, "1B0", "backward", 5000, 3000),
+        (0, "0B0", "backward", 8500, 1500),
+    ]
+    arrows = [(e["ph"], e["name"], e["id"], e["tid"], e["ts"], e["args"]["bytes"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [
+        ("s", "value", 1, 0, 1999.999, 2048),
+        ("f", "value", 1, 1, 3000, 2048),
+        ("s", "gradient", 2, 1, 7999.999, 2048),
+        ("f", "gradient", 2, 0, 8500, 2048),
+    ]
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_the_trace_of_a_step_is_one_that_viewers_read(tmp_path, one_pass):
+    path = tmp_path / "step.json"
+    with _pipe(checkpoint="always") as pipe:
+        if one_pass:
+            _step(pipe)
+        else:
+            pipe(_x()).sum().backward()
+        record = pipe.last_step
+        record.save_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {e["ph"] for e in events} == {"M", "X", "s", "f"}
+    assert all(isinstance(e["pid"], int) and isinstance(e["tid"], int) and e["name"] for e in events)
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(record.actions) == 27
+    for e, a in zip(spans, record.actions, strict=True):
+        assert e["ts"] == pytest.approx(a.start * 1e6, abs=1e-2)
+        assert e["dur"] == pytest.approx((a.end - a.start) * 1e6, abs=1e-2)
+        assert e["args"]["stage"] == a.action.stage
+        assert e["args"]["micro-batch"] == a.action.micro_batch
+        assert e["args"]["bytes received"] == a.received
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == ph} for ph in "sf")
+    assert starts.keys() == ends.keys()
+    assert len(starts) == len(record.transfers) == 18
+    for number, start in starts.items():
+        end = ends[number]
+        assert (start["name"], start["cat"]) == (end["name"], end["cat"]), "by these and the id a viewer pairs them"
+        assert start["ts"] <= end["ts"]
+        assert end["bp"] == "e"
+        for one in (start, end):  # an arrow's end lies in an event of its row
+            assert any(s["tid"] == one["tid"] and s["ts"] <= one["ts"] <= s["ts"] + s["dur"] for s in spans)
+
+
+def test_a_path_that_cannot_be_written_says_so(tmp_path):
+    for save in (KNOWN.save_trace, KNOWN.save_timeline, drawn_plan(2).save):
+        with pytest.raises(FileError, match=r"cannot be saved to .*missing/step.json'.* another path") as caught:
+            save(tmp_path / "missing" / "step.json")
+        assert isinstance(caught.value, ArgumentError)
+        assert isinstance(caught.value, OSError)
+    for path in (tmp_path, tmp_path / "x.json" / "y.json"):
+        (tmp_path / "x.json").touch()
+        with pytest.raises(FileError, match="a trace cannot be saved to"):
+            KNOWN.save_trace(path)
+    assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
+    with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
+        KNOWN.save_trace(3)
+
+
+@pytest.mark.cuda
+def test_times_on_a_gpu_are_its_streams_and_a_step_waits_for_none():
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+    x = torch.ones(64, 2048, device="cuda")
+    with oracle.closing(fxpipe.pipeline(model, ["cuda:0", "cuda:0"], 4, example_args=(x,), checkpoint="never")) as pipe:
+        for _ in range(3):
+            pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        torch.cuda.synchronize()
+        before = time.perf_counter()
+        pipe.forward_backward(x, target=x, loss_fn=F.mse_loss)
+        record = pipe.last_step
+        took = time.perf_counter() - before
+    assert all(-1e-3 <= a.start <= a.end <= took + 1e-3 for a in record.actions)
+    assert sum(device.busy for device in record.devices) > 0
+    assert {device.name for device in record.devices} == {"cuda:0"}

@@ -1,0 +1,144 @@
+"""What an action waits for: makers of what it receives, users who send gradients back, and the loss."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import closing
+from torch import nn
+
+import fxpipe
+from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
+from fxpipe.runtime.wiring import Fences
+from fxpipe.scheduling.actions import Action, ActionKind
+
+
+class TwoHeads(nn.Module):
+    """What the first stage makes only the loss uses, whose gradient comes from no other stage."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        near = torch.tanh(self.near(x))
+        return near, self.far(y)
+
+
+def _loss(outputs, target):
+    near, far = outputs
+    return F.mse_loss(near, target) + F.mse_loss(far, target)
+
+
+def _gradients(driver, schedule="gpipe"):
+    torch.manual_seed(1)
+    model = TwoHeads()
+    x, y, t = (torch.randn(8, 4) for _ in range(3))
+    pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, schedule=schedule, balance=["tanh"], example_args=(x, y))
+    pipe._fxpipe.engine.executor = driver
+    with closing(driver):
+        pipe.forward_backward(x, y, target=t, loss_fn=_loss)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        pipe.zero_grad()
+    _loss(model(x, y), t).backward()
+    return found, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_backward_of_a_stage_waits_for_the_loss_that_alone_uses_what_it_made(schedule):
+    for seed in range(6):
+        found, want = _gradients(InterleavedExecutor(seed), schedule)
+        for name, gradient in want.items():
+            assert found[name] is not None, f"{name} with Interleaved({seed})"
+            torch.testing.assert_close(found[name], gradient)
+
+
+def test_the_fence_before_the_gradient_of_the_loss():
+    torch.manual_seed(1)
+    x = y = torch.randn(8, 4)
+    with fxpipe.pipeline(TwoHeads(), ["cpu", "cpu"], 4, balance=["tanh"], example_args=(x, y)) as pipe:
+        wiring = pipe._fxpipe.graphs[0][1].wiring
+    assert wiring.before[ActionKind.BACKWARD, 0] == ()
+    assert wiring.fences_with_loss[ActionKind.BACKWARD, 0] == ((ActionKind.FORWARD, 1),)
+    assert wiring.fences_with_loss[ActionKind.BACKWARD, 1] == ()  # its own F is before it in its row
+
+
+def test_workers_wait_for_it_however_slow_the_loss_is():
+    found, want = _gradients(ThreadedExecutor([torch.device("cpu")] * 2, jitter=3))
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def _fences():
+    return Fences(
+        {(ActionKind.FORWARD, 1): ((ActionKind.FORWARD, 0),), (ActionKind.BACKWARD, 0): ((ActionKind.BACKWARD, 1),)}
+    )
+
+
+def test_a_fence_is_that_of_one_micro_batch():
+    fences = _fences()
+    assert fences.are_open(Action(ActionKind.FORWARD, 0, 0))  # waits for nobody
+    assert not fences.are_open(Action(ActionKind.FORWARD, 1, 0))
+    fences.pass_on(Action(ActionKind.FORWARD, 0, 0))
+    assert fences.are_open(Action(ActionKind.FORWARD, 1, 0))
+    assert not fences.are_open(Action(ActionKind.FORWARD, 1, 1))
+    assert not fences.are_open(Action(ActionKind.BACKWARD, 0, 0))
+    fences.open_all()
+    assert fences.are_open(Action(ActionKind.BACKWARD, 0, 0))
+
+
+@pytest.mark.parametrize("opens", [lambda f: f.pass_on(Action(ActionKind.FORWARD, 0, 2)), lambda f: f.open_all()])
+def test_who_waits_goes_on_when_it_opens(opens):
+    fences, passed = _fences(), threading.Event()
+
+    def wait():
+        fences.wait(Action(ActionKind.FORWARD, 1, 2))
+        passed.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not passed.wait(0.05)
+    opens(fences)
+    assert passed.wait(10)
+    thread.join(10)
+    fences.wait(Action(ActionKind.FORWARD, 1, 2))  # for good
+
+
+class Fan(nn.Module):
+    """What the first stage makes each of the others uses, and none of them hands anything to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.parts = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        h = self.first(x)
+        return tuple(part(h) for part in self.parts)
+
+
+def test_a_gradient_comes_from_the_next_later_user_and_is_waited_for():
+    """It goes from user to user, and each adds its own: who begins before the next one has ended loses a part."""
+    torch.manual_seed(2)
+    model, x = Fan(), torch.randn(8, 4)
+    pipe = fxpipe.pipeline(model, ["cpu"] * 4, 2, balance=["first", "parts.0", "parts.1"], example_args=(x,))
+    before = pipe._fxpipe.graphs[0][1].wiring.fences_with_loss
+    assert (ActionKind.BACKWARD, 2) in before[ActionKind.BACKWARD, 1]
+    assert (ActionKind.BACKWARD, 3) in before[ActionKind.BACKWARD, 2]
+    assert (ActionKind.BACKWARD, 1) in before[ActionKind.BACKWARD, 0]
+
+    def loss(outputs, target):
+        return sum(F.mse_loss(y, target) for y in outputs)
+
+    for seed in range(4):
+        pipe._fxpipe.engine.executor = driver = InterleavedExecutor(seed)
+        with closing(driver):
+            pipe.forward_backward(x, target=x, loss_fn=loss)
+        found = {name: p.grad for name, p in model.named_parameters()}
+        pipe.zero_grad()
+        loss(model(x), x).backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, msg=name)
+        pipe.zero_grad()

@@ -1,0 +1,579 @@
+"""Simulated times and bytes against closed forms and a slow world, and a drawing that a person would make."""
+
+from __future__ import annotations
+
+import doctest
+from collections import deque
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from helpers.schedule_cases import ANYWHERE, ZERO_BUBBLE, any_case
+from hypothesis import given, settings
+
+import fxpipe.simulation
+import fxpipe.simulation.costs
+from fxpipe.errors import ArgumentError, ScheduleError
+from fxpipe.scheduling import (
+    CHECKPOINTS,
+    Action,
+    ActionKind,
+    Schedule,
+    make_schedule,
+    micro_batches_in_flight,
+    parse_schedule,
+)
+from fxpipe.simulation import MemoryTimeline, Simulation, Span, StageCost, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation.timeline import memory_timeline_of
+
+SIZES = list(product(range(1, 7), range(1, 9)))
+TRAINING = ["gpipe", "1f1b"]
+COST = StageCost(forward=1, backward=2)
+
+
+def simulate(name: str, n: int, m: int, checkpoint: str = "never", **options: object) -> Simulation:
+    """Every forward 1 s, every backward 2 s, unless said otherwise."""
+    stages = options.pop("stages", [COST] * n)
+    placement = options.pop("placement", None)
+    return simulate_schedule(make_schedule(name, n, m, checkpoint, placement), stages, **options)
+
+
+def span(simulation: Simulation, text: str) -> Span:
+    return next(s for s in simulation.spans if s.action == Action.parse(text))
+
+
+def starts(simulation: Simulation, texts: str) -> list[float]:
+    return [span(simulation, text).start for text in texts.split()]
+
+
+# Time: closed forms
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_bubble_is_n_minus_1_of_m_plus_n_minus_1(name):
+    for n, m in SIZES:
+        simulation = simulate(name, n, m)
+        assert simulation.step_seconds == 3 * (m + n - 1)
+        assert simulation.busy == (3.0 * m,) * n
+        assert simulation.bubble == pytest.approx([(n - 1) / (m + n - 1)] * n)
+        assert simulation.mean_bubble == pytest.approx((n - 1) / (m + n - 1))
+
+
+def test_loops_over_the_devices_make_the_bubble_of_gpipe_as_many_times_shorter():
+    """v stages on each of p devices: a device waits for p - 1 short stages, and for nothing once it has begun."""
+    for p, v, rounds in product(range(1, 5), range(1, 4), range(1, 4)):
+        simulation = simulate("gpipe", p * v, p * rounds, placement=tuple(range(p)) * v)
+        assert simulation.step_seconds == 3 * (p * rounds * v + p - 1)
+        assert simulation.busy == (3.0 * p * rounds * v,) * p
+
+
+def test_loops_of_gpipe_take_no_longer_than_stages_that_are_as_many_times_as_long():
+    for p, v, m in product(range(1, 5), range(1, 5), (1, 2, 4, 7, 12)):
+        loops = simulate("gpipe", p * v, m, placement=tuple(range(p)) * v)
+        assert loops.step_seconds <= simulate("gpipe", p, m, stages=[StageCost(v, 2 * v)] * p).step_seconds
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_one_device_has_no_bubble(name):
+    assert simulate(name, n=1, m=5).bubble == (0.0,)
+    assert simulate(name, n=4, m=5, placement=(0, 0, 0, 0)).bubble == (0.0,)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "inference"])
+def test_without_micro_batches_one_device_works_at_a_time(name):
+    for n in range(1, 7):
+        assert simulate(name, n, m=1).mean_bubble == pytest.approx((n - 1) / n)
+
+
+def test_inference_takes_one_forward_per_clock():
+    for n, m in SIZES:
+        assert simulate("inference", n, m).step_seconds == m + n - 1
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_gpipe_recomputes_in_the_bubble(checkpoint):
+    """Each recompute takes its time once, not once for every device that a gradient passes."""
+    for n, m in SIZES:
+        recomputed = {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+        assert simulate("gpipe", n, m, checkpoint).step_seconds == 3 * (m + n - 1) + recomputed
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_first_recompute_is_over_before_its_gradient_arrives(name):
+    for n in range(2, 7):
+        simulation = simulate(name, n, m=8, checkpoint="always")
+        first = next(s.action for s in simulation.spans if s.action.stage == 0 and s.action.kind is ActionKind.BACKWARD)
+        assert span(simulation, f"0R{first.micro_batch}").end <= span(simulation, f"1B{first.micro_batch}").start
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_recompute_seconds_are_their_own(name):
+    longer = [StageCost(1, 2, recompute=3)]
+    assert simulate(name, 1, 4, "always", stages=longer).step_seconds == 4 * (1 + 3 + 2)
+    assert simulate(name, 1, 4, "never", stages=longer).step_seconds == 4 * (1 + 2)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_one_slow_stage_sets_the_pace(name):
+    """It has all micro-batches to do, and at best one way to it and one way back are added."""
+    for m in range(1, 9):
+        simulation = simulate(name, 3, m, stages=[StageCost(1, 3), StageCost(10, 20), StageCost(2, 5)])
+        assert simulation.busy == (4.0 * m, 30.0 * m, 7.0 * m)
+        assert simulation.step_seconds >= 30 * m + 1 + 3
+
+
+def test_split_backward_takes_as_long_as_the_whole():
+    schedule = parse_schedule(ZERO_BUBBLE)
+    simulation = simulate_schedule(schedule, [COST] * 2)
+    assert simulation.busy == (9.0, 9.0)
+    assert simulation.step_seconds == 10 < simulate("1f1b", 2, 3).step_seconds
+    assert span(simulation, "0U2") == Span(Action.parse("0U2"), 0, 10, 10)
+    uneven = simulate_schedule(schedule, [StageCost(1, 2, weight=0.5), StageCost(1, 2, weight=0)])
+    assert (span(uneven, "0B0").seconds, span(uneven, "0W0").seconds) == (1.5, 0.5)
+    assert (span(uneven, "1B0").seconds, span(uneven, "1W0").seconds) == (2.0, 0.0)
+
+
+# Sending: closed forms
+
+
+def test_sending_takes_its_time_both_ways():
+    ways = [Transfer(0, 1, 8, 0.5), Transfer(1, 0, 8, 0.75), Transfer(1, 2, 8, 0.25), Transfer(2, 1, 8, 0.125)]
+    simulation = simulate("gpipe", 3, 1, transfers=ways)
+    assert starts(simulation, "0F0 1F0 2F0 2B0 1B0 0B0") == [
+        0.0,
+        1.0 + 0.5,
+        1.0 + 0.5 + 1.0 + 0.25,
+        3.75,
+        3.75 + 2.0 + 0.125,
+        3.75 + 2.0 + 0.125 + 2.0 + 0.75,
+    ]
+
+
+def test_nothing_is_sent_within_a_device():
+    schedule = parse_schedule("0F0 1F0 1B0 0B0")
+    for overlaps in (True, False):
+        found = simulate_schedule(
+            schedule, [COST] * 2, transfers_of(0, [1], 8, seconds=lambda *_: 9), overlaps=overlaps
+        )
+        assert found.step_seconds == 6
+        assert found.sent == {}
+
+
+def test_a_portal_holds_up_its_user_and_nobody_else():
+    ways = transfers_of(0, [2], 8, seconds=lambda source, target, _: 10.0 if source < target else 20.0)
+    simulation = simulate("gpipe", 3, 1, transfers=ways)
+    assert starts(simulation, "0F0 1F0 2F0 2B0 1B0 0B0") == [0, 1, 1 + 10, 12, 14, 12 + 2 + 20]
+
+
+def test_a_gradient_goes_from_user_to_user():
+    """So backward of the middle stage waits for it, and backward of the maker for the middle one."""
+    ways = transfers_of(0, [1, 2], 8, seconds=lambda source, target, _: 0.0 if source < target else 5.0)
+    simulation = simulate("gpipe", 3, 1, transfers=ways)
+    assert starts(simulation, "2B0 1B0 0B0") == [3, 3 + 2 + 5, 3 + 2 + 5 + 2 + 5]
+
+
+def test_a_link_carries_one_transfer_at_a_time():
+    for m in range(1, 9):
+        slow = [Transfer(0, 1, 8, 5.0)]
+        assert simulate("inference", 2, m, transfers=slow).step_seconds == 1 + 5 * m + 1
+        assert simulate("inference", 2, m, transfers=[Transfer(0, 1, 8, 1.0)] * 5).step_seconds == 1 + 5 * m + 1
+    both_ways = simulate("gpipe", 2, 1, transfers=[Transfer(0, 1, 8, 1.0), Transfer(1, 0, 8, 1.0)])
+    assert both_ways.step_seconds == 1 + 1 + 1 + 2 + 1 + 2
+
+
+def test_where_copies_do_not_overlap_the_receiver_makes_them():
+    for m in range(1, 9):
+        ways = [Transfer(0, 1, 8, 2.0), Transfer(0, 1, 8, 3.0)]
+        simulation = simulate("inference", 2, m, transfers=ways, overlaps=False)
+        assert simulation.step_seconds == 1 + m * (2 + 3 + 1)
+        assert simulation.busy == (m, 6.0 * m)
+        assert {s.receiving for s in simulation.spans if s.device == 1} == {5.0}
+        assert {s.receiving for s in simulation.spans if s.device == 0} == {0.0}
+
+
+def test_bytes_of_each_link():
+    ways = (*transfers_of(0, [1, 2, 3], 10), Transfer(1, 2, 3), Transfer(2, 1, 4))
+    four = simulate("1f1b", 4, 5, transfers=ways)
+    assert four.sent == {(0, 1): 50, (0, 2): 50, (0, 3): 50, (1, 0): 50, (1, 2): 15, (2, 1): 70, (3, 2): 50}
+    loop = simulate("1f1b", 4, 5, transfers=ways, placement=(0, 1, 0, 1))
+    assert loop.sent == {(0, 1): 50 + 50 + 70, (1, 0): 50 + 50 + 15}
+    assert simulate("inference", 4, 5, transfers=ways).sent == {(0, 1): 50, (0, 2): 50, (0, 3): 50, (1, 2): 15}
+
+
+# Memory: closed forms
+
+HEAVY = StageCost(1, 2, parameter_bytes=1000, saved_bytes=100, input_bytes=10, working_bytes=1)
+
+
+def totals(memory: MemoryTimeline) -> tuple[tuple[float, float], ...]:
+    return tuple((time, parts.total) for time, parts in memory.steps)
+
+
+def stage_memory(simulation: Simulation) -> list[MemoryTimeline]:
+    """For each stage the bytes in use over time, as if it had a device of its own."""
+    return [
+        memory_timeline_of([span for span in simulation.spans if span.action.stage == j], simulation.stages)
+        for j in range(len(simulation.stages))
+    ]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_peak_is_what_is_in_flight(name):
+    for n, m in SIZES:
+        flight = [m] * n if name == "gpipe" else [min(n - j, m) for j in range(n)]
+        kept = simulate(name, n, m, stages=[HEAVY] * n)
+        assert [memory.peak for memory in kept.memory] == [1001 + 110 * f for f in flight]
+        recomputed = simulate(name, n, m, "always", stages=[HEAVY] * n)
+        assert [memory.peak for memory in recomputed.memory] == [1001 + 10 * f + 100 for f in flight]
+
+
+def test_memory_of_a_device_is_that_of_all_its_stages():
+    for v, m in product(range(1, 4), range(1, 5)):
+        simulation = simulate("gpipe", 2 * v, m, stages=[HEAVY] * 2 * v, placement=(0, 1) * v)
+        assert [memory.peak for memory in simulation.memory] == [v * (1000 + 110 * m) + 1] * 2
+        assert [memory.peak for memory in stage_memory(simulation)] == [1000 + 110 * m + 1] * 2 * v
+
+
+def test_memory_over_time_of_one_micro_batch():
+    cost = replace(HEAVY, recompute=4)
+    (never,), (always,) = (simulate("gpipe", 1, 1, c, stages=[cost]).memory for c in ("never", "always"))
+    assert totals(never) == ((0, 1000), (0, 1111), (1, 1110), (1, 1111), (3, 1000))
+    assert totals(always) == ((0, 1000), (0, 1011), (1, 1010), (1, 1111), (5, 1110), (5, 1111), (7, 1000))
+
+
+def test_a_split_backward_holds_until_its_weights_are_done():
+    schedule = parse_schedule("0F0 0B0 0F1 0B1 0W0 0W1")
+    (memory,) = simulate_schedule(schedule, [replace(HEAVY, working_bytes=0)]).memory
+    assert memory.peak == 1000 + 2 * 110
+    assert totals(memory)[-1] == (6, 1000)
+
+
+def test_where_nothing_goes_back_nothing_is_saved():
+    for memory in simulate("inference", 3, 4, "always", stages=[HEAVY] * 3).memory:
+        assert memory.peak == 1000 + 10 + 1
+        assert totals(memory)[-1][1] == 1000
+
+
+def test_micro_batches_in_flight():
+    assert micro_batches_in_flight(make_schedule("gpipe", 3, 5)) == (5, 5, 5)
+    assert micro_batches_in_flight(make_schedule("1f1b", 3, 2, "always")) == (2, 2, 1)
+    assert micro_batches_in_flight(make_schedule("inference", 3, 5)) == (1, 1, 1)
+    assert micro_batches_in_flight(parse_schedule("0F0 0B0 0F1 0B1 0W0 0W1")) == (2,)
+    assert micro_batches_in_flight(make_schedule("1f1b", 4, 8, placement=(0, 1, 0, 1))) == (4, 3, 2, 1)
+
+
+# Against a world of its own, in which time passes
+
+
+class World:
+    """Devices and links, one instant after another, and lists of what has arrived: slow, and nothing worked out."""
+
+    def __init__(self, schedule: Schedule, stages: list[StageCost], transfers: list[Transfer], overlaps: bool):
+        self.schedule, self.stages, self.transfers, self.overlaps = schedule, stages, transfers, overlaps
+        self.home = {a.stage: d for d, row in enumerate(schedule.rows) for a in row}
+        self.has_split = {a.stage for row in schedule.rows for a in row if a.kind is ActionKind.WEIGHT}
+        self.waiting = [deque(row) for row in schedule.rows]
+        self.running: dict[int, tuple[Action, float, float]] = {}  # by device: action, start, end
+        self.queues: dict[tuple[int, int], deque[tuple[int, int]]] = {}  # by link: (number of the transfer, i)
+        self.carrying: dict[tuple[int, int], tuple[int, int, float]] = {}
+        self.arrived: set[tuple[int, int]] = set()
+        self.ended_modules: set[Action] = set()
+        self.spans: dict[Action, tuple[float, float]] = {}
+        self.now = 0.0
+
+    def run(self) -> None:
+        while any(self.waiting) or self.running:
+            while self._change():
+                pass
+            times = [end for *_, end in self.running.values()] + [end for *_, end in self.carrying.values()]
+            if not times:
+                break
+            self.now = min(times)
+        assert not any(self.waiting), "nothing moves any more"
+
+    def _change(self) -> bool:
+        for d, (action, start, end) in list(self.running.items()):
+            if end == self.now:
+                del self.running[d]
+                self.ended_modules.add(action)
+                self.spans[action] = start, end
+                self._hand_over(action)
+                return True
+        for link, (k, i, end) in list(self.carrying.items()):
+            if end == self.now:
+                del self.carrying[link]
+                self.arrived.add((k, i))
+                return True
+        for link, queue in self.queues.items():
+            if queue and link not in self.carrying:
+                k, i = queue.popleft()
+                self.carrying[link] = k, i, self.now + self.transfers[k].seconds
+                return True
+        for d, row in enumerate(self.waiting):
+            if row and d not in self.running and self._can_start(row[0]):
+                action = row.popleft()
+                self.running[d] = action, self.now, self.now + self._copies(action) + self._takes(action)
+                return True
+        return False
+
+    def _hand_over(self, action: Action) -> None:
+        for k, transfer in enumerate(self.transfers):
+            if transfer.source == action.stage and self._kind(transfer) is action.kind:
+                link = self.home[transfer.source], self.home[transfer.target]
+                if link[0] == link[1] or not self.overlaps:
+                    self.arrived.add((k, action.micro_batch))
+                else:
+                    self.queues.setdefault(link, deque()).append((k, action.micro_batch))
+
+    def _can_start(self, action: Action) -> bool:
+        j, i = action.stage, action.micro_batch
+        if (
+            action.kind is ActionKind.FORWARD
+            and j > 0
+            and Action(ActionKind.FORWARD, j - 1, i) not in self.ended_modules
+        ):
+            return False
+        last = self.schedule.stages - 1
+        if (
+            action.kind is ActionKind.BACKWARD
+            and j < last
+            and Action(ActionKind.BACKWARD, j + 1, i) not in self.ended_modules
+        ):
+            return False
+        return all((k, i) in self.arrived for k in self._incoming(action))
+
+    def _incoming(self, action: Action) -> list[int]:
+        return [k for k, t in enumerate(self.transfers) if t.target == action.stage and self._kind(t) is action.kind]
+
+    def _kind(self, transfer: Transfer) -> ActionKind:
+        return ActionKind.FORWARD if transfer.source < transfer.target else ActionKind.BACKWARD
+
+    def _copies(self, action: Action) -> float:
+        found = [self.transfers[k] for k in self._incoming(action)]
+        return 0 if self.overlaps else sum(t.seconds for t in found if self.home[t.source] != self.home[t.target])
+
+    def _takes(self, action: Action) -> float:
+        cost = self.stages[action.stage]
+        weight = cost.backward / 2 if cost.weight is None else cost.weight
+        return {
+            ActionKind.FORWARD: cost.forward,
+            ActionKind.RECOMPUTE: cost.forward if cost.recompute is None else cost.recompute,
+            ActionKind.BACKWARD: cost.backward - (weight if action.stage in self.has_split else 0),
+            ActionKind.WEIGHT: weight,
+            ActionKind.UPDATE: 0,
+        }[action.kind]
+
+    def bytes_at(self, time: float, device: int) -> float:
+        """In use, at a time at which nothing begins or ends."""
+        total = 0.0
+        for j, cost in enumerate(self.stages):
+            if self.home[j] == device:
+                total += cost.static_bytes
+                total += sum(self._held(j, i, time) for i in range(self.schedule.micro_batches))
+        active = [a for a, (start, end) in self.spans.items() if start < time < end and self.home[a.stage] == device]
+        return total + sum(self.stages[a.stage].working_bytes for a in active)
+
+    def _held(self, j: int, i: int, time: float) -> float:
+        begin, end = self.spans[Action(ActionKind.FORWARD, j, i)]
+        saves = begin
+        for kind in (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.WEIGHT):
+            if (found := self.spans.get(Action(kind, j, i))) is not None:
+                end = found[1]
+                saves = found[0] if kind is ActionKind.RECOMPUTE else saves
+        trains = Action(ActionKind.BACKWARD, j, i) in self.spans
+        cost = self.stages[j]
+        return (cost.input_bytes + cost.portal_bytes if begin < time < end else 0) + (
+            cost.saved_bytes if trains and saves < time < end else 0
+        )
+
+
+def at(memory: MemoryTimeline, time: float) -> float:
+    return [parts.total for start, parts in memory.steps if start <= time][-1]
+
+
+@settings(max_examples=300, deadline=None)
+@given(any_case())
+def test_every_action_runs_when_it_does_in_a_slow_world(case):
+    schedule, stages, transfers, overlaps = case
+    world = World(*case)
+    world.run()
+    simulation = simulate_schedule(schedule, stages, transfers, overlaps=overlaps)
+    assert [s.action for s in simulation.spans] == [action for row in schedule.rows for action in row]
+    assert {s.action: (s.start, s.end) for s in simulation.spans} == world.spans
+    assert all(s.device == world.home[s.action.stage] for s in simulation.spans)
+    assert simulation.step_seconds == max(end for _, end in world.spans.values())
+    assert all(0 <= bubble <= 1 for bubble in simulation.bubble)
+    assert len({len(line.partition("|  ")[0]) for line in str(simulation).splitlines() if "|  " in line}) == 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_case())
+def test_memory_is_what_is_held_in_a_slow_world(case):
+    """All times are whole numbers, so that nothing begins or ends at the halves."""
+    schedule, stages, transfers, overlaps = case
+    world = World(*case)
+    world.run()
+    memory = simulate_schedule(schedule, stages, transfers, overlaps=overlaps).memory
+    for d, found in enumerate(memory):
+        times = [time for time, _ in found.steps]
+        assert times == sorted(times)
+        sizes = {k: world.bytes_at(k + 0.5, d) for k in range(int(world.now) + 2)}
+        assert {k: at(found, k + 0.5) for k in sizes} == sizes
+        assert found.peak >= max(sizes.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_case())
+def test_peaks_of_stages_are_those_of_counting_live_micro_batches(case):
+    """In the order of the row, whatever the time: so also where actions take none."""
+    schedule, stages, transfers, overlaps = case
+    simulation = simulate_schedule(schedule, stages, transfers, overlaps=overlaps)
+    flights, by_stage = micro_batches_in_flight(schedule), stage_memory(simulation)
+    for j, cost in enumerate(stages):
+        actions = [a for row in schedule.rows for a in row if a.stage == j]
+        kinds = {a.kind for a in actions}
+        recomputed = {a.micro_batch for a in actions if a.kind is ActionKind.RECOMPUTE}
+        last = next((kind for kind in (ActionKind.WEIGHT, ActionKind.BACKWARD) if kind in kinds), None)
+        held: dict[int, float] = {}
+        peak, flight = 0.0, 0
+        for a in actions:
+            if a.kind is ActionKind.FORWARD:
+                held[a.micro_batch] = cost.input_bytes + cost.portal_bytes
+            if a.kind is ActionKind.RECOMPUTE or (
+                a.kind is ActionKind.FORWARD and a.micro_batch not in recomputed and last is not None
+            ):
+                held[a.micro_batch] += cost.saved_bytes
+            if a.kind is not ActionKind.UPDATE:
+                peak = max(peak, sum(held.values()) + cost.working_bytes)
+            flight = max(flight, len(held))
+            if a.kind is last or last is None:
+                del held[a.micro_batch]
+        assert not held
+        assert by_stage[j].peak == cost.static_bytes + peak
+        assert flights[j] == flight
+
+
+# Transfers of a value
+
+
+def test_transfers_of_a_value():
+    assert transfers_of(1, [4, 2, 4], 8, seconds=lambda source, target, size: 10 * source + target + size / 100) == (
+        Transfer(1, 2, 8, 12.08),
+        Transfer(1, 4, 8, 14.08),
+        Transfer(2, 1, 8, 21.08),
+        Transfer(4, 2, 8, 42.08),
+    )
+    assert transfers_of(1, [4, 2], 8, returns=False) == (Transfer(1, 2, 8), Transfer(1, 4, 8))
+    assert transfers_of(1, [1], 8) == ()
+
+
+def test_transfers_are_those_of_the_runtime():
+    """Of a program with portals: every way that a value or its gradient goes there is one here, and no other."""
+    import torch
+    from helpers.models import BY_NAME
+
+    import fxpipe
+    from fxpipe.rewriting.program import PIPE_INPUT
+
+    case = BY_NAME["unet"]
+    args, _ = case.inputs(2)
+    with fxpipe.pipeline(case.make(), ["cpu"] * 4, 2, example_args=args) as pipe:
+        with torch.no_grad():
+            pipe(*args)
+        (_, assembly), *_ = pipe._fxpipe.graphs
+    wiring = assembly.wiring
+    links = [(user, link) for user, row in enumerate(wiring.links) for link in row if link.value.source != PIPE_INPUT]
+    assert any(user > link.value.source + 1 for user, link in links)
+    want = sorted(pair for user, link in links for pair in ((link.value.source, user), (user, link.gradient_target)))
+    have = sorted((t.source, t.target) for (maker, _), users in wiring.users.items() if maker != PIPE_INPUT
+                  for t in transfers_of(maker, users, 1))  # fmt: skip
+    assert have == want
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("stages", "transfers", "words"),
+    [
+        ([COST], [], "stages has 1 costs; give 2, one for each stage of the schedule"),
+        ([COST] * 3, [], "stages has 3 costs; give 2"),
+        ([COST, StageCost(-1.0, 1)], [], r"stages\[1\].forward=-1.0 is no time; give seconds, 0 or more and finite"),
+        ([StageCost(1, float("inf")), COST], [], r"stages\[0\].backward=inf is no time"),
+        ([StageCost(1, 2, recompute=float("nan")), COST], [], r"stages\[0\].recompute=nan is no time"),
+        ([COST, StageCost(1, 2, saved_bytes=-1)], [], r"stages\[1\].saved_bytes=-1 is no size; give bytes, 0 or more"),
+        (
+            [COST, StageCost(1, 2, weight=3.0)],
+            [],
+            r"stages\[1\].weight=3.0 is more than its backward=2, of which it is",
+        ),
+        ([COST] * 2, [Transfer(0, 2, 1)], r"transfers\[0\].target=2 is no stage; stages are 0 to 1"),
+        ([COST] * 2, [Transfer(0, 1, 1), Transfer(1, 1, 1)], r"transfers\[1\] goes from stage 1 to itself"),
+        ([COST] * 2, [Transfer(0, 1, -1)], r"transfers\[0\].bytes=-1 is no size"),
+        ([COST] * 2, [Transfer(0, 1, 1, float("nan"))], r"transfers\[0\].seconds=nan is no time"),
+    ],
+)
+def test_bad_costs_are_named(stages, transfers, words):
+    with pytest.raises(ArgumentError, match=words):
+        simulate("gpipe", 2, 2, stages=stages, transfers=transfers)
+
+
+def test_schedule_that_would_not_run_is_refused():
+    rows = ((Action.parse("0B0"), Action.parse("0F0")),)
+    with pytest.raises(ScheduleError, match="0B0 stands before 0F0"):
+        simulate_schedule(Schedule("mine", 1, 1, rows), [COST])
+
+
+def test_nothing_takes_no_time():
+    simulation = simulate("gpipe", 2, 2, stages=[StageCost(0, 0)] * 2)
+    assert (simulation.step_seconds, simulation.bubble) == (0.0, (0.0, 0.0))
+    assert str(simulation).endswith("step 0.000 ms, mean bubble 0.0 %")
+
+
+def test_an_idle_device_holds_nothing():
+    schedule = Schedule("idle", 1, 1, ((Action.parse("0F0"),), ()))
+    simulation = simulate_schedule(schedule, [HEAVY])
+    assert (simulation.busy, simulation.bubble) == ((1.0, 0.0), (0.0, 1.0))
+    assert [memory.peak for memory in simulation.memory] == [1011, 0]
+
+
+# The drawing
+
+
+def test_timeline_is_the_triangle_a_person_would_draw():
+    assert str(simulate("gpipe", n=3, m=3)) == (
+        "gpipe: 3 stages, 3 micro-batches\n"
+        "device 0 |F0 F1 F2 ..................B2=== B1=== B0=== |  busy 9000 ms, bubble 40.0 %\n"
+        "device 1 |...F0 F1 F2 .........B2=== B1=== B0=== ......|  busy 9000 ms, bubble 40.0 %\n"
+        "device 2 |......F0 F1 F2 B2=== B1=== B0=== ............|  busy 9000 ms, bubble 40.0 %\n"
+        "step 15.0 s, mean bubble 40.0 %\n"
+        "critical path: B 66.7 %, F 33.3 %"
+    )
+
+
+def test_timeline_names_stages_where_a_device_has_several():
+    simulation = simulate_schedule(parse_schedule("0F0 1F0 1B0 0B0"), [StageCost(1, 1)] * 2)
+    assert "device 0 |0F0 1F0 1B0 0B0 |  busy 4000 ms" in str(simulation)
+
+
+def test_long_timeline_keeps_its_width_and_shows_kinds():
+    lines = str(simulate("gpipe", n=4, m=50)).splitlines()[1:-2]
+    drawn = [line.split("|")[1] for line in lines]
+    assert drawn[0] == "F" * 31 + "." * 6 + "B" * 63
+    assert drawn[3] == "." * 2 + "F" * 31 + "B" * 63 + "." * 4
+
+
+@pytest.mark.parametrize("module", [fxpipe.simulation, fxpipe.simulation.costs])
+def test_example_in_docstring_prints_what_it_says(module):
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_a_device_that_copies_over_a_shared_way_begins_no_sooner_than_there_is_something_to_copy() -> None:
+    """Also where the way has been free for long."""
+    schedule = make_schedule("inference", 2, 2)
+    ways = [Transfer(0, 1, 8, seconds=1.0, over=("bus",))]
+    simulation = simulate_schedule(schedule, [StageCost(2, 0), StageCost(5, 0)], ways, overlaps=False)
+    spans = {str(span.action): (span.start, span.end) for span in simulation.spans}
+    assert spans == {"0F0": (0, 2), "0F1": (2, 4), "1F0": (2, 8), "1F1": (8, 14)}

@@ -1,0 +1,468 @@
+"""Hooks on modules: all run, wherever they are, and none is silently left out."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, assert_step, closing
+from torch import nn
+from torch.nn.utils import prune
+
+import fxpipe
+from fxpipe.errors import StateError, TraceError
+from fxpipe.tracing import trace
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x, *, scale=1.0):
+        return self.lin(x).tanh() * scale
+
+
+class Model(nn.Module):
+    def __init__(self, block: nn.Module | None = None):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(6, 6), block or Block(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(self.block(h, scale=2.0) if isinstance(self.block, Block) else self.block(h))
+
+
+def x(batch: int = 6) -> torch.Tensor:
+    return torch.randn(batch, 6)
+
+
+def pipe_of(model: nn.Module, **options: Any) -> Any:
+    return closing(fxpipe.pipeline(model, **{"devices": ["cpu", "cpu"], "chunks": 3} | options))
+
+
+# -- on a module inside ----------------------------------------------------------------------------------------------
+
+
+def _doubled(module, args, output):
+    return output * 2
+
+
+def _shifted(module, args):
+    return args[0] + 1
+
+
+def _in_a_tuple(module, args):
+    return (args[0] * 3,)
+
+
+def _by_kwargs(module, args, kwargs, output):
+    assert kwargs["scale"] == 2.0
+    return output + args[0] * kwargs["scale"]
+
+
+def _new_kwargs(module, args, kwargs):
+    return args, kwargs | {"scale": 5.0}
+
+
+def _in_place(module, args, output):
+    output.mul_(2)
+
+
+def _no_gradients(module, args, output):
+    with torch.no_grad():
+        return output * 0 + 1
+
+
+def _by_value(module, args, output):
+    return output * 3 if output.abs().max() < 1e9 else output
+
+
+def _of_module(module, args, output):
+    return output * module.lin.weight.sum() + module.lin.bias
+
+
+HOOKS: dict[str, Any] = {
+    "forward": lambda m: m.block.register_forward_hook(_doubled),
+    "two": lambda m: (m.block.register_forward_hook(_doubled), m.block.register_forward_hook(_in_place)),
+    "prepended": lambda m: (
+        m.block.register_forward_hook(_doubled), m.block.register_forward_hook(_no_gradients, prepend=True)
+    ),
+    "pre": lambda m: m.block.register_forward_pre_hook(_shifted),
+    "pre, a tuple": lambda m: m.block.register_forward_pre_hook(_in_a_tuple),
+    "kwargs": lambda m: m.block.register_forward_hook(_by_kwargs, with_kwargs=True),
+    "pre, kwargs": lambda m: m.block.register_forward_pre_hook(_new_kwargs, with_kwargs=True),
+    "in place": lambda m: m.block.register_forward_hook(_in_place),
+    "on a function": lambda m: m.block.lin.register_forward_hook(_doubled),
+    "without gradients": lambda m: m.last.register_forward_hook(lambda m, a, y: _no_gradients(m, a, y) + y),
+    "by value": lambda m: m.block.register_forward_hook(_by_value),
+    "partial": lambda m: m.block.register_forward_hook(functools.partial(lambda k, m, a, y: y * k, 4)),
+    "of the module": lambda m: m.block.register_forward_hook(_of_module),
+    "always": lambda m: m.block.register_forward_hook(_doubled, always_call=True),
+    "backward": lambda m: m.block.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+    "backward pre": lambda m: m.block.register_full_backward_pre_hook(lambda m, go: (go[0] * 3,)),
+    "backward and forward": lambda m: (
+        m.block.register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)), m.block.register_forward_hook(_doubled)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_inside(name, mode):
+    model = Model()
+    HOOKS[name](model)
+    plain = copy.deepcopy(model)
+    with pipe_of(model, checkpoint=mode, tracer="record") as pipe:
+        for batch in (6, 5):
+            assert_step(pipe, plain, x(batch))
+            assert_step(pipe, plain, x(batch), one_pass=True)
+        assert bool(pipe.plan.why) == (name in ("of the module", "backward", "backward pre", "backward and forward"))
+
+
+def test_a_hook_that_observes_runs_for_each_micro_batch_on_its_stage():
+    seen: list[Any] = []
+    model = Model()
+    model.last.register_forward_hook(lambda module, args, output: seen.append((module, output, threading.get_ident())))
+    plain = copy.deepcopy(model)
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        seen.clear()
+        given = x()
+        have = pipe(given)
+        assert [module for module, _, _ in seen] == [model.last] * 3
+        assert torch.equal(torch.cat([output for _, output, _ in seen]), have)
+        assert threading.get_ident() not in {thread for _, _, thread in seen}
+        seen.clear()
+        assert_step(pipe, plain, x())
+
+
+def test_a_hook_runs_once_more_where_its_micro_batch_is_recomputed():
+    seen: list[int] = []
+    model = Model()
+    model.block.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with pipe_of(model, checkpoint="always", example_args=(x(),)) as pipe:
+        seen.clear()
+        pipe(x()).sum().backward()
+        assert seen == [2] * 6
+
+
+def test_hooks_put_on_taken_off_and_changed_after_planning():
+    model = Model()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        handles = []
+        for step in range(6):
+            if step in (1, 4):
+                handles = [m.block.register_forward_hook(_doubled) for m in (model, plain)]
+            if step == 2:  # as many as before, and another one
+                for handle in handles:
+                    handle.remove()
+                handles = [m.block.register_forward_hook(_by_value) for m in (model, plain)]
+            if step in (3, 5):
+                for handle in handles:
+                    handle.remove()
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)
+
+
+def test_a_hook_that_takes_itself_off_is_gone_after_the_step():
+    model = Model()
+    seen: list[int] = []
+
+    def once(module, args, output):
+        seen.append(len(output))
+        handle.remove()
+
+    handle = model.block.register_forward_hook(once)
+    plain = copy.deepcopy(model)
+    plain.block._forward_hooks.clear()
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        assert model.block._forward_hooks
+        seen.clear()
+        pipe(x())
+        assert seen == [2, 2, 2]
+        assert not model.block._forward_hooks
+        seen.clear()
+        assert_step(pipe, plain, x())
+        assert not seen
+
+
+def test_planning_leaves_no_trace_of_hooks_that_write():
+    model = Model()
+    model.block.register_buffer("calls", torch.zeros(()))
+
+    def counting(module, args, output):
+        module.calls += 1
+
+    model.block.register_forward_hook(counting)
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        assert model.block.calls == 0
+        plain = copy.deepcopy(model)
+        for _ in range(2):
+            pipe.forward_backward(x(), target=torch.ones(6, 6), loss_fn=F.mse_loss)
+            for _ in range(3):
+                plain(x(2))
+        assert model.block.calls == 6
+        assert_same_state(pipe, plain)
+
+
+def test_random_numbers_of_hooks_are_those_of_the_micro_batch():
+    found = []
+    for mode in ("never", "always"):
+        model = Model()
+        model.load_state_dict({name: torch.full_like(v, 0.1) for name, v in model.state_dict().items()})
+        model.block.register_forward_hook(lambda m, a, y: F.dropout(y, 0.5) * random.uniform(1, 2))
+        torch.manual_seed(3)
+        given = x()
+        with pipe_of(model, checkpoint=mode) as pipe:
+            torch.manual_seed(4)
+            pipe(given).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_hook_that_uses_another_modules_parameter_is_refused_by_name():
+    model = Model()
+    model.block.register_forward_hook(lambda m, a, y: model.last(y))
+    with pytest.raises(TraceError, match=r"uses 'last.bias', 'last.weight' from outside"):
+        trace(model, (x(),), tracer="record")
+
+
+def test_a_hook_with_another_kind_of_output_is_an_error_of_the_step():
+    state = {"on": True}
+    model = Model()
+    model.block.register_forward_hook(lambda m, a, y: y * 2 if state["on"] else None)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        state["on"] = False
+        with pytest.raises(StateError, match="gives another kind of output than when it was traced"):
+            pipe(x())
+        state["on"] = True
+        assert_step(pipe, plain, x())
+
+
+def test_a_hook_put_on_by_forward_is_refused():
+    class Lazy(Block):
+        def forward(self, x, *, scale=1.0):
+            if not self.lin._forward_hooks:
+                self.lin.register_forward_hook(_doubled)
+            return super().forward(x, scale=scale)
+
+    model = Model(Lazy())
+    with pytest.raises(TraceError, match="_forward_hooks"):
+        trace(model, (x(),))
+    assert not model.block.lin._forward_hooks
+
+
+def test_what_a_hook_raises_is_its_own():
+    state = {"bad": False}
+
+    def raising(module, args, output):
+        if state["bad"]:
+            raise LookupError("bad")
+
+    model = Model()
+    model.block.register_forward_hook(raising)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        state["bad"] = True
+        with pytest.raises(LookupError, match="bad") as caught:
+            pipe(x())
+        assert any("block" in note for note in caught.value.__notes__)
+        state["bad"] = False
+        assert_step(pipe, plain, x())
+
+
+def test_graphs_made_in_other_ways_have_no_hooks_and_say_so():
+    model = Model()
+    model.block.register_forward_hook(lambda m, a, y: print("seen"))
+    for tracer in ("export", "fx"):
+        with pytest.raises(TraceError, match="hook"):
+            trace(model, (x(),), tracer=tracer)
+
+
+# -- on the model itself ---------------------------------------------------------------------------------------------
+
+
+def test_hooks_on_the_model_see_the_mini_batch_in_the_callers_thread():
+    seen: list[Any] = []
+    model = Model()
+
+    def before(module, args):
+        seen.append((module, args[0].shape, threading.get_ident()))
+        return args[0] * 2
+
+    def after(module, args, output):
+        seen.append((module, output.shape, threading.get_ident()))
+        return output + args[0]
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(after)
+    plain = copy.deepcopy(model)
+    with pipe_of(model, example_args=(x(),)) as pipe:
+        assert not seen
+        pipe(x())
+        assert seen == [(model, (6, 6), threading.get_ident())] * 2
+        assert_step(pipe, plain, x())
+
+
+def test_hooks_on_the_model_with_kwargs_and_put_on_later():
+    class Scaled(Block):
+        def forward(self, x, scale=1.0):
+            return self.lin(x).tanh() * scale
+
+    model = Scaled()
+    plain = copy.deepcopy(model)
+
+    def before(module, args, kwargs):
+        return args, kwargs | {"scale": 3.0}
+
+    def after(module, args, kwargs, output):
+        return output * kwargs["scale"]
+
+    with pipe_of(model) as pipe:
+        assert_step(pipe, plain, x())
+        handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in (model, plain)]
+        handles += [m.register_forward_hook(after, with_kwargs=True) for m in (model, plain)]
+        assert_step(pipe, plain, x())
+        for handle in handles:
+            handle.remove()
+        assert_step(pipe, plain, x())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("gradient_of_input", [True, False])
+def test_backward_hooks_on_the_model(gradient_of_input):
+    found: dict[str, list[Any]] = {"pipe": [], "plain": []}
+    model = Model()
+    plain = copy.deepcopy(model)
+    for kind, m in (("pipe", model), ("plain", plain)):
+
+        def hook(module, grad_input, grad_output, kind=kind):
+            found[kind].append((grad_input, grad_output))
+            return (grad_input[0] * 2,) if grad_input[0] is not None else None
+
+        def pre_hook(module, grad_output):
+            return (grad_output[0] * 3,)
+
+        m.register_full_backward_hook(hook)
+        m.register_full_backward_pre_hook(pre_hook)
+        m.register_forward_hook(_doubled)
+    given = x().requires_grad_(gradient_of_input)
+    other = given.detach().clone().requires_grad_(gradient_of_input)
+    with pipe_of(model) as pipe:
+        pipe(given).square().sum().backward()
+        plain(other).square().sum().backward()
+        assert len(found["pipe"]) == len(found["plain"]) == 1
+        for ours, theirs in zip(found["pipe"][0], found["plain"][0], strict=True):
+            torch.testing.assert_close(ours, theirs)
+        if gradient_of_input:
+            torch.testing.assert_close(given.grad, other.grad)
+        assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+
+
+def test_backward_hooks_of_the_old_kind_on_the_model_are_refused():
+    model = Model()
+    model.register_backward_hook(lambda module, grad_input, grad_output: None)
+    with pipe_of(model) as pipe, pytest.raises(StateError, match="register_full_backward_hook"):
+        pipe(x())
+
+
+HOOKS_ON_MODEL = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+
+
+@pytest.mark.parametrize("add", HOOKS_ON_MODEL)
+def test_forward_backward_makes_no_mini_batch_for_hooks_on_the_model(add):
+    model = Model()
+    plain = copy.deepcopy(model)
+    handle = getattr(model, add)(lambda *_: None)
+    with pipe_of(model) as pipe:
+        with pytest.raises(StateError, match=r"the model has the hook .*hook.remove\(\)"):
+            pipe.forward_backward(x(), target=torch.ones(6, 6), loss_fn=F.mse_loss)
+        handle.remove()
+        assert_step(pipe, plain, x(), one_pass=True)
+
+
+def test_hooks_on_the_pipe_are_its_own():
+    model = Model()
+    with pipe_of(model) as pipe:
+        seen = []
+        pipe.register_forward_hook(lambda module, args, output: seen.append(module))
+        pipe(x())
+        assert seen == [pipe]
+        assert not model._forward_hooks
+
+
+# -- hooks that are computation --------------------------------------------------------------------------------------
+
+
+def _pruned(module: nn.Module) -> nn.Module:
+    prune.random_unstructured(module, "weight", amount=0.3)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        _pruned,
+    ],
+)
+@pytest.mark.parametrize("is_model", [False, True])
+def test_hooks_of_torch_are_part_of_the_computation(wrap, is_model):
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        wrapped = wrap(nn.Linear(6, 6))
+        return wrapped if is_model else Model(wrapped)
+
+    model, plain = make(), make()
+    model.eval()
+    plain.eval()
+    stages = ["cpu"] if is_model else ["cpu"] * 2
+    with pipe_of(model, devices=stages) as pipe:
+        assert pipe(x()).shape == (6, 6)
+        for _ in range(2):
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)
+            with torch.no_grad():
+                for m in (model, plain):
+                    for p in m.parameters():
+                        p.sub_(0.1 * p.grad)
+        assert pipe.plan.why == ()
+
+
+class OwnPruning(prune.BasePruningMethod):
+    """A method of the user's own: its hook is not torch's."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t, default_mask):
+        mask = default_mask.clone()
+        mask.view(-1)[::2] = 0
+        return mask
+
+
+def test_a_pruning_method_of_ones_own():
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        model = Model()
+        OwnPruning.apply(model.block.lin, "weight")
+        return model
+
+    model, plain = make(), make()
+    with pipe_of(model, tracer="record") as pipe:
+        for _ in range(2):
+            assert_step(pipe, plain, x())
+            assert_step(pipe, plain, x(), one_pass=True)

@@ -1,0 +1,323 @@
+"""The symbolic batch: which dimension holds it, what depends on it, and how outputs of micro-batches go together."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from helpers.traced_shapes import shapes, traced
+from torch import nn
+
+from fxpipe import trace
+from fxpipe.errors import ArgumentError
+
+b = sympy.Symbol("b", integer=True, positive=True)
+
+
+# -- inputs ----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_is_dimension_0():
+    result = traced(lambda lin, x: lin(x))
+    assert (result.in_dims, result.out_dims) == ((0,), (0,))
+    assert shapes(result) == ["float32[b, 6]"]
+    assert result.nodes[0].meta["shapes"][0].bytes == 24 * b
+
+
+def test_bytes_are_formulas_in_the_batch_size():
+    result = traced(lambda lin, x: torch.cat([lin(x), lin(x)], 1).double().view(-1, 3))
+    assert result.nodes[-1].meta["shapes"][0].bytes == b * 12 * 8
+
+
+@pytest.mark.parametrize("samples", [4, 3, 1])
+def test_mask_of_two_lengths_has_no_batch(samples):
+    """Also where the length happens to equal the number of samples."""
+
+    def attention(lin, x, mask):
+        return torch.softmax((lin(x) @ x.mT).masked_fill(mask == 0, -1e9), -1) @ x
+
+    result = traced(attention, torch.randn(samples, 4, 6), torch.tril(torch.ones(4, 4)))
+    assert (result.in_dims, result.out_dims) == ((0, None), (0,))
+    assert shapes(result) == ["float32[b, 4, 6]"]
+
+
+def test_dimension_of_size_1_beside_larger_ones_is_broadcast():
+    result = traced(lambda lin, x, p: lin(x) + p, torch.randn(4, 6), torch.randn(1, 6))
+    assert result.in_dims == (0, None)
+
+
+def test_a_single_sample():
+    result = traced(lambda lin, x, y: lin(x) + y, torch.randn(1, 6), torch.randn(1, 6))
+    assert (result.in_dims, result.out_dims) == ((0, 0), (0,))
+    assert shapes(result) == ["float32[b, 6]"]
+
+
+def test_no_dimensions_no_batch():
+    assert traced(lambda lin, x, t: lin(x) * t, torch.randn(4, 6), torch.tensor(2.0)).in_dims == (0, None)
+
+
+def test_inputs_that_never_meet():
+    result = traced(lambda lin, x, y: (lin(x), lin(y)), torch.randn(4, 6), torch.randn(4, 6))
+    assert (result.in_dims, result.out_dims) == ((0, 0), (0, 0))
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_batch_in_another_dimension(dim):
+    result = traced(lambda lin, x: lin(x), torch.randn(5, 4, 6), in_dims=dim)
+    assert (result.in_dims, result.out_dims) == ((1,), (1,))
+
+
+def test_in_dims_by_place_and_by_name():
+    class Two(nn.Module):
+        def forward(self, x, table):
+            return x + table.sum(0)
+
+    args = (torch.randn(5, 4, 6), torch.randn(4, 6))
+    for in_dims in ((1, None), {"x": 1, "table": None}):
+        assert trace(Two(), args, in_dims=in_dims).in_dims == (1, None)
+
+
+def test_input_without_batch_that_nothing_fixes_is_told_by_in_dims():
+    table = torch.randn(4, 6)
+    with pytest.raises(ArgumentError, match=r"is an input not batched \(in_dims=\{'args\[0\]': 0, 'args\[1\]': 0\}"):
+        traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table)
+    assert traced(lambda lin, x, t: lin(x) * t.sum(), torch.randn(4, 6), table, in_dims=(0, None)).in_dims == (0, None)
+
+
+BAD_INPUTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
+    "different sizes": (
+        lambda lin, x, y: (lin(x), lin(y)), (torch.randn(4, 6), torch.randn(3, 6)), {},
+        r"inputs disagree on the batch size \(args\[0\]: 4, args\[1\]: 3\).*None in in_dims",
+    ),
+    "no dimensions": (lambda lin, x: lin.weight * x, (torch.tensor(2.0),), {}, "no input has a batch dimension"),
+    "no tensors": (lambda lin, n: lin(torch.ones(n, 6)), (3,), {}, "no input has a batch dimension"),
+    "no samples": (lambda lin, x: lin(x), (torch.randn(0, 6),), {}, "holds no samples"),
+    "features only": (
+        lambda lin, x: lin(x), (torch.randn(6),), {},
+        r"cannot vary: args\[0\] \(size 6, fixed by lin at .*test_shapes.py:\d+\)",
+    ),
+    "size written down": (
+        lambda lin, x: lin(x.view(4, 6)), (torch.randn(4, 6),), {}, r"cannot vary.*fixed by view.*x.shape\[0\]",
+    ),
+    "in_dims too large": (lambda lin, x: lin(x), (torch.randn(4, 6),), {"in_dims": 2}, r"dimension 2 for input args\["),
+    "in_dims of wrong length": (
+        lambda lin, x: lin(x), (torch.randn(4, 6),), {"in_dims": (0, 0)}, r"does not fit the inputs \['args\[0\]'\]",
+    ),
+    "in_dims of a fixed dimension": (
+        lambda lin, x: lin(x), (torch.randn(4, 6),), {"in_dims": 1}, "cannot vary.*fixed by lin",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs(name):
+    forward, args, options, message = BAD_INPUTS[name]
+    with pytest.raises(ArgumentError, match=message):
+        traced(forward, *args, **options)
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------
+
+SYMBOLIC: dict[str, tuple[Any, str]] = {
+    "view": (lambda lin, x: lin(x).view(x.shape[0], 2, -1), "float32[b, 2, 3]"),
+    "view by size": (lambda lin, x: lin(x).view(x.size(0), -1), "float32[b, 6]"),
+    "shape unpacked": (lambda lin, x: lin(x).view(*x.shape[:-1], 2, 3).reshape(x.shape[:1] + (6,)), "float32[b, 6]"),  # noqa: RUF005
+    "torch.Size": (lambda lin, x: lin(x).view(torch.Size((x.shape[0], 6))), "float32[b, 6]"),
+    "isinstance": (lambda lin, x: lin(x) if isinstance(x.shape, torch.Size) else None, "float32[b, 6]"),
+    "new_zeros": (lambda lin, x: lin(x).new_zeros(x.shape[0], 3), "float32[b, 3]"),
+    "full": (lambda lin, x: torch.full((x.shape[0], 1), 2.0) + lin(x), "float32[b, 6]"),
+    "arange": (lambda lin, x: lin(x)[torch.arange(x.shape[0]), 0], "float32[b]"),
+    "arithmetic": (lambda lin, x: lin(x).new_zeros(2 * x.shape[0] + 3 * x.shape[0], 3), "float32[5*b, 3]"),
+    "divmod": (lambda lin, x: lin(x).view(x.shape[0], divmod(x.shape[1], 2)[0], 2), "float32[b, 3, 2]"),
+    "numel": (lambda lin, x: lin(x).view(x.numel() // 6, 6), "float32[b, 6]"),
+    "prod": (lambda lin, x: lin(x).view(math.prod(x.shape[:1]), 6), "float32[b, 6]"),
+    "sum of sizes": (lambda lin, x: lin(x).new_zeros(sum(x.shape[:1]), 3), "float32[b, 3]"),
+    "minus": (lambda lin, x: lin(x)[-x.shape[0] :], "float32[b, 6]"),
+    "expand": (lambda lin, x: torch.ones(6).expand(x.shape) + lin(x), "float32[b, 6]"),
+    "broadcast_shapes": (
+        lambda lin, x: torch.ones(6).expand(torch.broadcast_shapes(x.shape, (6,))) + lin(x),
+        "float32[b, 6]",
+    ),
+    "round, ceil": (lambda lin, x: lin(x).view(round(x.shape[0]), math.ceil(x.shape[1] / 2), 2), "float32[b, 3, 2]"),
+    "flattened": (lambda lin, x: lin(x).view(-1, 2), "float32[3*b, 2]"),
+    "pad": (lambda lin, x: F.pad(lin(x), (1, 1)), "float32[b, 8]"),
+    "interpolate": (lambda lin, x: F.interpolate(lin(x)[:, None], scale_factor=2), "float32[b, 1, 12]"),
+    "text of a size": (lambda lin, x: lin(x) if f"{x.shape[1]:3d}" == "  6" else None, "float32[b, 6]"),
+}
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_sizes_that_depend_on_the_batch_stay_symbolic(name):
+    forward, shape = SYMBOLIC[name]
+    result = traced(forward)
+    assert shapes(result) == [shape]
+    assert result.out_dims == (0,)
+
+
+def test_fixed_sizes_are_constants_of_the_graph():
+    result = traced(lambda lin, x: lin(x).view(x.shape[0], x.shape[1] // 2, 2) * math.sqrt(x.shape[1]))
+    assert [node.name for node in result.nodes] == ["lin", "size", "view", "mul"]
+    assert result.nodes[2].args[1:] == (result.nodes[1], 3, 2)
+
+
+def test_loop_over_a_fixed_dimension():
+    result = traced(lambda lin, x: sum(lin(x)[:, t] for t in range(x.shape[1])) + len(x[0]))
+    assert shapes(result) == ["float32[b]"]
+
+
+READS: dict[str, tuple[Any, list[Any]]] = {
+    "greater": (lambda lin, x: lin(x) if x.shape[0] > 1 else x, [b > 1]),
+    "not less": (lambda lin, x: x if x.shape[0] < 3 else lin(x), [b >= 3]),
+    "even": (lambda lin, x: lin(x) if x.shape[0] % 2 == 0 else x, ["Eq(Mod(b, 2), 0)"]),
+    "maximum": (lambda lin, x: lin(x).new_zeros(max(x.shape[0], 3), 6)[: x.shape[0]] + lin(x), [b >= 3]),
+    "in a list": (lambda lin, x: lin(x) if x.shape[0] in (2, 4, 8) else x, [sympy.Ne(b, 2), sympy.Eq(b, 4)]),
+    "any samples": (lambda lin, x: lin(x) if x.shape[0] else x, []),
+    "same shape": (lambda lin, x: lin(x) if lin(x).shape == x.shape else x, []),
+    "fixed": (lambda lin, x: lin(x) if x.shape[1] > 3 and x.ndim == 2 else x, []),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_comparisons_of_the_batch_size_are_kept(name):
+    forward, conditions = READS[name]
+    result = traced(forward)
+    assert [str(read.condition) for read in result.batch_conditions] == [str(condition) for condition in conditions]
+    assert all(read.where.rpartition(":")[0] == __file__ for read in result.batch_conditions)
+
+
+def test_graph_holds_for_the_batch_sizes_that_were_asked_for():
+    result = traced(READS["even"][0])
+    assert [result.matches([torch.randn(n, 6)], result.in_spec, result.flags) for n in (1, 2, 3, 8)] == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
+def test_dividing_by_the_batch_size_is_fine():
+    result = traced(lambda lin, x: lin(x).sum() / x.shape[0])
+    assert result.out_dims == ("mean",)
+
+
+def test_size_as_a_key():
+    assert shapes(traced(lambda lin, x: lin(x) * {6: 2.0}[x.shape[1]])) == ["float32[b, 6]"]
+
+
+def test_size_that_depends_on_values_is_a_value_that_is_read():
+    graph = traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
+    assert [(g.expected, g.text.split()[0]) for g in graph.guards.guards] == [(True, "gt")]
+    graph = traced(lambda lin, x: lin(x) if (h := lin(x))[h > 0].shape[0] > 3 else x)
+    assert re.search(r"reads a size \(gt\) that depends on the inputs and .* at .*test_shapes.py:\d+", graph.why[0])
+
+
+# -- outputs ---------------------------------------------------------------------------------------------------------
+
+OUTPUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "transposed": (lambda lin, x: lin(x).T, (1,)),
+    "loss": (lambda lin, x: F.mse_loss(lin(x), x), ("mean",)),
+    "constants": (lambda lin, x: (lin(x), torch.arange(4), lin.weight, 3, None, "text", x.shape[1:]), (0, *[None] * 6)),
+    "tuple of states": (lambda lin, x: nn.LSTM(6, 5, 2)(x) if False else (lin(x)[None], lin(x)), (1, 0)),
+    "rows of all samples": (lambda lin, x: lin(x).view(-1, 3), (0,)),
+    "means and sums": (lambda lin, x: (lin(x).mean(0), lin(x).sum(), (x > 0).sum(0)), ("mean", "sum", "sum")),
+    "batch size": (lambda lin, x: (lin(x), x.shape[0], x.numel()), (0, "sum", "sum")),
+    "shape": (lambda lin, x: (lin(x), x.shape), (0, "sum", None)),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_where_the_batch_is_in_the_outputs(name):
+    forward, out_dims = OUTPUTS[name]
+    assert traced(forward).out_dims == out_dims
+
+
+def test_flattened_rows_in_the_order_of_the_samples_are_checked_by_value():
+    assert traced(lambda lin, x: lin(x).flatten(0, 1), torch.randn(4, 3, 6)).out_dims == (0,)
+    with pytest.raises(ArgumentError, match=r"another order than the samples.*a dimension of its own.*'stack'"):
+        traced(lambda lin, x: lin(x).transpose(0, 1).flatten(0, 1), torch.randn(4, 3, 6))
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+def test_one_word_for_all_outputs_is_for_those_without_the_batch(how):
+    """A model that returns its loss beside its logits: these were summed over micro-batches as well."""
+    result = traced(lambda lin, x: (lin(x).mean(), lin(x), lin.weight * 2, x @ lin(x).T), out_dims=how)
+    assert result.out_dims == (how, 0, None, how)
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "contrastive": (
+        lambda lin, x: lin(x) @ x.T,
+        r"output 0 \(matmul, float32\[b, b\], made at .*several dimensions.*'stack'",
+    ),
+    "whole number": (lambda lin, x: lin(x).argmax(), r"output 0 \(argmax, int64\[\].*no dimension for it.*out_dims"),
+    "vector": (lambda lin, x: lin(x).amax(0), r"float32\[6\].*no dimension for it.*out_dims"),
+    "half the batch": (lambda lin, x: (lin(x), x.shape[0] // 2), r"output 1 \(floordiv, a number.*out_dims"),
+    "one more": (lambda lin, x: (lin(x), x.shape[0] + 1), r"output 1 \(add, a number.*out_dims"),
+    "selected": (lambda lin, x: lin(x)[x > 0], r"float32\[u0\].*a size that depends on values.*out_dims"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_outputs_that_need_out_dims(name):
+    forward, message = UNKNOWN[name]
+    with pytest.raises(ArgumentError, match=message):
+        traced(forward)
+
+
+@pytest.mark.parametrize(
+    ("forward", "out_dims", "found"),
+    [
+        (UNKNOWN["contrastive"][0], "stack", ("stack",)),
+        (UNKNOWN["vector"][0], "mean", ("mean",)),
+        (lambda lin, x: lin(x).sum(), "sum", ("sum",)),
+        (
+            lambda lin, x: (lin(x), {"loss": lin(x).sum(), "size": 3}),
+            (0, {"loss": "sum", "size": None}),
+            (0, "sum", None),
+        ),
+        (lambda lin, x: (lin(x), lin(x).mT), (0, -1), (0, 1)),
+        (lambda lin, x: (lin(x), lin(x)), 0, (0, 0)),
+    ],
+)
+def test_out_dims_override(forward, out_dims, found):
+    assert traced(forward, out_dims=out_dims).out_dims == found
+
+
+@pytest.mark.parametrize(
+    ("out_dims", "message"),
+    [
+        ("median", r"gives 'median' for the output lin of shape \[b, 6\].*'mean', 'sum', 'stack'"),
+        (2, "gives 2 for the output"),
+        ((0, 0), "does not fit the output, which has 1 leaves"),
+    ],
+)
+def test_wrong_out_dims(out_dims, message):
+    with pytest.raises(ArgumentError, match=message):
+        traced(lambda lin, x: lin(x), out_dims=out_dims)
+
+
+def test_samples_that_act_on_each_other_are_refused_unless_out_dims_say_how():
+    def mixing(lin, x):
+        h = lin(x)
+        return h - h.mean(0)
+
+    with pytest.raises(ArgumentError, match=r"samples act on each other.*out_dims"):
+        traced(mixing, torch.randn(4, 6))
+    assert traced(mixing, torch.randn(4, 6), out_dims=0).out_dims == (0,)
+
+
+@pytest.mark.parametrize("length", [5, 7, 13, 16])
+def test_a_models_own_loss_that_is_no_function_of_sums_over_samples_is_refused(length):
+    def spread(lin, x):
+        return lin(x).softmax(0).square().mean()
+
+    with pytest.raises(ArgumentError, match="a loss that is no mean over samples"):
+        traced(spread, torch.randn(4, length, 6))
+
+
+def test_a_models_own_sum_is_one():
+    assert traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6)).out_dims == ("sum",)
+    assert traced(lambda lin, x: lin(x).pow(2).mean(), torch.randn(4, 6)).out_dims == ("mean",)
+    assert traced(lambda lin, x: lin(x).pow(2).sum(), torch.randn(4, 6), out_dims="sum").out_dims == ("sum",)

@@ -1,0 +1,538 @@
+"""Values that forward reads: real ones while it is recorded, and questions asked in every step on the mini-batch."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_step, closing
+from torch import nn
+
+import fxpipe
+from fxpipe.errors import DecisionError
+from fxpipe.tracing import trace
+from fxpipe.tracing.guards import refuse_unguardable
+from fxpipe.tracing.record.record_model import record
+from fxpipe.tracing.record.unrecordable import CannotRecord
+
+
+class Reading(nn.Module):
+    """Two layers, and what is to be tested between them."""
+
+    def __init__(self, between: Any, **held: Any):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.between = between
+        for name, value in held.items():
+            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            self.register_buffer(name, value) if is_buffer else setattr(self, name, value)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> Any:
+        return self.second(self.between(self, self.first(x), x, *more))
+
+
+def graphs(pipe: fxpipe.Pipeline) -> int:
+    return len(pipe._fxpipe.graphs)
+
+
+def positive(batch: int = 8) -> torch.Tensor:
+    return torch.rand(batch, 6) + 0.1
+
+
+def mixed_signs(batch: int = 8) -> torch.Tensor:
+    """The first half is positive, the second is not: micro-batches disagree."""
+    return torch.cat([positive(batch // 2), -positive(batch - batch // 2)])
+
+
+def pipe_of(model: nn.Module, **options: Any) -> Any:
+    return closing(fxpipe.pipeline(model, **{"devices": ["cpu", "cpu"], "chunks": 4} | options))
+
+
+def _item(m, h, x):
+    return h * x[0, 0].item() if x.shape[1] == 6 else h
+
+
+def _assert(m, h, x):
+    assert (x.abs() < 1e9).all()
+    return h
+
+
+READS: dict[str, tuple[Any, str]] = {
+    "if": (lambda m, h, x: h.relu() if (x > 0).all() else h * 3, "bool"),
+    "int": (lambda m, h, x: h * int((x > 0).sum()), "int"),
+    "float": (lambda m, h, x: h * float(x.abs().max()), "float"),
+    "item": (lambda m, h, x: h * x.sum().item(), "item"),
+    "tolist": (lambda m, h, x: h * x.tolist()[-1][0], "tolist"),
+    "numpy": (lambda m, h, x: h * float(x.numpy().sum()), "numpy"),
+    "array": (lambda m, h, x: h + torch.as_tensor(np.asarray(x).mean(0)), "array"),
+    "contains": (lambda m, h, x: h * 2 if 3.0 in x else h, "contains"),
+    "equal": (lambda m, h, x: h * 2 if torch.equal(x, x.abs()) else h, "equal"),
+    "allclose": (lambda m, h, x: h * 2 if torch.allclose(x, x.abs()) else h, "allclose"),
+    "assert": (_assert, "bool"),
+    "function that asserts": (lambda m, h, x: torch._assert((x < 1e9).all(), "large") or h, "bool"),
+    "index": (lambda m, h, x: h * [1.0, 2.0][(x > 0).all().long()], "index"),
+    "after a write": (lambda m, h, x: h.relu() if (x.clone().sub_(0.05) > 0).all() else h, "bool"),
+    "after a write to a view": (lambda m, h, x: _write_to_view(h, x.clone()), "bool"),
+    "after a module that writes": (lambda m, h, x: h * 2 if bool(F.relu6(x.clone(), True).sum() > 3) else h, "bool"),
+    "without gradients": (lambda m, h, x: _without_gradients(h, x), "bool"),
+    "several": (lambda m, h, x: (h.relu() if (x > 0).any() else h) * (2 if (x > 0).all() else 1), "bool"),
+    "nested": (lambda m, h, x: (h.relu() if (x > 0).all() else h * 2) if (x > -9).any() else h, "bool"),
+}
+
+
+def _write_to_view(h, x):
+    x[4:].neg_()
+    return h.relu() if (x > 0).all() else h
+
+
+def _without_gradients(h, x):
+    with torch.no_grad():
+        mask = x > 0
+        if mask.all():
+            return h.relu() + 1
+    return h
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_of_inputs(name):
+    between, text = READS[name]
+    model = Reading(between)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in (positive(), mixed_signs(), -positive(), mixed_signs()):
+            assert_step(pipe, plain, x)
+            assert_step(pipe, plain, x, one_pass=True)
+        assert pipe.plan.tracer == "record"
+        assert pipe.plan.why == ()
+        assert any(guard.startswith(text) and "test_guards.py:" in guard for guard in pipe.plan.guards), (
+            pipe.plan.guards
+        )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_each_answer_is_a_graph_and_is_kept(schedule, checkpoint):
+    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h.tanh())
+    plain = copy.deepcopy(model)
+    with pipe_of(model, schedule=schedule, checkpoint=checkpoint) as pipe:
+        counts = []
+        for x in (positive(), mixed_signs(), positive(6), mixed_signs(9), positive()):
+            assert_step(pipe, plain, x)
+            assert_step(pipe, plain, x, one_pass=True)
+            counts.append(graphs(pipe))
+        assert counts == [1, 2, 2, 2, 2]
+
+
+def test_reads_of_sizes_and_constants_are_no_guards():
+    table = torch.tensor([1.0, 2.0])
+
+    def between(m, h, x):
+        scale = float(torch.tensor([3.0]).sum())
+        if (torch.arange(6) < 9).all() and bool(torch.ones(x.shape[0]).sum() > 0):
+            return h * scale * m.table[0][1].item()
+        return h
+
+    model = Reading(between, table=[table])
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for x in (positive(), mixed_signs(5)):
+            assert_step(pipe, plain, x)
+        assert pipe.plan.guards == ()
+        assert graphs(pipe) == 1
+
+
+def test_a_read_that_depends_on_the_batch_size_is_asked_for_the_whole_batch():
+    model = Reading(lambda m, h, x: h * 2 if x.sum() / x.shape[0] > 8 else h)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for x in (positive(8), positive(8) * 9, positive(5), positive(6) * 9):
+            assert_step(pipe, plain, x)
+        assert graphs(pipe) == 2
+
+
+def test_a_read_of_a_buffer_follows_the_buffer():
+    model = Reading(lambda m, h, x: h.relu() if m.on else h.tanh(), on=torch.tensor(True))
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for on in (True, False, True):
+            for m in (model, plain):
+                m.on.fill_(on)
+            assert_step(pipe, plain, mixed_signs())
+        assert graphs(pipe) == 2
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_read_of_a_parameter_follows_the_parameter(is_trained):
+    scale = nn.Parameter(torch.ones(()), requires_grad=is_trained)
+    model = Reading(lambda m, h, x: h * (m.scale if m.scale > 0 else -m.scale), scale=scale)
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for value in (1.0, -2.0, 3.0):
+            with torch.no_grad():
+                for m in (model, plain):
+                    m.scale.fill_(value)
+            assert_step(pipe, plain, mixed_signs())
+        assert graphs(pipe) == 2
+
+
+class Statistics(nn.Module):
+    """Asks its running mean before or after it changes it."""
+
+    def __init__(self, before: bool):
+        super().__init__()
+        self.norm, self.lin, self.before = nn.BatchNorm1d(6), nn.Linear(6, 6), before
+
+    def forward(self, x):
+        if self.before:
+            is_large = bool(self.norm.running_mean.max() > 0.1)
+        x = self.norm(x)
+        if not self.before:
+            is_large = bool(self.norm.running_mean.max() > 0.1)
+        return self.lin(x) * (2 if is_large else 1)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_read_of_what_forward_changes_is_no_guard(before):
+    """Micro-batches change it one after the other: nobody knows before a step what they will find."""
+    with pytest.raises(
+        CannotRecord, match=r"'norm.running_mean', which forward changes|that depends on the inputs and 'norm.bias'"
+    ):
+        refuse_unguardable(record(Statistics(before), (positive(),), {}))
+
+
+def test_a_number_of_samples_is_asked_of_the_mini_batch_also_inside_a_module():
+    class Scale(nn.Module):
+        def forward(self, h, x):
+            return h / x.abs().max().item()
+
+    model = Reading(lambda m, h, x: m.scale(h, x), scale=Scale())
+    plain = copy.deepcopy(model)
+    with pipe_of(model) as pipe:
+        for x in (mixed_signs(), mixed_signs()):
+            assert_step(pipe, plain, x)
+        assert pipe.plan.why == ()
+
+
+def test_the_first_answer_that_differs_ends_the_questions():
+    """What is computed after a read may not be possible where the answer is another one."""
+
+    def between(m, h, x):
+        width = int((x[0] > 0).sum())
+        if width != 6:
+            return h
+        return h * 2 if x[:, :width].reshape(-1, 3, 2).sum() > 0 else h
+
+    model = Reading(between)
+    plain = copy.deepcopy(model)
+    narrow = positive()
+    narrow[0, 0] = -1
+    with pipe_of(model) as pipe:
+        for x in (positive(), narrow, positive(), narrow):
+            assert_step(pipe, plain, x)
+        assert graphs(pipe) == 2
+
+
+def test_what_is_read_after_a_write_is_what_was_written():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x.add_(1)
+            return self.second(self.first(x).relu() if (x > 0.5).all() else self.first(x))
+
+    model = Model()
+    plain = copy.deepcopy(model)
+    low = torch.full((8, 6), -0.2)
+    lower = torch.cat([low[:4], low[4:] - 1])
+    with pipe_of(model) as pipe:
+        for x in (low, lower, low):
+            want = plain(x.clone())
+            given = x.clone()
+            torch.testing.assert_close(pipe(given), want)
+            assert_step(pipe, plain, x)
+        assert graphs(pipe) == 2
+
+
+class Bare(nn.Module):
+    """Holds its weights itself, and looks at a hidden value."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(6, 6)) for _ in range(2))
+
+    def forward(self, x):
+        h = F.linear(x, self.first)
+        h = h.relu() if torch.isfinite(h).all() else h.nan_to_num()
+        return F.linear(h, self.second)
+
+
+def test_a_value_that_only_the_stages_know_is_compared_there():
+    """Where the model itself reads it, and calls no module, nothing is left to be cut. Other decisions are errors."""
+    model = Bare()
+    plain = copy.deepcopy(model)
+    with pipe_of(model, example_args=(positive(),)) as pipe:
+        assert re.search(r"\(bool\) that depends on the inputs and 'first", pipe.plan.why[0])
+        assert re.search(
+            r"compared in the stages: .*bool of all_1\) at .*test_guards.py:\d+ is True", pipe.plan.why[-1]
+        )
+        for x in (mixed_signs(), positive()):
+            assert_step(pipe, plain, x)
+        before = {name: p.grad.clone() for name, p in model.named_parameters()}
+        infinite = mixed_signs()
+        infinite[-1] = torch.inf
+        with pytest.raises(DecisionError, match=r"which is False for these samples; it was True") as caught:
+            pipe.forward_backward(infinite, target=None, loss_fn=lambda y: y.square().mean())
+        assert "micro-batch" in caught.value.__notes__[0]
+        assert all(torch.equal(p.grad, before[name]) for name, p in model.named_parameters())
+        assert_step(pipe, plain, mixed_signs())
+
+
+# -- general paths of libraries --------------------------------------------------------------------------------------
+
+
+class Masked(nn.Module):
+    """Looks into a mask like a library: not while a compiler is at work."""
+
+    def __init__(self, hidden: bool):
+        super().__init__()
+        self.lin, self.out, self.hidden = nn.Linear(6, 6), nn.Linear(6, 6), hidden
+
+    def forward(self, x):
+        h = self.lin(x)
+        mask = (h if self.hidden else x) > 0
+        if not torch.compiler.is_compiling() and mask.all():
+            return self.out(h)
+        return self.out(h.masked_fill(~mask, 0.0))
+
+
+def test_general_paths_only_where_something_stands_in_the_way():
+    for hidden in (False, True):
+        model = Masked(hidden)
+        plain = copy.deepcopy(model)
+        with pipe_of(model) as pipe:
+            for x in (positive(), mixed_signs()):
+                assert_step(pipe, plain, x)
+            assert graphs(pipe) == (1 if hidden else 2)
+            assert len(pipe.plan.guards) == (0 if hidden else 1)
+            assert [why.startswith("by the general paths of libraries: ") for why in pipe.plan.why] == [True] * hidden
+            if hidden:
+                assert "test_guards.py:" in pipe.plan.why[0]
+    assert not torch.compiler.is_compiling()
+
+
+def test_what_a_general_path_raises_is_not_the_models():
+    class Raising(Masked):
+        def forward(self, x):
+            if torch.compiler.is_compiling():
+                raise RuntimeError("not here")
+            return super().forward(x)
+
+    found = trace(Raising(True), (positive(),), tracer="record")
+    assert "depends on the inputs and 'lin" in found.why[0]
+    assert "forward of the model behind its call of 'lin' is kept whole" in found.why[-1]
+
+
+# -- decisions by lot ------------------------------------------------------------------------------------------------
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, p: float, layers: int = 3, noise: float = 0.0):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(layers))
+        self.last = nn.Linear(6, 6)
+        self.p, self.noise = p, noise
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.training and torch.rand(()) < self.p:
+                continue
+            x = F.dropout(torch.tanh(layer(x)), self.noise, self.training)
+        return self.last(x)
+
+
+def layers_taken(model: LayerDrop) -> list[bool]:
+    return [layer.weight.grad is not None for layer in model.layers]
+
+
+def taking(model: LayerDrop, taken: list[bool], x: torch.Tensor) -> torch.Tensor:
+    for layer, is_taken in zip(model.layers, taken, strict=True):
+        x = torch.tanh(layer(x)) if is_taken else x
+    return model.last(x)
+
+
+def test_layer_drop_decides_once_for_a_step_and_by_chance():
+    model = LayerDrop(0.5)
+    plain = copy.deepcopy(model)
+    seen = []
+    with pipe_of(model) as pipe:
+        for step in range(60):
+            x = mixed_signs()
+            for m in (model, plain):
+                m.zero_grad()
+            if step % 2:
+                have = pipe(x)
+                have.square().mean().backward()
+            else:
+                pipe.forward_backward(x, target=torch.zeros(8, 6), loss_fn=F.mse_loss)
+            seen.append(layers_taken(model))
+            want = taking(plain, seen[-1], x)
+            if step % 2:
+                torch.testing.assert_close(have, want)
+            want.square().mean().backward()
+            for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+                assert (p.grad is None) == (q[1].grad is None), name
+                if p.grad is not None:
+                    torch.testing.assert_close(p.grad, q[1].grad)
+        assert graphs(pipe) <= 8
+        for layer in range(3):  # 60 throws of a coin: 30 ± 4 standard deviations
+            assert 14 < sum(taken[layer] for taken in seen) < 46
+        assert len({tuple(taken) for taken in seen}) > 4
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_layer_drop_that_is_sure(p):
+    model = LayerDrop(p)
+    with pipe_of(model) as pipe:
+        for _ in range(5):
+            pipe(mixed_signs()).sum().backward()
+        assert layers_taken(model) == [p == 0.0] * 3
+        assert graphs(pipe) == 1
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_layer_drop_is_the_same_for_a_seed(noise):
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        model = LayerDrop(0.5, noise=noise)
+        with pipe_of(model) as pipe:
+            return [pipe(torch.ones(8, 6)).detach() for _ in range(12)]
+
+    first, second = run(), run()
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert len({float(a[0, 0]) for a in first}) > 1
+
+
+def test_layer_drop_is_off_in_evaluation_and_on_again():
+    model = LayerDrop(1.0)
+    plain = copy.deepcopy(model).eval()
+    with pipe_of(model) as pipe:
+        x = mixed_signs()
+        torch.testing.assert_close(pipe(x), plain.last(x))
+        pipe.eval()
+        torch.testing.assert_close(pipe(x), plain(x))
+        pipe.train()
+        torch.testing.assert_close(pipe(x), plain.last(x))
+
+
+def test_a_lot_that_goes_on_into_the_computation_is_no_guard():
+    """A stage would draw another number than the one that was read: the same lines have to do both."""
+
+    def between(m, h, x):
+        keep = torch.rand(())
+        return h / keep if keep > 0.5 else h * keep
+
+    for seed in range(4):
+        traced = trace(Reading(between), (positive(),), tracer="record", seed=seed)
+        assert not traced.guards.guards
+        assert "depends on random numbers" in traced.whole[""]
+
+
+# -- what it tells ---------------------------------------------------------------------------------------------------
+
+
+def test_guards_are_in_the_plan_and_on_disk(tmp_path):
+    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
+    with pipe_of(model, example_args=(positive(),)) as pipe:
+        (guard,) = pipe.plan.guards
+        line = model.between.__code__.co_firstlineno
+        assert guard == f"bool of all_1 was True at test_guards.py:{line}"
+        pipe.plan.save(tmp_path / "plan.json")
+        assert fxpipe.Plan.load(tmp_path / "plan.json") == pipe.plan
+        again = fxpipe.pipeline(model, example_args=(positive(),), plan=fxpipe.Plan.load(tmp_path / "plan.json"))
+        with closing(again):
+            assert again.plan.guards == pipe.plan.guards
+
+
+def test_reads_that_change_in_each_step_are_warned_of_once():
+    model = Reading(lambda m, h, x: h * x.sum().item())
+    plain = copy.deepcopy(model)
+    line = model.between.__code__.co_firstlineno
+    with pipe_of(model) as pipe, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(12):
+            assert_step(pipe, plain, mixed_signs())
+            assert len(caught) == (step >= 8)
+    (text,) = {str(w.message) for w in caught}
+    assert "9 graphs of Reading differ only in values that forward has read (item of sum_1 at " in text
+    assert f"test_guards.py:{line}" in text
+    assert "leaf_modules=" in text
+
+
+def test_graphs_for_other_inputs_are_no_reason_to_warn():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with pipe_of(model) as pipe, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in range(1, 12):
+            pipe(torch.randn(8, length, 6))
+        assert graphs(pipe) == 11
+
+
+# -- other threads ---------------------------------------------------------------------------------------------------
+
+
+def test_other_threads_run_modules_and_draw_while_a_model_is_recorded():
+    """They are not recorded, keep `is_compiling` False, and do not make a draw of what is none."""
+    stop, wrong = threading.Event(), []
+    other = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+
+    def work() -> None:
+        while not stop.is_set():
+            other(torch.ones(2, 6))
+            torch.rand(())
+            if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+                wrong.append("compiling")
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            traced = trace(Masked(True), (positive(),))
+            assert [n.meta["module"] for n in traced.nodes if n.target is F.linear] == ["lin", "out"]
+            assert traced.why
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+    assert not torch.compiler.is_compiling()
+
+
+def test_what_is_printed_shows_module_path_source_line_and_guards():
+    model = Reading(lambda m, h, x: h.relu() if (x > 0).all() else h)
+    found = trace(model, (positive(),))
+    lines = str(found.graph).splitlines()
+    assert any(
+        re.search(r"^first +F\.linear\(.*\) +float32\[b, 6\] +first +test_guards\.py:\d+$", line) for line in lines
+    )
+    assert not any("holds where" in line for line in lines)
+    assert re.search(r"\n- holds where bool of all_1 was True at test_guards\.py:\d+\n", str(found))
+
+
+def test_a_guard_that_cannot_be_asked_does_not_hold():
+    """For such inputs the graph is another one, or the model itself says what is wrong with them."""
+    model = Reading(lambda _, h, x: h * 2 if x[5].sum() > 0 else h - 1)
+    x = torch.ones(8, 6)
+    traced = trace(model, (x,))
+    assert traced.guards.guards
+    assert traced.guards.hold(traced, [x], 0)
+    assert not traced.guards.hold(traced, [-x], 0)
+    assert not traced.guards.hold(traced, [x[:4]], 0)  # has no x[5]

@@ -1,0 +1,389 @@
+"""Which way leads to the graph, and that the pipeline is the model whichever it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, closing
+from helpers.traced_models import assert_same_as_model, x
+from torch import fx, nn
+
+import fxpipe
+from fxpipe import trace
+from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing import Traced
+from fxpipe.tracing import strategies as ways
+from fxpipe.tracing.record.unrecordable import CannotRecord
+
+# -- recording or export ---------------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Recording cannot tell where its constant comes from, and keeps the module whole; export takes the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight[:, 1:] * torch.from_numpy(np.full(6, 2.0, np.float32))
+
+
+class Around(nn.Module):
+    """A module with a part of the parameters that `others` decides."""
+
+    def __init__(self, others: int) -> None:
+        super().__init__()
+        self.inner = Scaled()
+        self.rest = nn.Sequential(*(nn.Linear(6, 6) for _ in range(others)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.inner(x))
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that were exported."""
+    seen: list[nn.Module] = []
+    export = ways.trace_by_export
+
+    def noted(model: nn.Module, *given: Any) -> Traced:
+        seen.append(model)
+        return export(model, *given)
+
+    monkeypatch.setattr(ways, "trace_by_export", noted)
+    return seen
+
+
+def test_export_wins_where_recording_keeps_most_parameters_in_one_piece(exports: list[nn.Module]) -> None:
+    traced = trace(Around(0), (x(),))
+    assert len(exports) == 1
+    assert (traced.tracer, traced.whole) == ("export", {})
+    (why,) = traced.why
+    assert why.startswith(
+        "not recorded: module 'inner' is kept whole: the model in module 'inner' uses a tensor of unk"
+    )
+    assert_same_as_model(traced, x(7))
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_export_is_not_tried_where_most_parameters_are_recorded(others: int, exports: list[nn.Module]) -> None:
+    traced = trace(Around(others), (x(),))
+    assert traced.largest_opaque_share == 1 / (1 + others) <= ways.LARGE_NODE_SHARE
+    assert not exports
+    assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
+    assert_same_as_model(traced, x(7))
+
+
+def test_what_the_user_keeps_whole_is_not_exported(exports: list[nn.Module]) -> None:
+    traced = trace(Around(0), (x(),), leaf_modules=["inner"])
+    assert not exports
+    assert (traced.tracer, traced.largest_opaque_share) == ("record", 1.0)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_the_user_keeps_whole_is_kept_or_refused(
+    recorded: bool, exports: list[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if recorded:  # some other module is kept whole as well, and holds most of the parameters
+        model = nn.ModuleDict({"around": Around(0), "kept": nn.Tanh()})
+        model.forward = lambda x: model["kept"](model["around"](x))  # type: ignore[method-assign]
+        traced = trace(model, (x(),), leaf_modules=["kept"])
+        assert {*traced.whole} == {"kept", "around.inner"}
+    else:
+        _cannot_record(monkeypatch, CannotRecord("a reason"))
+        with pytest.raises(TraceError, match="a reason"):
+            trace(Around(1), (x(),), leaf_modules=["inner"])
+    assert not exports
+
+
+@pytest.mark.parametrize("name", ["export", "fx", "tracer", "function"])
+def test_another_way_than_recording_keeps_no_module_whole(name: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"leaf_modules=\['inner'\] and tracer=.*only recording keeps modules whole"
+    ):
+        trace(Around(1), (x(),), tracer=TRACERS[name][0], leaf_modules=["inner"])
+
+
+class Unused(nn.Module):
+    """Makes what nobody uses, of an input that nothing else uses, before the module that is kept whole."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.a, self.h, self.ids, self.calls, self.reads = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Embedding(4, 6),
+            0,
+            reads,
+        )
+        self.h.register_forward_pre_hook(self._read)
+
+    def _read(self, module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if self.reads and given[0].sum().item() > 1e9:
+            raise ValueError
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        unused = y + self.ids(ids)
+        return self.h(y) * (2 if unused is not None else 1)
+
+
+@pytest.mark.parametrize(("reads", "asked"), [(False, ["h"]), (True, []), (True, ["h"])])
+def test_an_input_that_only_an_unused_value_mixes_with_others(
+    reads: bool, asked: list[str], exports: list[nn.Module]
+) -> None:
+    model, ids = Unused(reads), torch.arange(8) % 4
+    plain, given = copy.deepcopy(model), x(8)
+    with closing(
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given, ids), leaf_modules=asked, profile_budget=0.0)
+    ) as pipe:
+        assert not exports
+        traced = pipe._fxpipe.first.traced
+        assert (traced.tracer, traced.in_dims) == ("record", (0, 0))
+        assert {*asked} <= {*traced.whole}
+        for samples in (8, 5, 12):
+            given, ids = x(samples), torch.arange(samples) % 4
+            have, want = pipe(given, ids), plain(given, ids)
+            torch.testing.assert_close(have, want)
+            for output in (have, want):
+                output.square().mean().backward()
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+            for m in (model, plain):
+                m.zero_grad()
+
+
+def test_one_way_that_is_asked_for_is_the_only_one(exports: list[nn.Module]) -> None:
+    assert trace(Around(0), (x(),), tracer="record").largest_opaque_share == 1.0
+    assert not exports
+
+
+@pytest.mark.parametrize("error", [TraceError("no"), CannotRecord("final", is_final=True), RuntimeError("of torch")])
+def test_export_that_fails_loses(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Traced:
+        raise error
+
+    monkeypatch.setattr(ways, "trace_by_export", fails)
+    traced = trace(Around(0), (x(),))
+    assert (traced.tracer, list(traced.whole)) == ("record", ["inner"])
+
+
+def test_export_that_is_no_finer_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_whole(model: nn.Module, args: Any, kwargs: Any, in_dims: Any) -> Traced:
+        found = ways.record(model, args, kwargs, whole={"inner": "for the test"})
+        found.tracer = "export"
+        return found
+
+    monkeypatch.setattr(ways, "trace_by_export", as_whole)
+    assert trace(Around(0), (x(),)).tracer == "record"
+
+
+# -- where recording fails -------------------------------------------------------------------------------------------
+
+
+def _cannot_record(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(*_: Any, **__: Any) -> Traced:
+        raise error
+
+    monkeypatch.setattr(ways, "record", fails)
+
+
+@pytest.mark.parametrize("error", [CannotRecord("a reason"), TraceError("a reason")])
+def test_export_where_recording_fails(error: TraceError, exports: list[nn.Module], monkeypatch: Any) -> None:
+    _cannot_record(monkeypatch, error)
+    traced = trace(Around(1), (x(),))
+    assert len(exports) == 1
+    assert (traced.tracer, traced.why) == ("export", ("not simply recorded: a reason",))
+    assert_same_as_model(traced, x(7))
+    with pytest.raises(type(error), match="a reason"):
+        trace(Around(1), (x(),), tracer="record")
+    assert len(exports) == 1
+
+
+def test_nothing_else_is_tried_where_no_graph_could_carry_it(exports: list[nn.Module], monkeypatch: Any) -> None:
+    _cannot_record(monkeypatch, CannotRecord("a reason", is_final=True))
+    with pytest.raises(CannotRecord, match=r"^a reason$"):
+        trace(Around(1), (x(),))
+    assert not exports
+
+
+def test_what_is_final_in_export_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Traced:
+        raise CannotRecord("of export", is_final=True)
+
+    _cannot_record(monkeypatch, CannotRecord("of recording", in_stages=True))
+    monkeypatch.setattr(ways, "trace_by_export", fails)
+    with pytest.raises(CannotRecord, match=r"^of export$") as caught:
+        trace(Around(1), (x(),))
+    assert str(caught.value.__cause__) == "of recording"
+
+
+# -- the pipeline, whichever way it was ------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """A weight of two names, a skip, a part without gradients, a buffer, a module that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.again.weight = self.first.weight
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("shift", torch.full((6,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.inner(self.first(x).relu()) + self.shift
+        scale = self.last(y).mean(-1, keepdim=True).detach()
+        return {"y": self.last(self.again(y) + x) * scale.tanh(), "y2": y.square()}
+
+
+class Reads(Net):
+    """And a number read of a trained parameter."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        factor = 1 + self.last.weight.sum().item() ** 2
+        found = super().forward(x)
+        return {"y": found["y"] * factor, "y2": found["y2"]}
+
+
+class Shallow(fx.Tracer):
+    """Keeps the modules of the user's choice."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, nn.Sequential)
+
+
+def exported_by_hand(model: nn.Module) -> fx.GraphModule:
+    batch = torch.export.Dim("batch")
+    return torch.export.export(model, (x(),), dynamic_shapes=({0: batch},)).module()
+
+
+def assert_steps(pipe: fxpipe.Pipeline, plain: nn.Module, steps: int) -> None:
+    """Outputs, and every gradient by name, over steps of training."""
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (pipe, plain))
+    every = [name for name, _ in plain.named_parameters()]
+    for _ in range(steps):
+        given = x(8)
+        have, want = pipe(given), plain(given)
+        assert list(have) == list(want)
+        for name, value in want.items():
+            torch.testing.assert_close(have[name], value, msg=lambda m, name=name: f"{name}: {m}")
+        for optimizer, output in ((mine, have), (theirs, want)):
+            optimizer.zero_grad()
+            (F.mse_loss(output["y"], torch.ones(8, 3)) + output["y2"].mean()).backward()
+        assert_same_gradients(pipe, plain, loose=every)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+
+
+TRACERS: dict[str, tuple[Any, str]] = {
+    "record": ("record", "record"),
+    "export": ("export", "export"),
+    "fx": ("fx", "fx"),
+    "tracer": (Shallow(), "Shallow"),
+    "class of tracers": (Shallow, "Shallow"),
+    "function": (fx.symbolic_trace, "symbolic_trace"),
+    "export by hand": (exported_by_hand, "exported_by_hand"),
+}
+
+
+@pytest.mark.parametrize("name", TRACERS)
+def test_the_pipeline_is_the_model(name: str) -> None:
+    tracer, called = TRACERS[name]
+    model = Net()
+    plain = copy.deepcopy(model)
+    options: dict[str, Any] = {"example_args": (x(8),), "tracer": tracer, "balance": "block"}
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 3, **options)) as pipe:
+        assert pipe.plan.tracer == called
+        assert len(pipe.plan.stages) == 2
+        assert_steps(pipe, plain, 3)
+
+
+@pytest.mark.parametrize("name", ["record", "export", "fx", "tracer", "function"])
+def test_a_number_read_of_a_trained_parameter_is_that_of_the_step(name: str) -> None:
+    model = Reads()
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(8),), tracer=TRACERS[name][0])) as pipe:
+        assert pipe.plan.guards
+        assert_steps(pipe, plain, 3)
+
+
+# -- without the comparison ------------------------------------------------------------------------------------------
+
+
+def one_more(model: nn.Module) -> fx.GraphModule:
+    """A graph that is wrong by a constant, which no gradient shows."""
+    module = fx.symbolic_trace(model)
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        output.args = (module.graph.call_function(torch.add, (output.args[0], 1)),)
+    module.recompile()
+    return module
+
+
+def test_a_wrong_graph_is_found_by_the_comparison_alone() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    with pytest.raises(TraceError, match=r"output 0 .* of the traced graph differs from the model's"):
+        trace(model, (x(),), tracer=one_more)
+    with pytest.raises(TraceError, match=r"output 0 .* of the traced graph differs from the model's"):
+        fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(x(),), tracer=one_more)
+    given = x()
+    want = model(given) + 1
+    assert trace(model, (given,), tracer=one_more, check=False).tracer == "one_more"
+    with closing(fxpipe.pipeline(model, ["cpu"] * 2, 2, example_args=(given,), tracer=one_more, check=False)) as pipe:
+        torch.testing.assert_close(pipe(given), want)
+
+
+# -- what limits the balance -----------------------------------------------------------------------------------------
+
+
+class Backbone(nn.Module):
+    """Masks what it is given at random, by numpy, as speech models do while they train."""
+
+    def __init__(self, draw: Any):
+        super().__init__()
+        self.draw, self.layers = draw, nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x * self.draw(x))
+        return out
+
+
+class Speech(nn.Module):
+    def __init__(self, draw: Any):
+        super().__init__()
+        self.backbone, self.head = Backbone(draw), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.backbone(x))
+        return out
+
+
+def drawn(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(x) * float(np.random.rand() < 2)
+
+
+def test_a_module_kept_whole_that_holds_most_of_the_model_is_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match=r"'backbone' is one node with 80% of the parameters.*numpy's random") as seen:
+        plan = fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu")
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    text = str(seen[0].message)
+    assert text in plan.why
+    assert "'backbone' is one node with 80% of the parameters" in " ".join(str(plan).split())
+
+
+def test_no_warning_where_there_is_nothing_to_balance_or_the_user_has_asked() -> None:
+    fxpipe.plan(Speech(drawn), 1, example_args=(x(),), chunks=2, hardware="cpu")
+    fxpipe.plan(Speech(drawn), 2, example_args=(x(),), chunks=2, hardware="cpu", leaf_modules=["backbone"])
+
+
+def test_a_leaf_function_around_what_draws_makes_the_graph_finer() -> None:
+    plan = fxpipe.plan(Speech(fxpipe.leaf(drawn)), 2, example_args=(x(),), chunks=2, hardware="cpu")
+    assert not plan.whole

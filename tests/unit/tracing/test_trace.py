@@ -1,0 +1,767 @@
+"""A traced graph is the model, at sizes it has never seen: outputs, gradients, buffers. Tracing leaves no trace."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import random
+import threading
+from collections import namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import CASES
+from helpers.traced_models import Forward, assert_same_as_model, run, x
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+import fxpipe
+from fxpipe import trace
+from fxpipe._torch.module_internals import all_modules, module_flags
+from fxpipe.errors import ArgumentTypeError, TraceError
+from fxpipe.tracing import Traced
+
+Pair = namedtuple("Pair", "left right")
+
+
+def names(traced: Traced) -> list[str]:
+    return [node.name for node in traced.nodes]
+
+
+# -- the graph is the model ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("training", [True, False])
+def test_graph_equals_model_at_another_size(case, training):
+    model = case.make().train(training)
+    args, kwargs = case.inputs(6)
+    traced = trace(model, args, kwargs)
+    args, kwargs = case.inputs(5)
+    assert_same_as_model(traced, *args, **kwargs)
+
+
+TABLE: dict[str, Any] = {
+    "methods": lambda m, x: m.lin(x).relu().clamp(max=1.0).t().t(),
+    "operators": lambda m, x: (2 - m.lin(x)) / 3 * x**2 + 1,
+    "in place": lambda m, x: m.lin(x).mul_(x).add_(1).relu_(),
+    "augmented": lambda m, x: _augmented(m.lin(x), x),
+    "writes to its input": lambda m, x: m.lin(x.add_(1)),
+    "setitem": lambda m, x: _with_item(m.lin(x)),
+    "slices": lambda m, x: m.lin(x)[:, None, ..., ::2].squeeze(1)[..., [0, 2]] + x[..., -1:],
+    "index tensors": lambda m, x: m.lin(x)[:, torch.tensor([1, 2])] + m.lin(x)[torch.arange(x.shape[0]), 0, None],
+    "mask by constant": lambda m, x: m.lin(x)[:, torch.tensor([True, False] * 3)],
+    "tuples": lambda m, x: m.lin(x).max(1).values + m.lin(x).topk(2)[0].sum(1),
+    "chunks": lambda m, x: torch.cat(m.lin(x).chunk(2, 1)[::-1], 1) + torch.cat(x.split([2, 4], 1), 1),
+    "iterate over features": lambda m, x: sum(column for column in m.lin(x).T),
+    "unpack": lambda m, x: (lambda first, *rest: first + rest[0])(*m.lin(x).unbind(1)),
+    "attributes": lambda m, x: m.lin(x).mT.mT + x.T.T.data,
+    "einsum": lambda m, x: torch.einsum("bi,ij->bj", x, m.lin.weight),
+    "fft": lambda m, x: torch.fft.irfft(torch.fft.rfft(m.lin(x)), n=6),
+    "casts": lambda m, x: m.lin(x).double().to(x.device, torch.float32).type(x.type()).type_as(x).cpu(),
+    "constants": lambda m, x: m.lin(x) + torch.tensor([1.0, 2, 3, 4, 5, 6]) + torch.eye(6)[0],
+    "value of a constant": lambda m, x: m.lin(x) * torch.arange(3).sum().item(),
+    "numpy scalars": lambda m, x: m.lin(x) * np.float32(2) + np.sqrt(x.shape[1]) + np.int64(3),
+    "enumeration": lambda m, x: m.lin(x).sum(_Axis.FEATURES),
+    "parameter without grad": lambda m, x: F.linear(x, m.lin.weight.data) + m.lin(x),
+    "detach": lambda m, x: m.lin(x).detach() * m.lin(x),
+    "functional_call": lambda m, x: torch.func.functional_call(m.lin, {"weight": m.lin.weight * 2}, (x,)),
+    "input itself": lambda m, x: (x, m.lin(x), x),
+    "parameter itself": lambda m, x: (m.lin(x), m.lin.weight),
+    "no grad": lambda m, x: _without_grad(m, x),
+    "inference mode": lambda m, x: (m.lin(x), _in_inference_mode(m, x)),
+    "autocast": lambda m, x: _in_autocast(m, x),
+    "pad": lambda m, x: F.interpolate(F.pad(m.lin(x)[:, None, None], (1, 1)), scale_factor=2),
+    "dropout": lambda m, x: F.dropout(m.lin(x)) + torch.rand_like(x) + torch.randn(x.shape[0], 1),
+    "checkpoint": lambda m, x: checkpoint(lambda y: F.dropout(m.lin(y)).relu(), m.lin(x), use_reentrant=False),
+    "checkpoint, reentrant": lambda m, x: checkpoint(
+        lambda y: F.dropout(m.lin(y)).relu(), m.lin(x), use_reentrant=True
+    ),
+}
+
+
+class _Axis(enum.IntEnum):
+    FEATURES = 1
+
+
+def _augmented(y, x):
+    y += x
+    y *= 2
+    return y
+
+
+def _with_item(y):
+    y[:, 0] = 1.0
+    y[:, 1:3] += y[:, 3:5]
+    return y
+
+
+def _without_grad(m, x):
+    with torch.no_grad():
+        y = m.lin(x)
+    return m.lin(y)
+
+
+def _in_inference_mode(m, x):
+    with torch.inference_mode():
+        return m.lin(x).argmax(1)
+
+
+def _in_autocast(m, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.lin(x)
+        with torch.autocast("cpu", enabled=False):
+            z = m.lin(y.float())
+    return y, z
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_what_forward_may_do(name):
+    traced = trace(Forward(TABLE[name]), (x(),))
+    assert_same_as_model(traced, x(7))
+
+
+TORCH_MODULES = {
+    "multi-head attention": (lambda: _SelfAttention(), (4, 5, 6), {}),
+    "encoder": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 2), (4, 5, 6), {}),
+    "lstm": (lambda: nn.LSTM(6, 5, 2, batch_first=True, dropout=0.1), (4, 5, 6), {}),
+    "gru, batch in dimension 1": (lambda: nn.GRU(6, 5, bidirectional=True), (5, 4, 6), {"in_dims": 1}),
+    "lstm cell": (lambda: nn.LSTMCell(6, 5), (4, 6), {}),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (4, 6), {}),
+    "batch norm without statistics": (lambda: nn.BatchNorm1d(6, track_running_stats=False), (4, 6), {}),
+    "instance norm": (lambda: nn.InstanceNorm1d(6, affine=True, track_running_stats=True), (4, 6, 5), {}),
+    "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(6, 6)), (4, 6), {}),
+    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(6, 6)), (4, 6), {}),
+    "spectral norm by a hook": (lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6), {}),
+    "pruned": (lambda: _pruned(nn.Linear(6, 6)), (4, 6), {}),
+    "parameter list": (lambda: _ParameterList(), (4, 6), {}),
+}
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+class _ParameterList(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.list = nn.ParameterList([torch.randn(6) for _ in range(2)])
+        self.dict = nn.ParameterDict({"a": torch.randn(6)})
+
+    def forward(self, x):
+        return x * self.list[0] + self.list[1] - self.dict["a"]
+
+
+def _pruned(module):
+    prune.l1_unstructured(module, "weight", amount=0.5)
+    return module
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", TORCH_MODULES)
+def test_modules_of_torch(name, training):
+    make, shape, options = TORCH_MODULES[name]
+    model = make().train(training)
+    traced = trace(model, (torch.randn(shape),), **options)
+    larger = list(shape)
+    larger[options.get("in_dims", 0)] += 2
+    if name in ("spectral norm by a hook", "pruned"):  # their tensors that are no leaves cannot be copied
+        torch.testing.assert_close(run(traced, torch.ones(larger))[0], model(torch.ones(larger)))
+    else:
+        assert_same_as_model(traced, torch.randn(larger))
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+
+def test_any_tree_goes_in_and_comes_out():
+    def forward(model, pair, *rest, scale=None, flag=False):
+        y = model.lin(pair.left) + pair.right[0]["z"]
+        return Pair(
+            y * rest[0], [None, {"flag": flag, "scale": scale}, (y.shape[1], y.shape[1:], 0.5, "text"), rest[1]]
+        )
+
+    model = Forward(forward)
+    args = (Pair(x(), [{"z": x()}, 3, None]), 2.5, x())
+    traced = trace(model, args, {"scale": 3, "flag": True})
+    assert [leaf.path for leaf in traced.leaves] == [
+        "args[0].left", "args[0].right[0]['z']", "args[0].right[1]", "args[0].right[2]", "args[1]", "args[2]", "scale",
+        "flag",
+    ]  # fmt: skip
+    assert_same_as_model(traced, Pair(x(3), [{"z": x(3)}, 3, None]), 2.5, x(3), scale=3, flag=True)
+
+
+def test_one_tensor_in_two_places_is_two_inputs():
+    same = x()
+    traced = trace(Forward(lambda m, a, b: m.lin(a + 1) + b), (same, same))
+    assert len(traced.placeholders) == 2
+    assert_same_as_model(traced, x(3), x(3))
+
+
+def test_objects_that_hold_no_tensors_come_out():
+    assert trace(Forward(lambda m, x: {"y": m.lin(x), "note": object()}), (x(),)).out_dims == (0, None)
+
+
+# -- functions of one's own ------------------------------------------------------------------------------------------
+
+
+class Square(torch.autograd.Function):
+    """Its backward is wrong on purpose: a graph that goes through `forward` would be found out."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        return x * x * factor, x > 0
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return 5 * grad * ctx.saved_tensors[0], None
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * grad
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 7 * grad
+
+
+class WithSetup(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 11 * grad
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: Square.apply(m.lin(x), 2.0)[0],
+        lambda m, x: Noise.apply(m.lin(x)),
+        lambda m, x: InPlace.apply(m.lin(x)) + x,
+        lambda m, x: WithSetup.apply(WithSetup.apply(m.lin(x))),
+    ],
+)
+def test_autograd_function_is_one_node_that_keeps_its_backward(forward):
+    traced = trace(Forward(forward), (x(),))
+    assert_same_as_model(traced, x(5))
+
+
+def test_compiled_function_is_called_through():
+    double = torch.compile(lambda y: (y * 2).relu(), backend="eager")
+    traced = trace(Forward(lambda m, x: double(m.lin(x))), (x(),))
+    assert names(traced) == ["lin", "mul", "relu"]
+
+
+def test_autograd_function_is_named_after_itself_and_known_to_be_random():
+    traced = trace(Forward(lambda m, x: Noise.apply(m.lin(x))), (x(),))
+    assert names(traced) == ["lin", "Noise"]
+    assert [node.meta["random"] for node in traced.nodes] == [False, True]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_is_called_through(reentrant):
+    traced = trace(Forward(lambda m, x: checkpoint(m.lin, m.lin(x), use_reentrant=reentrant)), (x(),))
+    assert names(traced) == ["lin", "lin_1"]
+
+
+# -- what every node knows -------------------------------------------------------------------------------------------
+
+
+def test_random_nodes_are_found():
+    def forward(m, x):
+        y = F.dropout(m.lin(x), 0.5) + torch.randn(x.shape[0], 1) + torch.zeros(x.shape[0], 6).normal_()
+        return y[torch.randperm(x.shape[0])] + F.dropout(y, 0.5, training=False)
+
+    traced = trace(Forward(forward), (x(),))
+    assert [n.name for n in traced.nodes if n.meta["random"]] == ["dropout", "randn", "normal", "randperm"]
+
+
+def test_nodes_know_the_state_of_the_thread():
+    traced = trace(Forward(lambda m, x: (_without_grad(m, x), _in_autocast(m, x))), (x(),))
+    states = [(n.meta["state"].grad, n.meta["state"].autocast[0].enabled) for n in traced.nodes if n.name != "float_1"]
+    assert states == [(False, False), (True, False), (True, True), (True, False)]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_caller_without_grad(mode):
+    model = Forward(lambda m, x: m.lin(x) * m.n.add_(1), n=torch.zeros(6))
+    with mode():
+        traced = trace(model, (x(),))
+        assert traced.matches([x()], traced.in_spec, traced.flags)
+    assert not any(node.meta["state"].grad for node in traced.nodes)
+    assert not traced.matches([x()], traced.in_spec, traced.flags)
+    assert not model.n.any()
+
+
+def test_nodes_are_named_after_module_paths_and_know_their_lines():
+    traced = trace(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(6))), (x(),))
+    assert names(traced) == ["_0", "_1_0", "_1_1_num_batches_tracked_add", "_1_1"]
+    assert [node.meta["module"] for node in traced.nodes] == ["0", "1.0", "1.1", "1.1"]
+    encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
+    assert names(trace(encoder, (torch.randn(4, 5, 6),)))[-3:] == ["dropout2", "add_1", "norm2"]
+    for node in trace(Forward(TABLE["slices"]), (x(),)).nodes:
+        path, _, line = node.meta["source"].rpartition(":")
+        assert path == __file__
+        assert int(line) > 0
+
+
+def test_shared_module_has_one_parameter_and_two_nodes():
+    traced = trace(Forward(lambda m, x: m.lin(m.lin(x))), (x(),))
+    assert [n.target for n in traced.graph.nodes if n.op == "get_attr"] == ["lin.weight", "lin.bias"]
+    assert names(traced) == ["lin", "lin_1"]
+
+
+def test_unused_results_of_functions_with_out_stay():
+    def forward(m, x):
+        y = torch.empty(x.shape[0], 6)
+        with torch.no_grad():
+            torch.add(x, 1, out=y)
+        return m.lin(y)
+
+    assert_same_as_model(trace(Forward(forward), (x(),)), x(3))
+
+
+def test_fingerprint_is_that_of_the_graph():
+    model = Forward(lambda m, x: Noise.apply(m.lin(x)))
+    assert trace(model, (x(),)).fingerprint() == trace(model, (x(7),)).fingerprint()
+    assert trace(model, (x(),)).fingerprint() != trace(Forward(lambda m, x: m.lin(x)), (x(),)).fingerprint()
+
+
+# -- buffers and attributes ------------------------------------------------------------------------------------------
+
+
+def _set(module, **values):
+    for name, value in values.items():
+        setattr(module, name, value)
+    return 0
+
+
+BUFFERS: dict[str, tuple[Any, list[str]]] = {
+    "in place": (lambda m, x: m.lin(x) * m.a.add_(1), []),
+    "augmented": (lambda m, x: _set(m, a=m.a.__iadd__(x.detach().mean(0))) + m.lin(x) * m.a, []),
+    "by data": (lambda m, x: m.lin(x) * m.a.data.add_(1), []),
+    "an item": (lambda m, x: m.a.__setitem__(0, x.detach().mean()) or m.lin(x) * m.a, []),
+    "set anew": (lambda m, x: _set(m, a=m.a + x.detach().mean(0)) + m.lin(x) * m.a, ["a"]),
+    "swapped": (lambda m, x: _set(m, a=m.b, b=m.a) + m.lin(x) * m.a, ["a", "b"]),
+    "swapped and not read": (lambda m, x: _set(m, a=m.b, b=m.a) + m.lin(x), ["a", "b"]),
+    "NaN": (lambda m, x: m.lin(x) + m.nan.nan_to_num(), []),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_changed_buffers(name):
+    forward, assigned = BUFFERS[name]
+    model = Forward(forward, a=torch.ones(6), b=torch.zeros(6), nan=torch.full((1,), float("nan")).expand(6))
+    before = {key: (value, value.clone()) for key, value in model.named_buffers()}
+    traced = trace(model, (x(),))
+    assert list(traced.assigned) == assigned
+    for key, value in model.named_buffers():
+        assert value is before[key][0]
+        torch.testing.assert_close(value, before[key][1], equal_nan=True)
+    if name == "NaN":
+        assert traced.effects is not None
+        assert not any(traced.effects.written_classes)
+    else:
+        assert_same_as_model(traced, x(5))
+
+
+def test_tensor_attributes_that_forward_sets():
+    model = Forward(lambda m, x: _set(m, last=x.detach().mean(), current=m.tables[1]) + m.lin(x) * m.current)
+    model.tables = [torch.ones(6), torch.full((6,), 2.0)]
+    traced = trace(model, (x(),))
+    assert set(traced.assigned) == {"last", "current"}
+    assert torch.equal(model.current, model.tables[1])  # forward makes it, and every later call has it
+    assert list(traced.constants) == ["tables.1"]
+
+
+def test_constants_take_no_name_of_the_model():
+    model = Forward(
+        lambda m, x: m.lin(x) * m.constant_0 + torch.as_tensor(np.arange(6, dtype=np.float32)),
+        constant_0=torch.full((6,), 2.0),
+    )
+    traced = trace(model, (x(),))
+    assert list(traced.constants) == ["constant_1"]
+    assert_same_as_model(traced, x(5))
+
+
+def test_batch_norm_statistics_are_known_to_be_written():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    traced = trace(model, (x(),))
+    assert traced.effects is not None
+    written = {n.target for n in traced.graph.nodes if n.op == "get_attr"} & {"1.running_mean", "1.running_var"}
+    classes = {n.target: traced.effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
+    assert {classes[name] for name in written} <= traced.effects.written_classes[names(traced).index("_1")]
+
+
+# -- flags -----------------------------------------------------------------------------------------------------------
+
+
+def _training(traced: Traced) -> list[bool]:
+    return [training for _, training, *_ in traced.flags]
+
+
+def test_training_flags_are_the_key_of_a_graph():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.BatchNorm1d(6))
+    training = trace(model, (x(),))
+    assert _training(training) == [True] * 4
+    model[2].eval()  # a frozen batch norm in a training model
+    frozen = trace(model, (x(),))
+    assert _training(frozen) == [True, True, True, False]
+    assert not frozen.matches([x()], frozen.in_spec, training.flags)
+    assert_same_as_model(frozen, x(3))
+    model.eval()
+    assert not any(node.meta["random"] for node in trace(model, (x(),)).nodes)
+
+
+def _add_class(m: Any) -> None:
+    m[0].__class__ = type("Other", (nn.Linear,), {})
+
+
+def _take_attribute(m: Any) -> None:
+    del m.gain
+
+
+FLAGS: dict[str, Any] = {
+    "training": lambda m: m[1].eval(),
+    "module": lambda m: m.__setitem__(1, nn.Dropout(0.5)),
+    "one module more": lambda m: m.append(nn.ReLU()),
+    "one module less": lambda m: m.__delitem__(1),
+    "class": _add_class,
+    "attribute": lambda m: setattr(m[0], "forward", m[0].forward),
+    "attribute less": _take_attribute,
+    "parameter": lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(6))),
+    "parameter less": lambda m: setattr(m[2], "weight", None),
+    "buffer": lambda m: m.register_buffer("mask", torch.ones(6)),
+    "buffer less": lambda m: setattr(m[2], "running_var", None),
+    "hook": lambda m: m[0].register_forward_hook(print),
+    "hook before": lambda m: m[0].register_forward_pre_hook(print),
+    "hook of backward": lambda m: m[0].register_full_backward_hook(print),
+    "hook before backward": lambda m: m[0].register_full_backward_pre_hook(print),
+}
+
+
+@pytest.mark.parametrize("change", FLAGS.values(), ids=FLAGS)
+def test_flags_tell_whatever_decides_which_python_runs(change):
+    model: Any = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.5), nn.BatchNorm1d(6))
+    model.gain = 1.0
+    before = module_flags(model)
+    model.gain = 2.0  # is what forward reads, and no matter of flags
+    model.register_buffer("mask", None)
+    model[0].weight = nn.Parameter(torch.ones(6, 6))
+    assert module_flags(model) == before
+    change(model)
+    assert module_flags(model) != before
+
+
+class _Lister(nn.Module):
+    """Says by itself which modules it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin, self.hidden = nn.Linear(6, 6), [nn.Dropout(0.5)]
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        yield from super().named_modules(*args, **kwargs)
+        yield "hidden", self.hidden[0]
+
+
+def test_flags_are_those_of_all_modules():
+    shared = nn.Linear(6, 6)
+    for model in (
+        nn.Sequential(shared, nn.Sequential(nn.ReLU(), shared), nn.ModuleDict({"a": shared, "b": nn.ReLU()})),
+        nn.Sequential(nn.ReLU(), _Lister()),
+    ):
+        assert {*all_modules(model)} == {*model.modules()}
+        assert len(module_flags(model)) == len(list(model.modules()))
+
+
+def test_matches_asks_for_everything_that_a_graph_depends_on():
+    traced = trace(Forward(lambda m, x, k: m.lin(x) * k), (x(), 2))
+    assert traced.matches([x(9), 2], traced.in_spec, traced.flags)
+    for other in ([x(), 3], [x(), 2.0], [x().double(), 2], [x()[:, :5], 2], [x().requires_grad_(), 2], [2, 2]):
+        assert not traced.matches(other, traced.in_spec, traced.flags)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not traced.matches([x(), 2], traced.in_spec, traced.flags)
+
+
+# -- tracing leaves no trace -----------------------------------------------------------------------------------------
+
+
+def _everything(model: nn.Module) -> dict[str, Any]:
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "state": [(name, t, t.data_ptr(), t._version, t.clone(), t.requires_grad, t.grad) for name, t in tensors],
+        "attributes": [{k: (id(v), copy.copy(v)) for k, v in vars(m).items()} for m in model.modules()],
+        "flags": [m.training for m in model.modules()],
+        "torch": torch.get_rng_state().clone(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state()[1].tolist(),
+        "dtype": torch.get_default_dtype(),
+        "patches": (nn.Module.__call__, torch.autograd.Function.__dict__["apply"]),
+    }
+
+
+def _assert_nothing_changed(before: dict[str, Any], model: nn.Module) -> None:
+    after = _everything(model)
+    for old, new in zip(before["state"], after["state"], strict=True):
+        assert (old[0], old[2], old[5]) == (new[0], new[2], new[5])
+        assert old[1] is new[1]
+        assert old[6] is new[6]
+        torch.testing.assert_close(new[4], old[4])
+    assert torch.equal(before["torch"], after["torch"])
+    for key in ("attributes", "flags", "python", "numpy", "dtype", "patches"):
+        assert str(before[key]) == str(after[key]), key
+
+
+def _careless(m, x):
+    """Everything at once that tracing must undo."""
+    m.count += 1
+    m.log.append(m.count)
+    m._private["key"] = x
+    m.nested[0][0] = m.count
+    m.new = x.shape
+    m.buffer.add_(1)
+    m.buffer = m.buffer + 1
+    m.lin.eval()
+    random.random()
+    np.random.rand()
+    torch.rand(2)
+    return m.lin(x)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, x: F.dropout(m.lin(x)) * m.buffer.add_(1),
+        lambda m, x: m.lin(x).repeat_interleave(2, 0),  # compared once more, part by part
+        lambda m, x: _careless(m, x),
+        lambda m, x: m.lin.weight.data.add_(1) and m.lin(x),
+        lambda m, x: m.lin.requires_grad_(False)(x),
+        lambda m, x: torch.set_default_dtype(torch.float64) or m.lin(x),
+        lambda m, x: m.lin(x) @ torch.ones(3),
+        lambda m, x: _set(m, lin=nn.Linear(6, 6)) + m.lin(x),
+        lambda m, x: _set(m.lin, weight=nn.Parameter(m.lin.weight * 2)) + m.lin(x),
+    ],
+    ids="buffer gather careless parameter requires_grad dtype raises module replaced".split(),
+)
+def test_tracing_leaves_no_trace(forward):
+    model = Forward(forward, buffer=torch.zeros(6), count=0, log=[1], _private={}, nested=[[0]])
+    model.lin.weight.grad = torch.ones(6, 6)
+    inputs = (x(),)
+    before = _everything(model)
+    with contextlib.suppress(TraceError, RuntimeError):
+        trace(model, inputs, chunks=2)
+    _assert_nothing_changed(before, model)
+
+
+def test_inputs_stay_as_they_were():
+    for given in (x(), x().requires_grad_() * 1):
+        before = given.detach().clone()
+        trace(Forward(lambda m, x: m.lin(x.mul_(2))), (given,))
+        assert torch.equal(given, before)
+        assert given._version == 0
+
+
+def test_other_threads_run_modules_undisturbed():
+    """Symbolic tracing patches modules for all threads; a recording is seen by its own thread only."""
+    failures: list[BaseException] = []
+    stop = threading.Event()
+    other = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    other.register_forward_hook(lambda *_: None)  # would be refused in the recorded model
+
+    def work():
+        try:
+            while not stop.is_set():
+                Square.apply(other(x()), 1.0)[0].sum().backward()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert names(trace(Forward(lambda m, x: m.lin(x).relu()), (x(),))) == ["lin", "relu"]
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+
+
+def test_two_threads_trace_at_once():
+    found: list[list[str]] = []
+    barrier = threading.Barrier(2)
+
+    def work():
+        barrier.wait()
+        for _ in range(3):
+            found.append(names(trace(Forward(lambda m, x: Square.apply(m.lin(x), 1.0)[0]), (x(),))))
+
+    before = nn.Module.__call__
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [["lin", "Square", "Square_0"]] * 6
+    assert nn.Module.__call__ is before
+
+
+# -- the check against the model -------------------------------------------------------------------------------------
+
+
+def _scaled(x, factor):
+    """Times `factor`, which no recording sees."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * factor
+
+    return Scaled.apply(x)
+
+
+def test_branch_that_a_recording_cannot_see_is_found():
+    with pytest.raises(TraceError, match=r"output 0 .*differs from the model's with 3 samples.*keep these in tensor"):
+        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(),), tracer="record")
+
+
+def test_other_sizes_are_checked_for_a_single_sample_too():
+    with pytest.raises(TraceError, match="with 2 samples"):
+        trace(Forward(lambda m, x: _scaled(m.lin(x), len(x))), (x(1),), tracer="record")
+
+
+def test_other_sizes_are_checked_where_the_model_refuses_smaller_ones():
+    model = nn.Sequential(Forward(lambda m, x: _scaled(m.lin(x), len(x))), nn.BatchNorm1d(6))
+    with pytest.raises(TraceError, match="with 3 samples instead of the example's 2"):
+        trace(model, (x(2),), tracer="record")
+    trace(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (x(2),))
+
+
+def test_buffer_that_differs_is_named():
+    def forward(m, x):
+        m.n.copy_(_scaled(m.n + 1, len(x)))
+        return m.lin(x)
+
+    with pytest.raises(TraceError, match="buffer 'n' after the traced graph differs"):
+        trace(Forward(forward, n=torch.zeros(())), (x(),), tracer="record")
+
+
+def test_output_that_requires_grad_in_the_model_only_is_found():
+    def forward(m, x):
+        with torch.set_grad_enabled(len(x) == 4):
+            return m.lin(x)
+
+    with pytest.raises(TraceError, match="requires grad in the traced graph only"):
+        trace(Forward(forward), (x(),), tracer="record")
+
+
+def test_wrong_types():
+    with pytest.raises(ArgumentTypeError, match="model is a function; expected a torch"):
+        trace(lambda x: x, (x(),))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"args is a Tensor; expected a tuple"):
+        trace(nn.Linear(6, 6), x())  # type: ignore[arg-type]
+
+
+# -- printed ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_prints_readably():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+            left, right = x.chunk(2, dim=1)
+            x = torch.cat([left + 1, right], 1)[..., 1:]
+            return self.head(x.mean((2, 3)).view(x.shape[0], -1)) + torch.zeros(2, device=x.device)
+
+    lines = [
+        " ".join(line.split()).replace(" test_tracing.py", " t").rpartition(":")[0]
+        for line in str(trace(Net(), (torch.randn(4, 3, 8, 8),))).splitlines()
+    ]
+    assert lines[3:] == [
+        "in_0 placeholder float32[b, 3, 8, 8]".rpartition(":")[0],
+        "conv torch.conv2d(in_0, conv.weight, conv.bias, padding=(1, 1)) float32[b, 4, 8, 8] conv t",
+        "norm_num_batches_tracked_add norm.num_batches_tracked.add_(1) int64[] norm t",
+        "norm F.batch_norm(conv, norm.running_mean, norm.running_var, weight=norm.weight, bias=norm.bias, "
+        "training=True) "
+        "float32[b, 4, 8, 8] norm t",
+        "relu F.relu(norm) float32[b, 4, 8, 8] t",
+        "max_pool2d F.max_pool2d(relu, 2) float32[b, 4, 4, 4] t",
+        "chunk max_pool2d.chunk(2, dim=1) float32[b, 2, 4, 4], float32[b, 2, 4, 4] t",
+        "chunk_0 chunk[0] float32[b, 2, 4, 4] t",
+        "chunk_1 chunk[1] float32[b, 2, 4, 4] t",
+        "add chunk_0 + 1 float32[b, 2, 4, 4] t",
+        "cat torch.cat([add, chunk_1], 1) float32[b, 4, 4, 4] t",
+        "getitem cat[..., 1:] float32[b, 4, 4, 3] t",
+        "mean getitem.mean((2, 3)) float32[b, 4] t",
+        "size getitem.size(0) b t",
+        "view mean.view(size, -1) float32[b, 4] t",
+        "head F.linear(view, head.weight, head.bias) float32[b, 2] head t",
+        "zeros torch.zeros(2, device='cpu') float32[2] t",
+        "add_1 head + zeros float32[b, 2] t",
+    ]
+
+
+class HandingOn(nn.Module):
+    """Puts a tensor into a list for a later module to take, as deep supervision does."""
+
+    def __init__(self, takes_before: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.heads, self.takes_before = [torch.rand(1)] * 2, takes_before
+
+    def forward(self, x):
+        y = self.first(x)
+        if self.takes_before:
+            y = y + self.heads[1].mean()
+        self.heads[1] = y
+        return self.second(y).relu() + self.heads[1]
+
+
+def test_a_list_that_forward_fills_and_then_reads():
+    model, x = HandingOn(False), torch.randn(4, 6)
+    kept = model.heads[1]
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(x,)) as pipe:
+        assert model.heads[1] is kept
+        torch.testing.assert_close(pipe(x), model(x))
+    with pytest.raises(TraceError, match=r"takes tensors out of 'heads' and puts others in"):
+        fxpipe.trace(HandingOn(True), (x,))

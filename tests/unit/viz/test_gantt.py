@@ -1,0 +1,439 @@
+import io
+import json
+import re
+import stat
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from helpers.drawn_steps import GIB, KNOWN, bounds, check_scene, simulated
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
+from fxpipe.scheduling import Action, ActionKind
+from fxpipe.simulation import Simulation
+from fxpipe.viz.axes import byte_ticks, time_ticks
+from fxpipe.viz.gantt import MAX_BOXES, Gantt, draw_gantt
+from fxpipe.viz.perfetto import perfetto_trace
+from fxpipe.viz.png_pdf import raster_of
+from fxpipe.viz.save_timeline import TIMELINE_FORMATS, check_timeline_path, save_timeline
+from fxpipe.viz.scene import Area, Bars, Group, Line, Rect, Text, flatten_items
+from fxpipe.viz.style import KIND_COLOURS, RECEIVING_COLOUR
+from fxpipe.viz.svg import svg_of
+from fxpipe.viz.timeline_html import timeline_figure, timeline_page
+
+SVG = "{http://www.w3.org/2000/svg}"
+STEPS = {
+    "one device": lambda: simulated("1f1b", 1, 1),
+    "two devices": lambda: simulated("1f1b", 2, 4),
+    "copies": lambda: simulated("1f1b", 4, 8, overlaps=False),
+    "split backward": lambda: simulated("zero_bubble", 4, 8, unit=1e-6),
+    "loops": lambda: simulated("interleaved_1f1b", 4, 8, per_device=2),
+    "a V": lambda: simulated("zbv", 8, 16, per_device=2),
+    "recompute": lambda: simulated("gpipe", 8, 16, checkpoint="except_last"),
+    "minutes": lambda: simulated("1f1b", 64, 4, unit=30),
+    "many micro-batches": lambda: simulated("1f1b", 2, 256),
+    "no time": lambda: simulated("1f1b", 2, 2, unit=0),
+    "no bytes": lambda: simulated("gpipe", 3, 4, has_bytes=False),
+    "many devices": lambda: simulated("inference", 300, 1, has_bytes=False),
+}
+LARGE = {"large": lambda: simulated("1f1b", 64, 64)}  # more actions than boxes
+
+
+@cache
+def _drawn(name: str) -> tuple[Simulation, Gantt]:
+    found = (STEPS | LARGE)[name]()
+    return found, draw_gantt(found.as_step())
+
+
+def _group(drawn: Gantt, name: str) -> list:
+    time = next(item for item in drawn.scene.items if isinstance(item, Group) and item.name == "time")
+    return list(flatten_items(next((group.items for group in time.items if group.name == name), ())))
+
+
+# -- the picture as data ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*STEPS, *LARGE])
+def test_nothing_is_cut_off_and_no_text_covers_another(name):
+    _, drawn = _drawn(name)
+    check_scene(drawn.scene)
+    for item in (*_group(drawn, "boxes"), *_group(drawn, "memory")):
+        left, top, right, bottom = bounds(item)
+        assert drawn.frame.left - 1e-6 <= left
+        assert right <= drawn.frame.right + 1e-6
+        assert drawn.top - 2 <= top
+        assert bottom <= drawn.bottom + 1e-6
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_action_is_one_box_as_long_as_it_takes(name):
+    found, drawn = _drawn(name)
+    boxes = [item for item in _group(drawn, "boxes") if item.fill != RECEIVING_COLOUR]
+    assert len(boxes) == len(found.spans)
+    frame, scale = drawn.frame, drawn.frame.width / found.step_seconds if found.step_seconds else 0
+    left = defaultdict(list)
+    for box in boxes:
+        left[box.fill, round((box.y - drawn.top) / drawn.pitch)].append(box)
+    for span in found.spans:
+        box = left[KIND_COLOURS[span.action.kind], span.device].pop(0)
+        assert box.x == pytest.approx(frame.left + (span.start + span.receiving) * scale, abs=1e-6)
+        assert box.width == pytest.approx((span.seconds - span.receiving) * scale if span.seconds else 1, abs=1e-6)
+        assert f"stage {span.action.stage}, micro-batch {span.action.micro_batch}:" in box.title
+    assert not any(left.values())
+
+
+@pytest.mark.parametrize("name", ["copies", "a V", "recompute", *LARGE])
+def test_what_is_white_is_bubble(name):
+    found, drawn = _drawn(name)
+    rows = defaultdict(list)
+    for item in _group(drawn, "boxes"):
+        spans = item.spans if isinstance(item, Bars) else [(item.x, item.x + item.width)]
+        rows[round((item.y - drawn.top) / drawn.pitch)] += spans
+    for d, busy in enumerate(found.busy):
+        spans = sorted(rows[d])
+        assert all(one[1] <= two[0] + 1e-6 for one, two in pairwise(spans)), "boxes overlap"
+        covered = sum(right - left for left, right in spans)
+        assert covered == pytest.approx(busy / found.step_seconds * drawn.frame.width)
+
+
+def test_what_a_device_copies_is_a_box_before_its_action():
+    found, drawn = _drawn("copies")
+    copied = [item for item in _group(drawn, "boxes") if item.fill == RECEIVING_COLOUR]
+    assert len(copied) == sum(span.receiving > 0 for span in found.spans) > 0
+    total = sum(item.width for item in copied)
+    assert total == pytest.approx(sum(s.receiving for s in found.spans) / found.step_seconds * drawn.frame.width)
+    assert "receiving" in {item.text for item in drawn.scene.items if isinstance(item, Text)}
+
+
+@pytest.mark.parametrize("name", [*STEPS, *LARGE])
+def test_names_stand_in_the_boxes_of_their_actions(name):
+    _, drawn = _drawn(name)
+    boxes = [item for item in _group(drawn, "boxes") if isinstance(item, Rect) and item.fill != RECEIVING_COLOUR]
+    for text in _group(drawn, "names"):
+        left, top, right, bottom = bounds(text)
+        holding = [
+            b for b in boxes if b.x <= left and right <= b.x + b.width and b.y <= top and bottom <= b.y + b.height
+        ]
+        assert len(holding) == 1, text.text
+        stage, batch = re.search(r"stage (\d+), micro-batch (\d+):", holding[0].title).groups()
+        kind = next(str(kind) for kind, fill in KIND_COLOURS.items() if fill == holding[0].fill)
+        assert text.text in (f"{kind}{batch}", batch, f"{stage}{kind}{batch}", stage)
+
+
+def test_a_device_with_several_stages_names_them():
+    found = simulated("interleaved_1f1b", 2, 4, per_device=2)
+    names = [text.text for text in _group(draw_gantt(found.as_step()), "names")]
+    assert sorted(names) == sorted(str(span.action) for span in found.spans)
+
+
+def test_in_narrow_boxes_the_stage_stands_above_the_micro_batch():
+    found, drawn = _drawn("a V")
+    above = defaultdict(list)
+    for text in sorted(_group(drawn, "names"), key=lambda text: text.y):
+        above[text.x, round((text.y - drawn.top) // drawn.pitch)].append(text.text)
+    assert sorted(map(tuple, above.values())) == sorted(
+        (str(span.action.stage), str(span.action.micro_batch)) for span in found.spans
+    )
+    assert any("stage above micro-batch" in item.text for item in drawn.scene.items if isinstance(item, Text))
+
+
+def test_with_room_every_action_has_its_name():
+    found, drawn = _drawn("two devices")
+    names = [text.text for text in _group(drawn, "names")]
+    assert sorted(names) == sorted(f"{s.action.kind}{s.action.micro_batch}" for s in found.spans)
+
+
+def test_an_update_takes_no_time_and_is_seen():
+    record = KNOWN
+    update = ActionRecord(Action(ActionKind.UPDATE, 0, 0), 0.010, 0.010, 0, 0.0, 0, 0)
+    drawn = draw_gantt(StepRecord("x", (*record.actions, update), (), record.devices, 0.0).as_step())
+    stroke = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.UPDATE])
+    assert stroke.width == 1
+    assert stroke.x + stroke.width == pytest.approx(drawn.frame.right)
+
+
+def test_beside_each_row_stand_the_device_its_busy_time_and_its_bubble():
+    drawn = draw_gantt(KNOWN.as_step())
+    texts = [item.text for item in drawn.scene.items if isinstance(item, Text)]
+    for text in ("device 0: cpu", "device 1: cuda:0", "3.50 ms", "65.0 %", "5.00 ms", "50.0 %"):
+        assert text in texts
+    assert "measured step 10.0 ms, mean bubble 57.5 %" in texts
+    assert not _group(drawn, "memory"), "of a measured step memory is not known"
+
+
+def test_a_long_title_and_long_names_of_devices_are_shortened():
+    record = KNOWN
+    devices = tuple(DeviceRecord("host-" + "x" * 200, 0.001, 0.0, 0, 0) for _ in range(2))
+    drawn = draw_gantt(StepRecord("1f1b", record.actions, (), devices, 0.0).as_step(), title="long " * 100)
+    check_scene(drawn.scene)
+    assert drawn.scene.width < 1500
+
+
+def test_more_actions_than_boxes_are_a_shape_for_each_kind_and_device():
+    found, drawn = _drawn("large")
+    boxes = _group(drawn, "boxes")
+    assert len(found.spans) > MAX_BOXES
+    assert len(boxes) == 2 * 64
+    assert sum(len(item.spans) for item in boxes) == len(found.spans)
+    assert len(svg_of(drawn.scene)) < 400_000
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_parts_of_a_devices_memory_are_stacked_to_its_peak():
+    found, drawn = _drawn("two devices")
+    panels = [item for item in _group(drawn, "memory") if isinstance(item, Rect)]
+    areas = [item for item in _group(drawn, "memory") if isinstance(item, Area)]
+    scale = max(memory.peak for memory in found.memory) * 1.04 / panels[0].height  # bytes for each point
+    for d, (panel, memory) in enumerate(zip(panels, found.memory, strict=True)):
+        of_device = [area for area in areas if area.title.startswith(f"device {d}:")]
+        assert [re.search(r": (\w+),", area.title)[1] for area in of_device] == [
+            "parameters",
+            "gradients",
+            "activations",
+            "working",
+        ]
+        highest = min(y for area in of_device for _, y in area.points)
+        assert (panel.y + panel.height - highest) * scale == pytest.approx(memory.peak)
+    peaks = [item.text for item in drawn.scene.items if isinstance(item, Text) and item.text.endswith("GiB")]
+    assert peaks == [f"{memory.peak / GIB:.1f} GiB" for memory in found.memory]
+
+
+def test_of_many_devices_each_has_a_line():
+    found, drawn = _drawn("minutes")
+    lines = {item.title: item for item in _group(drawn, "memory") if isinstance(item, Line) and item.title}
+    assert len(lines) == 64
+    heights = [max(drawn.bottom - y for _, y in line.points) for line in lines.values()]
+    ratio = max(heights) / min(heights)
+    peaks = [memory.peak for memory in found.memory]
+    assert ratio == pytest.approx(max(peaks) / min(peaks))
+
+
+@pytest.mark.parametrize(("limit", "is_drawn"), [(4 * GIB, True), (2.1 * GIB, True), (80 * GIB, False)])
+@pytest.mark.parametrize("devices", [2, 9])
+def test_a_limit_is_a_line_unless_it_would_flatten_the_curves(limit, is_drawn, devices):
+    found = simulated("1f1b", devices, 4)
+    limited = Simulation(*(getattr(found, name) for name in ("schedule", "stages", "transfers", "spans")),
+                         found.step_seconds, found.legs, limits=(limit,) * devices)  # fmt: skip
+    drawn = draw_gantt(limited.as_step())
+    check_scene(drawn.scene)
+    lines = [item for item in _group(drawn, "memory") if isinstance(item, Line) and item.dashes]
+    assert bool(lines) is is_drawn
+    texts = " ".join(item.text for item in drawn.scene.items if isinstance(item, Text))
+    assert ("lies above" in texts) is not is_drawn
+    assert f"limit {'' if is_drawn else 'of '}{limit / GIB:.1f} GiB" in texts
+
+
+# -- numbers on an axis ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "names"),
+    [
+        (0.0, ["0"]),
+        (3e-9, ["0", "1 ns", "2 ns", "3 ns"]),
+        (0.000136, ["0", "50 µs", "100 µs"]),
+        (0.0403, ["0", "10 ms", "20 ms", "30 ms", "40 ms"]),
+        (1.15, ["0", "0.5 s", "1.0 s"]),
+        (100, ["0", "20 s", "40 s", "60 s", "80 s", "100 s"]),
+        (300, ["0", "1:00 min", "2:00 min", "3:00 min", "4:00 min", "5:00 min"]),
+        (7209, ["0", "0:30 h", "1:00 h", "1:30 h", "2:00 h"]),
+        (1e6, ["0", "55:33 h", "111:06 h", "166:40 h", "222:13 h", "277:46 h"]),
+    ],
+)
+def test_ticks_of_time_are_round(seconds, names):
+    assert [name for _, name in time_ticks(seconds, 5)] == names
+
+
+def test_ticks_of_bytes_are_round_in_their_unit():
+    assert [name for _, name in byte_ticks(7.1 * GIB, 4)] == ["0", "2.0 GiB", "4.0 GiB", "6.0 GiB"]
+    assert [name for _, name in byte_ticks(1.5 * GIB, 4)] == ["0", "512.0 MiB", "1.0 GiB", "1.5 GiB"]
+    assert [name for _, name in byte_ticks(100, 5)] == ["0", "20 B", "40 B", "60 B", "80 B", "100 B"]
+    assert [name for _, name in byte_ticks(0, 4)] == ["0"]
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["two devices", "a V", "large"])
+def test_an_svg_is_xml_that_tells_what_it_shows(name):
+    found, drawn = _drawn(name)
+    root = ElementTree.fromstring(svg_of(drawn.scene))
+    assert root.tag == f"{SVG}svg"
+    assert root.get("role") == "img"
+    assert root.find(f"{SVG}title").text == root.get("aria-label")
+    assert found.schedule.name in root.get("aria-label")
+    assert not list(root.iter(f"{SVG}script"))
+    assert len(list(root.iter(f"{SVG}text"))) == sum(
+        isinstance(item, Text) for item in flatten_items(drawn.scene.items)
+    )
+
+
+def test_a_png_has_two_dots_for_each_point():
+    image = pytest.importorskip("matplotlib.image")
+    _, drawn = _drawn("two devices")
+    pixels = image.imread(io.BytesIO(raster_of(drawn.scene, "png")))
+    assert pixels.shape[:2] == (int(2 * drawn.scene.height), int(2 * drawn.scene.width))
+    box = next(item for item in _group(drawn, "boxes") if item.fill == KIND_COLOURS[ActionKind.BACKWARD])
+    x, y = int(2 * (box.x + 3)), int(2 * (box.y + 3))
+    assert [round(float(part) * 255) for part in pixels[y, x][:3]] == [0x0A, 0x5C, 0x99]
+    empty = int(2 * (drawn.frame.right - 3)), int(2 * (drawn.top + drawn.pitch + 3))  # device 1 has ended by then
+    assert [float(part) for part in pixels[empty[1], empty[0]][:3]] == [1, 1, 1]
+
+
+def test_every_format_is_written_whole(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = STEPS["two devices"]()
+    for form in TIMELINE_FORMATS:
+        path = tmp_path / f"step.{form.upper()}"
+        found.save_timeline(path, title="A <title> & more")
+        assert path.stat().st_size > 1000
+    assert (tmp_path / "step.PNG").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "step.PDF").read_bytes().startswith(b"%PDF")
+    assert ElementTree.parse(tmp_path / "step.SVG").getroot().get("aria-label").startswith("A <title> & more")
+    assert json.loads((tmp_path / "step.JSON").read_text())["otherData"]["schedule"] == "1f1b"
+    assert sorted(path.suffix[1:].lower() for path in tmp_path.iterdir()) == sorted(TIMELINE_FORMATS), (
+        "nothing else is left"
+    )
+    KNOWN.save_timeline(tmp_path / "record.svg")
+    assert "measured step" in (tmp_path / "record.svg").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", TIMELINE_FORMATS)
+def test_any_title_can_be_written(tmp_path, form):
+    if form in ("png", "pdf"):
+        pytest.importorskip("matplotlib")
+    save_timeline(KNOWN, tmp_path / f"step.{form}", title="$x_1$ 中\n\ttwo \x00 \ud800 </script> \U0001f600")
+    if form == "svg":
+        root = ElementTree.parse(tmp_path / "step.svg").getroot()
+        assert root.get("aria-label").startswith("$x_1$ 中 two \ufffd \ufffd </script> \U0001f600. measured")
+
+
+def test_the_same_step_gives_the_same_file(tmp_path):
+    found = STEPS["two devices"]()
+    for form in ("svg", "html", "json"):
+        one, two = tmp_path / f"one.{form}", tmp_path / f"two.{form}"
+        save_timeline(found, one)
+        save_timeline(found, two)
+        assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("step.gif", "'.gif' names no format; give one of .png, .pdf, .svg, .html, .json"),
+        ("step", "a suffix must name the format"),
+        ("missing/step.svg", "there is no directory .*missing.*; make it first"),
+        ("file/step.svg", "is no directory"),
+        ("folder.svg", "it is a directory"),
+    ],
+)
+def test_a_path_that_cannot_be_is_refused_before_the_work(tmp_path, name, what):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(ArgumentError, match=what):
+        check_timeline_path(tmp_path / name)
+    with pytest.raises(ArgumentError, match=what):
+        save_timeline(KNOWN, tmp_path / name)
+
+
+def test_what_is_no_path_and_what_is_no_step_are_refused(tmp_path):
+    with pytest.raises(ArgumentTypeError, match="path=3: expected the path of a file"):
+        save_timeline(KNOWN, 3)
+    with pytest.raises(ArgumentTypeError, match="not of list"):
+        save_timeline([], tmp_path / "step.svg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "step.svg"
+    path.write_text("before")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxpipe.utils.files.os.replace", full)
+    with pytest.raises(ArgumentError, match=r"step\.svg.*No space left on device"):
+        save_timeline(KNOWN, path)
+    assert path.read_text() == "before"
+    assert [one.name for one in tmp_path.iterdir()] == ["step.svg"]
+
+
+def test_a_link_is_followed_and_a_file_has_the_usual_rights(tmp_path):
+    target, link, usual = tmp_path / "target.svg", tmp_path / "link.svg", tmp_path / "usual"
+    target.write_text("before")
+    link.symlink_to(target)
+    save_timeline(KNOWN, link)
+    assert link.is_symlink()
+    assert "<svg" in target.read_text(encoding="utf-8")
+    usual.write_text("")
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(usual.stat().st_mode)
+
+
+def test_without_matplotlib_a_png_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for suffix in ("png", "pdf"):
+        with pytest.raises(ArgumentError, match=re.escape("pip install fxpipe[plot]")):
+            check_timeline_path(tmp_path / f"step.{suffix}")
+    assert check_timeline_path(tmp_path / "step.svg") == "svg"
+    save_timeline(KNOWN, tmp_path / "step.html")
+
+
+# -- a page, and a trace ---------------------------------------------------------------------------------------------
+
+
+def test_a_page_loads_nothing_from_elsewhere_and_holds_every_action():
+    found, drawn = _drawn("a V")
+    page = timeline_page(found.as_step(), drawn, "</title><script>alert(1)</script>")
+    assert "<script>alert" not in page
+    urls = set(re.findall(r"https?://[^\"'\s<]+", page))
+    assert urls == {"http://www.w3.org/2000/svg"}, "a name of XML, which nobody loads"
+    assert not re.search(r"\b(src|href)=|@import|url\((?!#)", page)
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', page, re.S)[1])
+    assert sum(map(len, data["rows"])) == len(found.spans)
+    for d, row in enumerate(data["rows"]):
+        spans = [span for span in found.spans if span.device == d]
+        assert [one[3] for one in row] == pytest.approx([span.start for span in spans])
+        assert [one[1:3] for one in row] == [[span.action.stage, span.action.micro_batch] for span in spans]
+
+
+def test_figures_of_one_page_share_a_script():
+    found, drawn = _drawn("two devices")
+    figure = timeline_figure(found.as_step(), drawn)
+    assert figure.count("<script") == 1
+    assert "Ctrl and the wheel" in figure
+
+
+@pytest.mark.parametrize("name", ["two devices", "a V", "recompute"])
+def test_the_trace_of_a_simulation_has_its_actions_arrows_and_memory(name):
+    found = STEPS[name]()
+    events = perfetto_trace(found)["traceEvents"]
+    actions = [event for event in events if event["ph"] == "X"]
+    assert len(actions) == len(found.spans)
+    by_name = {span.action: span for span in found.spans}
+    for event in actions:
+        span = by_name[Action.parse(event["name"])]
+        assert event["ts"] == pytest.approx(span.start * 1e6, abs=1e-2)
+        assert event["dur"] == pytest.approx(span.seconds * 1e6, abs=1e-2)
+    starts, ends = ([event for event in events if event["ph"] == ph] for ph in "sf")
+    assert len(starts) == len(ends) == len(found.transfers) * found.schedule.micro_batches
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"]
+        assert start["ts"] <= end["ts"]
+    for d, memory in enumerate(found.memory):
+        counted = [event for event in events if event["ph"] == "C" and event["name"] == f"memory of device {d}"]
+        assert max(sum(event["args"].values()) for event in counted) == memory.peak
+        assert len({tuple(event["args"]) for event in counted}) == 1, "a viewer stacks the same parts all along"
+
+
+def test_a_simulation_and_a_record_of_the_same_spans_are_drawn_alike():
+    record = KNOWN
+    one = draw_gantt(record.as_step())
+    assert [item.width for item in _group(one, "boxes")] == pytest.approx(
+        [span.seconds / record.seconds * one.frame.width for span in record.spans]
+    )

@@ -1,0 +1,155 @@
+"""What notebooks show of plans, pipes, simulations and records; and what `print(pipe)` says before the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from helpers.drawn_plans import drawn_plan, portals_between
+from torch import nn
+
+import fxpipe
+from fxpipe.scheduling import make_schedule
+from fxpipe.simulation import StageCost, simulate_schedule
+from fxpipe.tuning.candidates import CandidateResult
+from fxpipe.tuning.tuning_result import Tuning
+from fxpipe.utils.units import human_seconds
+
+EVIL = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Checks that elements end in the order in which they begin, and keeps what there is."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.attributes: list[tuple[str, str]] = []  # of a tag, its name
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.open.append(tag)
+        self.handle_startendtag(tag, attributes)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, name) for name, _ in attributes]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def checked(html: str) -> Page:
+    """A fragment that leaves the page around it alone."""
+    page = Page(html)
+    assert not {"script", "style", "link", "html", "body", "iframe", "img"} & {*page.tags}
+    assert not [name for _, name in page.attributes if name.startswith("on") or name in ("id", "src", "href")]
+    assert {tag for tag, name in page.attributes if name == "class"} <= {"g"}  # parts of a picture
+    return page
+
+
+def test_a_plan_is_its_tables():
+    plan = drawn_plan(3, portals=portals_between(3, 25))
+    plan = replace(plan, portals=(replace(plan.portals[0], name=EVIL, bytes=2**40), *plan.portals[1:]))
+    page = checked(plan._repr_html_())
+    assert page.tags.count("tr") == 1 + 3 + 1 + 20
+    assert EVIL in page.text
+    assert "and 5 smaller portals" in page.text
+    for stage in plan.stages:
+        assert human_seconds(stage.forward_seconds) in page.text
+
+
+def test_a_plan_of_very_many_stages_stays_short():
+    page = checked(drawn_plan(100, blocks=1)._repr_html_())
+    assert page.tags.count("tr") == 1 + 64
+    assert "and 36 more stages" in page.text
+
+
+def test_a_simulation_is_its_timeline_and_its_devices():
+    simulation = fxpipe.simulate(drawn_plan(4, chunks=8), schedule="zero_bubble")
+    page = checked(simulation._repr_html_())
+    assert page.tags.count("svg") == 1
+    assert page.tags.count("tr") == 1 + 4
+    assert f"zero_bubble: step {human_seconds(simulation.step_seconds)}" in page.text
+    assert page.text.count(f"{100 * simulation.bubble[2]:.1f} %") >= 1
+
+
+def test_a_simulation_without_bytes_says_nothing_of_memory():
+    simulation = simulate_schedule(make_schedule("gpipe", 2, 3), [StageCost(1, 2)] * 2)
+    assert "memory" not in checked(simulation._repr_html_()).text
+
+
+def test_a_tuning_marks_what_it_chose():
+    plan = drawn_plan(2)
+    rows = tuple(
+        CandidateResult("1f1b", 2**k, 1, plan=plan, step_seconds=2.0 + k, memory=(1.0, 2.0), lacks=k) for k in range(5)
+    )
+    page = checked(Tuning(rows[0], rows, 32, ("cpu", "cpu"))._repr_html_())
+    assert page.tags.count("tr") == 1 + 5
+    assert page.text.count("→") == 1
+    assert page.text.count("lacks") == 4
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.fixture
+def pipe():
+    with fxpipe.pipeline(Layers(), devices=["cpu", "cpu"], chunks=2, balance=[1, 2]) as made:
+        yield made
+
+
+def test_a_pipe_says_before_and_after_planning_what_it_is(pipe):
+    before = repr(pipe)
+    assert before.startswith(
+        "Pipeline(\n  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b\n  no plan yet: it plans at the first call\n"
+        "  (first): Linear"
+    )
+    assert "no plan yet" in checked(pipe._repr_html_()).text
+    loss = pipe.forward_backward(torch.randn(4, 4), target=torch.randn(4, 2), loss_fn=nn.functional.mse_loss)
+    assert loss.ndim == 0
+    _, head, first, second, *model = repr(pipe).splitlines()
+    assert head == "  Layers on [cpu, cpu], 2 micro-batches, schedule 1f1b"
+    assert first.startswith("  stage 0 on cpu: first, 1 node, 160 B, ")
+    assert second.startswith("  stage 1 on cpu: relu – last, 2 nodes, 72 B, ")
+    assert model[0].startswith("  (first): Linear")
+    page = checked(pipe._repr_html_())
+    assert "Layers on [cpu, cpu]" in page.text
+    assert page.tags.count("tr") == 1 + 2
+    step = checked(pipe.last_step._repr_html_())
+    assert "measured: 2 stages, 2 micro-batches" in step.text
+    assert step.tags.count("svg") == 1
+
+
+def test_a_pipe_of_many_stages_prints_a_few_of_them():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(12)))
+    made = fxpipe.pipeline(model, devices=["cpu"] * 12, chunks=2, example_args=(torch.randn(4, 2),), check=False)
+    with made:
+        lines = [line for line in repr(made).splitlines() if line.startswith(("  stage", "  ..."))]
+    assert len(lines) == 8 + 1
+    assert lines[-2] == "  ... 4 more stages, as print(pipe.plan) shows"
+    assert lines[-1].startswith("  stage 11 on cpu")
+
+
+def test_a_pipe_names_a_schedule_of_ones_own():
+    def mine(m, n):
+        return [[f"{j}F{i}" for i in range(m)] + [f"{j}B{i}" for i in range(m)] for j in range(n)]
+
+    with fxpipe.pipeline(Layers(), devices=["cpu", "cpu"], schedule=mine) as made:
+        assert "schedule mine" in repr(made)

@@ -1,0 +1,226 @@
+"""Plans as lanes: what stands where in the picture, asked of the data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+from helpers.drawn_plans import dense_portals, drawn_plan, portals_between
+
+from fxpipe.plans import Plan
+from fxpipe.plans.node_groups import node_groups_of, short_group_name
+from fxpipe.viz.scene import Curve, Rect, Scene, Text
+from fxpipe.viz.stage_graph import ARC_COLOURS, BAND, DEVICE_COLOURS, MAX_ARCS, MAX_GROUPS, bundles_of, draw_stage_graph
+from fxpipe.viz.style import contrast, text_width
+
+PLANS = {
+    "one": drawn_plan(1),
+    "two": drawn_plan(2, blocks=6),
+    "zbv": drawn_plan(4, placement=(0, 1, 1, 0), schedule="zbv"),
+    "hundreds of nodes": drawn_plan(3, blocks=40),
+    "unet": drawn_plan(8, portals=portals_between(8, 6)),
+    "many": drawn_plan(64, blocks=1),
+    "many portals": drawn_plan(64, portals=portals_between(64, 300)),
+    "dense": drawn_plan(12, portals=dense_portals(12)),
+    "dense and many": drawn_plan(40, portals=dense_portals(40)),
+}
+
+
+@pytest.fixture(params=PLANS.values(), ids=PLANS.keys())
+def plan(request) -> Plan:
+    return request.param
+
+
+def boxes_of(scene: Scene) -> list[Rect]:
+    fills = {fill for worker in DEVICE_COLOURS for fill in worker[:2]}
+    return [item for item in scene.items if isinstance(item, Rect) and item.fill in fills]
+
+
+def lanes_of(scene: Scene) -> list[Rect]:
+    return [item for item in scene.items if isinstance(item, Rect) and item.fill == BAND]
+
+
+def arcs_of(scene: Scene) -> list[Curve]:
+    return [item for item in scene.items if isinstance(item, Curve) and item.stroke in ARC_COLOURS]
+
+
+def overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    slack = 0.01
+    return (
+        one[0] < other[2] - slack
+        and other[0] < one[2] - slack
+        and one[1] < other[3] - slack
+        and other[1] < one[3] - slack
+    )
+
+
+def extent(text: Text) -> tuple[float, ...]:
+    width = text_width(text.text, text.size, is_bold=text.is_bold)
+    assert text.anchor == "start"
+    assert not text.angle
+    return text.x, text.y - 0.75 * text.size, text.x + width, text.y + 0.2 * text.size
+
+
+def test_boxes_lie_in_their_lane_and_next_to_each_other(plan: Plan):
+    scene = draw_stage_graph(plan)
+    bands, boxes = lanes_of(scene), boxes_of(scene)
+    assert len(bands) == len(plan.stages)
+    for one, other in pairwise(bands):
+        assert one.y + one.height < other.y
+    for stage, band in zip(plan.stages, bands, strict=True):
+        own = [box for box in boxes if band.y <= box.y and box.y + box.height <= band.y + band.height]
+        assert 1 <= len(own) <= MAX_GROUPS
+        assert all(band.x <= box.x and box.x + box.width <= band.x + band.width for box in own)
+        for one, other in pairwise(own):
+            assert one.x + one.width <= other.x + 0.01
+        assert all(f"of stage {stage.index}" in box.title for box in own)
+
+
+def test_lanes_are_as_long_as_their_stages_take():
+    plan = drawn_plan(5)
+    scene = draw_stage_graph(plan)
+    ends = [
+        max(b.x + b.width for b in boxes_of(scene) if lane.y < b.y < lane.y + lane.height) for lane in lanes_of(scene)
+    ]
+    start = min(box.x for box in boxes_of(scene))
+    seconds = [stage.forward_seconds + stage.backward_seconds for stage in plan.stages]
+    for end, time in zip(ends, seconds, strict=True):
+        assert (end - start) / (max(ends) - start) == pytest.approx(time / max(seconds), abs=0.01)
+
+
+def test_every_node_is_in_one_group(plan: Plan):
+    for stage in plan.stages:
+        for most, least in ((MAX_GROUPS, 0.04), (3, 0.2), (1, 0.0), (1000, 0.0)):
+            groups = node_groups_of(stage, most, least)
+            assert len(groups) <= most
+            assert tuple(node for group in groups for node in group.nodes) == stage.nodes
+            assert sum(group.share for group in groups) == pytest.approx(1)
+
+
+def test_nothing_is_written_over_something_else_nor_beyond_the_picture(plan: Plan):
+    scene = draw_stage_graph(plan)
+    texts = [item for item in scene.items if isinstance(item, Text)]
+    extents = [extent(text) for text in texts]
+    for text, (left, top, right, bottom) in zip(texts, extents, strict=True):
+        assert left >= 0, text
+        assert top >= 0, text
+        assert right <= scene.width, text
+        assert bottom <= scene.height, text
+    rows: dict[int, list[int]] = {}
+    for k, text in enumerate(texts):
+        rows.setdefault(int(text.y // 40), []).append(k)
+    for row, found in rows.items():
+        near = found + rows.get(row + 1, [])
+        for one, other in combinations(near, 2):
+            assert not overlap(extents[one], extents[other]), (texts[one], texts[other])
+
+
+def test_names_of_modules_fit_into_their_boxes(plan: Plan):
+    scene = draw_stage_graph(plan)
+    boxes = boxes_of(scene)
+    for text in (item for item in scene.items if isinstance(item, Text)):
+        left, top, right, bottom = extent(text)
+        for box in boxes:
+            if box.x < left < box.x + box.width and box.y < text.y < box.y + box.height:
+                assert right <= box.x + box.width
+                assert box.y <= top
+                assert bottom <= box.y + box.height
+
+
+def test_every_portal_is_drawn_or_counted(plan: Plan):
+    scene = draw_stage_graph(plan)
+    bundles = bundles_of(plan.portals)
+    assert sum(len(bundle.portals) for bundle in bundles) == len(plan.portals)
+    assert len(arcs_of(scene)) == min(len(bundles), MAX_ARCS)
+    drawn, others = bundles[:MAX_ARCS], bundles[MAX_ARCS:]
+    assert not others or min(bundle.bytes for bundle in drawn) >= max(bundle.bytes for bundle in others)
+    note = f"{sum(len(bundle.portals) for bundle in others)} more portals between other stages"
+    assert any(note in text.text for text in scene.items if isinstance(text, Text)) == bool(others)
+
+
+def test_arcs_go_from_lane_to_lane_within_the_picture(plan: Plan):
+    scene = draw_stage_graph(plan)
+    bands = lanes_of(scene)
+    ends = {(bundle.source, bundle.target) for bundle in bundles_of(plan.portals)}
+    for arc in arcs_of(scene):
+        source = next(j for j, band in enumerate(bands) if band.y <= arc.start[1] <= band.y + band.height)
+        target = next(j for j, band in enumerate(bands) if band.y <= arc.end[1] <= band.y + band.height)
+        assert (source, target) in ends
+        assert arc.start[0] >= bands[0].x + bands[0].width  # nothing is written there
+        assert arc.start[0] + 0.75 * (arc.control[0][0] - arc.start[0]) + arc.width <= scene.width
+
+
+def test_wider_arcs_have_more_bytes():
+    plan = PLANS["unet"]
+    widths = {arc.title.partition("\n")[0]: arc.width for arc in arcs_of(draw_stage_graph(plan))}
+    bundles = bundles_of(plan.portals)
+    found = [
+        next(width for title, width in widths.items() if title.startswith(f"stage {b.source} to stage {b.target}:"))
+        for b in bundles
+    ]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > found[-1]
+
+
+def test_portals_with_the_same_ends_are_one_arc_that_says_how_many():
+    plan = drawn_plan(4, portals=(*dense_portals(4), *dense_portals(4)))
+    scene = draw_stage_graph(plan)
+    assert len(arcs_of(scene)) == 3
+    assert sum(text.text.startswith("2 portals →") for text in scene.items if isinstance(text, Text)) == 3
+
+
+def test_colours_tell_workers_with_several_stages():
+    scene = draw_stage_graph(PLANS["zbv"])
+    bands, boxes = lanes_of(scene), boxes_of(scene)
+    fills = [{box.fill for box in boxes if band.y < box.y < band.y + band.height} for band in bands]
+    assert fills[0] == fills[3] != fills[1]
+    assert fills[1] == fills[2]
+    written = [item.text for item in scene.items if isinstance(item, Text)]
+    assert [text for text in written if text.startswith("device")] == [f"device {w}, cuda:{w}" for w in (0, 1, 1, 0)]
+
+
+def test_names_are_legible_on_every_box():
+    assert all(
+        contrast("#222222", fill) > 7 and contrast("#6b6b6b", fill) > 3 for w in DEVICE_COLOURS for fill in w[:2]
+    )
+
+
+def test_a_plan_without_shares_or_modules_is_drawn():
+    plan = drawn_plan(3)
+    bare = replace(plan, stages=tuple(replace(stage, modules=(), shares=()) for stage in plan.stages))
+    boxes = boxes_of(draw_stage_graph(bare))
+    assert sum(box.title.count("node_") for box in boxes) >= sum(len(stage.nodes) for stage in plan.stages)
+
+
+def test_stages_that_take_no_time_are_drawn():
+    plan = drawn_plan(3)
+    idle = replace(
+        plan, stages=tuple(replace(s, forward_seconds=0.0, backward_seconds=0.0, shares=()) for s in plan.stages)
+    )
+    assert len(lanes_of(draw_stage_graph(idle))) == 3
+
+
+def test_groups_are_opened_while_there_is_room_and_small_ones_put_together():
+    stage = drawn_plan(1, blocks=2).stages[0]
+    thirds = [0.1, 0.5, 0.4]
+    plain = replace(stage, nodes=("a", "b", "c"), modules=("x.a", "y.b", "x.c"), shares=tuple(thirds))
+    assert [group.name for group in node_groups_of(plain, 3, 0.0)] == ["x.a", "y.b", "x.c"]
+    assert [group.name for group in node_groups_of(plain, 3, 0.2)] == ["x.a", "y.b", "x.c"]
+    assert [group.name for group in node_groups_of(plain, 2, 0.0)] == ["x.a – x.c"]
+    small = replace(plain, modules=("x.a", "x.b", "y.c"), shares=(0.05, 0.05, 0.9))
+    assert [(group.name, group.is_elided) for group in node_groups_of(small, 9, 0.2)] == [("x", False), ("y.c", False)]
+    apart = replace(plain, modules=("x.a", "z.b", "y.c"), shares=(0.05, 0.05, 0.9))
+    assert [(group.name, group.is_elided) for group in node_groups_of(apart, 9, 0.2)] == [
+        ("x.a – z.b", True),
+        ("y.c", False),
+    ]
+
+
+def test_short_names_keep_the_last_parts():
+    assert short_group_name("transformer.h.0.attn", 1000, 10) == "transformer.h.0.attn"
+    assert short_group_name("transformer.h.0.attn", 60, 10) == "…h.0.attn"
+    assert short_group_name("down.0.0", 30, 10) == ""  # a number alone says nothing
+    assert short_group_name("encoder_with_a_long_name.3", 90, 10) == "encoder…name.3"
+    assert short_group_name("🚀", 30, 10) == "🚀"
+    assert short_group_name("h.0.ln – h.3.mlp", 75, 10) == "…ln – …mlp"
