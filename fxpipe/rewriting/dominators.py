@@ -116,10 +116,10 @@ def nest_branches(row: LinearOrder, cones: DominatorTree) -> LinearOrder:
             )
             below = min(below, group.quickest_first(), key=group.cost)
         waiting += below  # the last one comes off first
-    return LinearOrder.of(items, _insert_dead_items(row, cones, found[:0:-1]))
+    return LinearOrder.of(items, _insert_dead_items(row, found[:0:-1]))
 
 
-def _insert_dead_items(row: LinearOrder, cones: DominatorTree, order: list[int]) -> list[int]:
+def _insert_dead_items(row: LinearOrder, order: list[int]) -> list[int]:
     """With items that are in no cone, each before the one that it stood before, or behind the last that it needs."""
     key: dict[int, tuple[int, int, int]] = {item: (at, 1, 0) for at, item in enumerate(order)}
     next_one = (len(order), 0, 0)

@@ -296,7 +296,7 @@ def draw_stage_graph(plan: Plan, title: str = "") -> Scene:
         items += _next_stage_arrow(plan, stage, frame)
     items += portal_arcs(frame)
     y = frame.bottom + 24
-    for line in _note_lines(plan, frame):
+    for line in _note_lines(frame):
         items.append(Text(GRAPH_MARGIN, y, line, SMALL_LETTERS, FAINT))
         y += 15
     return Scene(frame.width, y + GRAPH_MARGIN - 10, tuple(items), title or _plan_summary(plan))
@@ -318,7 +318,7 @@ def _plan_summary(plan: Plan) -> str:
     )
 
 
-def _note_lines(plan: Plan, frame: GraphLayout) -> Iterator[str]:
+def _note_lines(frame: GraphLayout) -> Iterator[str]:
     yield (
         "A box is a module, as long as what it takes of a micro-batch, forward and backward: the longest lane is "
         f"{human_seconds(frame.slowest)}. Paler boxes are several small ones."

@@ -455,7 +455,7 @@ class ReductionWalk:
         self._refuse_mixed(node)
         name = base_opname(node)
         if name in ("sum", "nansum", "mean", "count_nonzero"):
-            even = self._is_reduced_over_samples(node, source)
+            even = self._is_reduced_over_samples(source)
             if even is None:
                 return False
             if name != "mean":
@@ -575,7 +575,7 @@ class ReductionWalk:
             return True
         return None if self.traced.batch in sizes[0].free_symbols else False
 
-    def _is_reduced_over_samples(self, node: fx.Node, source: fx.Node) -> bool | None:
+    def _is_reduced_over_samples(self, source: fx.Node) -> bool | None:
         """`_is_even` of what is reduced."""
         if len(source.meta["shapes"]) != 1:
             return None

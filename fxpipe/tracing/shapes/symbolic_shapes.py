@@ -361,7 +361,7 @@ def _out_dims(
         sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
         is_given = given is not None and given[place] is not UNNAMED
         if is_given and not (is_for_rest and (output not in dependent or _batch_dim(sizes, batch) is not None)):
-            found.append(_checked_out_dim(traced, output, given[place]))
+            found.append(_checked_out_dim(output, given[place]))
         elif output not in dependent:
             found.append(None)
         else:
@@ -410,7 +410,7 @@ def _batch_dim(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
     return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch else None
 
 
-def _checked_out_dim(traced: Traced, output: fx.Node, dim: Any) -> int | str | None:
+def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
     shape = output.meta["shapes"][0].shape if output.meta["shapes"] else ()
     if dim is None or dim in OUT_DIM_REDUCTIONS or (type(dim) is int and -len(shape) <= dim < len(shape)):
         return dim % len(shape) if type(dim) is int else dim
