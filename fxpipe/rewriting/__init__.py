@@ -6,8 +6,9 @@
 
 `reorder_nodes` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;
 `choose_rematerialization`, which values a stage had better compute for itself than receive; `split_into_stages` does
-the work, with what is put into stages for random numbers (`functions`), batch norm (`deferred_batch_norm`) and
-recomputing (`NoSavedTensors`); `program` is the data that the runtime reads.
+the work, with what is put into stages for skips (`portals`), random numbers (`rng`), batch norm (`deferred_batch_norm`)
+and the state of the thread (`stage_functions`). `program` is all that the runtime reads. A stage brings what is called
+of it (`stage_callables`): plain, compiled, its backward split.
 """
 
 from fxpipe.rewriting.build_stages import split_into_stages

@@ -17,6 +17,7 @@ from helpers.oracle import closing, draw_seed, train_step
 from torch import nn
 from torch.utils import _pytree as pytree
 
+import fxpipe
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.rewriting.program import WeightGradientTape
 from fxpipe.rewriting.split_backward import split_stage_backward
@@ -355,6 +356,40 @@ def test_names_of_nodes_stay(uses):
         names = [[n.name for n in s.run.graph.nodes] for s in (stage, split)]
         assert [n for n in names[0] if n not in ("t",)] == [n for n in names[1] if n != "tape"]
         assert split_stage_backward(dataclasses.replace(stage, changed_buffers=stage.attributes)).run is stage.run
+
+
+def test_a_stage_makes_each_callable_once_and_when_it_is_first_asked_for(uses):
+    made = []
+    (stage,) = uses.program((0,)).stages
+
+    def make(counted, is_split):
+        made.append(is_split)
+        return stage.make_callable(counted, is_split)
+
+    counted = dataclasses.replace(stage, make_callable=make)
+    assert made == []
+    plain, split = counted.callable(is_split=False), counted.callable(is_split=True)
+    assert (counted.callable(False), counted.callable(True)) == (plain, split)
+    assert made == [False, True]
+    assert plain.split_parameters == frozenset() != split.split_parameters
+
+
+class Take(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 4), nn.Linear(4, 4)
+
+    def forward(self, k):
+        return self.linear(self.table(k))
+
+
+def test_an_error_in_a_split_stage_names_its_node():
+    k = torch.zeros(4, dtype=torch.int64)
+    with fxpipe.pipeline(Take(), ["cpu"], 2, example_args=(k,), schedule="zero_bubble") as pipe:
+        k[3] = 9
+        with pytest.raises(IndexError, match="out of range") as caught:
+            pipe.forward_backward(k, loss_fn=loss_of)
+    assert "stage 0 of 1 on cpu, micro-batch 1, forward, node table, module table" in caught.value.__notes__[0]
 
 
 def test_some_stages_have_w(uses):
