@@ -312,7 +312,7 @@ WEIGHED = (
 
 
 def test_which_parameters_are_left_to_w(uses):
-    (found,) = uses.weighed()
+    (found,) = uses.split_parameters()
     assert found == set(WEIGHED)
 
 
@@ -346,7 +346,7 @@ def test_transposed_weights_whose_sum_has_another_order_stay_with_b():
         (lambda x, w: (x @ w.t()).tanh() @ w + w.mean(), set()),
     ):
         every = EverySplit(Turned(function), torch.randn(6, 6))
-        assert every.weighed() == [names]
+        assert every.split_parameters() == [names]
         every.check((0,), 3, "1f1b")
 
 
@@ -463,7 +463,7 @@ def test_steps_of_models(name):
         plain = _train_plain(every, 4)
         for key in every.model.state_dict():
             assert torch.equal(plain[key], want[key]), key
-    assert all(every.weighed(*starts[1:]))
+    assert all(every.split_parameters(*starts[1:]))
     _assert_equal(_train(every, starts, 4, InterleavedExecutor(1)), want, "W")
     _assert_equal(_train(every, starts, 4, InterleavedExecutor(2), checkpoint="always"), want, "W after R")
     with closing(ThreadedExecutor([CPU] * 3, jitter=1)) as workers:
@@ -486,7 +486,7 @@ def test_t5_of_transformers():
 
     ids = torch.randint(1, 50, (6, 5))
     every = EverySplit(Logits(), ids, ids[:, :4])
-    assert "t5.shared.weight" in every.weighed()[0]
+    assert "t5.shared.weight" in every.split_parameters()[0]
     one = _train(every, (0,), 3, InterleavedExecutor(0), steps=2)
     plain = _train_plain(every, 3, steps=2)
     for name in every.model.state_dict():
@@ -514,7 +514,7 @@ def test_autocast(dtype):
         every = EverySplit(model, torch.randn(6, 4, 6), torch.randint(0, 11, (6, 4)))
         want = every._have(every.program((0,)), 3, "1f1b", "never", 0)
         for starts in ((0,), _thirds(every)):
-            assert any(every.weighed(*starts[1:]))
+            assert any(every.split_parameters(*starts[1:]))
             every.check(starts, 3, "1f1b")
             every.check(starts, 3, "1f1b", "always")
     assert want.gradients["first.weight"].dtype == torch.float32
@@ -540,7 +540,7 @@ def test_complex():
             return torch.view_as_real(self.outer(self.conv(self.inner(torch.complex(x, x.sin())).tanh())))
 
     every = EverySplit(Complex(), torch.randn(6, 4, 6))
-    assert every.weighed()[0] == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
+    assert every.split_parameters()[0] == {"inner.weight", "inner.bias", "outer.weight", "outer.bias"}
     for starts in ((0,), _thirds(every)):
         every.check(starts, 3, "1f1b")
 
@@ -585,7 +585,7 @@ def test_a_graph_of_export():
     every = EverySplit(Model(), torch.randint(0, 5, (6, 5)))
     every.traced = trace(every.model, every.args, chunks=3, tracer="export")
     every.forbidden_cuts = forbidden_cuts(every.traced)
-    assert every.weighed()[0] == {name for name, _ in every.model.named_parameters()}
+    assert every.split_parameters()[0] == {name for name, _ in every.model.named_parameters()}
     for starts in ((0,), _thirds(every)):
         every.check(starts, 3, "1f1b")
 
