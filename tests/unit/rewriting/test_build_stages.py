@@ -55,23 +55,23 @@ def test_stage_code_reads_like_the_model():
     assert [without_lines(stage.code) for stage in program.stages] == [
         [
             "def stage0(in_0):",
-            "encoder = F.linear(in_0, encoder.weight, encoder.bias) # encoder test_rewriting.py",
-            "blocks_0 = F.linear(encoder, blocks.0.weight, blocks.0.bias) # blocks.0 test_rewriting.py",
-            "relu = torch.relu(blocks_0) # test_rewriting.py",
+            "encoder = F.linear(in_0, encoder.weight, encoder.bias) # encoder test_build_stages.py",
+            "blocks_0 = F.linear(encoder, blocks.0.weight, blocks.0.bias) # blocks.0 test_build_stages.py",
+            "relu = torch.relu(blocks_0) # test_build_stages.py",
             "encoder_stashed = stash(encoder, 'encoder')",
             "return relu, encoder_stashed",
         ],
         [
             "def stage1(relu):",
             "relu_copy = clone(relu)",
-            "add = relu_copy.add_(1) # test_rewriting.py",
+            "add = relu_copy.add_(1) # test_build_stages.py",
             "return add",
         ],
         [
             "def stage2(add, encoder):",
             "encoder_popped = pop(encoder, 'encoder')",
-            "blocks_1 = F.linear(add, blocks.1.weight, blocks.1.bias) # blocks.1 test_rewriting.py",
-            "mul = blocks_1 * encoder_popped # test_rewriting.py",
+            "blocks_1 = F.linear(add, blocks.1.weight, blocks.1.bias) # blocks.1 test_build_stages.py",
+            "mul = blocks_1 * encoder_popped # test_build_stages.py",
             "return mul",
         ],
     ]
@@ -90,7 +90,7 @@ def test_every_node_of_a_stage_has_its_location():
     program = EveryCut(Tiny(), torch.randn(3, 4)).program((0, 2))
     assert list(program.stages[0].locations) == ["encoder", "blocks_0"]
     assert program.stages[0].locations["blocks_0"].module == "blocks.0"
-    assert "test_rewriting.py:" in program.stages[1].locations["mul"].source
+    assert "test_build_stages.py:" in program.stages[1].locations["mul"].source
 
 
 def test_a_stage_is_a_function_of_its_attributes_and_what_it_receives():
