@@ -829,7 +829,7 @@ def test_batch_size_that_takes_another_graph_is_refused() -> None:
     x = torch.randn(4, 4)
     traced = trace(Function(branches), (x,))
     assert profile(traced, (x,), micro_batch=3).micro_batch == 3
-    with pytest.raises(ArgumentError, match=r"the graph does not hold for 2 samples: at .*test_profiling\.py"):
+    with pytest.raises(ArgumentError, match=r"the graph does not hold for 2 samples: at .*test_profile\.py"):
         profile(traced, (x,), micro_batch=2)
 
 

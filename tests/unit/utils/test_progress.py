@@ -199,8 +199,8 @@ def test_entry_points_take_the_wish(monkeypatch):
 
 PROGRAM = """
 import sys, time
-from fxpipe import progress
-progress.DELAY = 0.05
+from fxpipe.utils import progress
+progress.BAR_DELAY = 0.05
 with progress.progress("waiting", 4) as step:
     for _ in range(4):
         time.sleep(0.05)
