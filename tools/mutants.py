@@ -1201,7 +1201,7 @@ PLANS = (
         "plans/retarget.py",
         "    return fixed + (seconds - fixed) * times",
         "    return seconds * times",
-        "behaviour/test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
+        "unit/tuning/test_auto_chunks.py::test_a_tiny_first_mini_batch_does_not_bind_later_ones",
     ),
     Mutant(
         "plans/retarget.py",

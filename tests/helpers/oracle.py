@@ -12,6 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fxpipe.rewriting.rng import seeded_python_rng
 from fxpipe.utils.random_generators import mix_seed
 
 
@@ -57,6 +58,15 @@ def parts_of(tree: Any, count: int, batch: int) -> list[Any]:
 def draw_seed(model_is_random: bool) -> int:
     """The seed that a step draws from torch's generator."""
     return int(torch.randint(2**62, ()).item()) if model_is_random else 0
+
+
+@contextmanager
+def seeded_opaque_call(seed: int, micro_batch: int, ordinal: int = 0) -> Iterator[None]:
+    """Random states as a module that is kept whole has them in a step: torch's, Python's and numpy's."""
+    own = mix_seed(mix_seed(seed, micro_batch), ordinal)
+    with torch.random.fork_rng(), seeded_python_rng(own):
+        torch.manual_seed(own)
+        yield
 
 
 def train_step(
