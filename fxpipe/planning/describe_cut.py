@@ -18,7 +18,7 @@ from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import NodeWork, Operation, shared_adapters
 from fxpipe.partitioning import stage_loads
-from fxpipe.partitioning.chain import Link, received_bytes
+from fxpipe.partitioning.chain import Chain, Link, received_bytes
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, worker_link
 from fxpipe.plans import (
@@ -34,7 +34,7 @@ from fxpipe.plans import (
     TiedParameter,
 )
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
-from fxpipe.profiling import NodeCost
+from fxpipe.profiling import NodeCost, Profile
 from fxpipe.profiling.coefficients import coefficients_of
 from fxpipe.profiling.formulas import fit_counts
 from fxpipe.rewriting import Program
@@ -52,12 +52,6 @@ from fxpipe.utils.polynomial import Polynomial, polynomial_of, polynomial_sum
 
 if TYPE_CHECKING:
     from torch import fx
-
-    from fxpipe.partitioning.chain import Chain
-    from fxpipe.planning.choose import Cut
-    from fxpipe.profiling import Profile
-    from fxpipe.rewriting import Program
-    from fxpipe.tracing import Traced
 
 
 # -- What stages hold and compute, as polynomials in the micro-batch size: one plan answers for every `b` ------------

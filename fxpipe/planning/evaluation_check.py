@@ -16,11 +16,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import FxpipeError
-from fxpipe.planning.passes import prepare_additional_graph
+from fxpipe.planning.passes import PreparedGraph, prepare_additional_graph
 from fxpipe.utils.locks import planning_block
 
 if TYPE_CHECKING:
-    from fxpipe.planning.passes import PreparedGraph
     from fxpipe.utils.output_combination import UndeterminedOutput
 
 EVALUATION_SAMPLES = 2  # samples

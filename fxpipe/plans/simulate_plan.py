@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
-from fxpipe.scheduling import SCHEDULES, Schedule, as_schedule_like, make_schedule, schedule_text
+from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
 from fxpipe.simulation import simulate_schedule
 from fxpipe.simulation.simulation_result import Simulation
 from fxpipe.utils.units import whole_number
 
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
-    from fxpipe.scheduling import ScheduleLike
 
 
 def simulate(
