@@ -151,7 +151,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, times: float) -> None:
 
     monkeypatch.setattr("fxpipe.profiling.profile", profile)
     monkeypatch.setattr("fxpipe.planning.cost_model.device_kinds", lambda devices: list(devices[:2]))
-    monkeypatch.setattr("fxpipe.planning.Studied.profiles_for", lambda studied, settings: list(studied.profiles))
+    monkeypatch.setattr("fxpipe.planning.ProfiledModel.profiles_for", lambda studied, settings: list(studied.profiles))
     monkeypatch.setattr("fxpipe.planning.cut_problem.remaining_kinds", lambda before, now: (0, 1))
     monkeypatch.setattr(
         "fxpipe.planning.cost_model.planned_workers", lambda settings: (PlannedWorker(0, None), PlannedWorker(1, None))
