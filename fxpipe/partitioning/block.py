@@ -127,7 +127,7 @@ def _least_bottleneck(sums: Sequence[int], largest: int, blocks: int) -> int:
 
 
 def _fits(sums: Sequence[int], blocks: int, bottleneck: int) -> bool:
-    """Whether the items fit into `blocks` blocks of at most `bottleneck`: each takes as many items as it can hold."""
+    """Returns whether the items fit into `blocks` blocks of at most `bottleneck`: each takes as many as it can hold."""
     stop = 0
     for _ in range(blocks):
         stop = _furthest_stop(sums, stop, bottleneck)
@@ -156,7 +156,7 @@ def _even_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
 
 
 def _earliest_cuts(sums: Sequence[int], blocks: int, bottleneck: int) -> list[int]:
-    """For each block the first place where it can start if it and those behind it hold all items from there on."""
+    """Finds for each block the first place where it can start if it and those behind it hold all items from there."""
     starts = [len(sums) - 1]
     for _ in range(blocks):
         starts.append(bisect_left(sums, sums[starts[-1]] - bottleneck))

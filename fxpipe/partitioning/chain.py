@@ -77,7 +77,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class StageSite:
-    """Where a stage runs, and how."""
+    """The device that a stage runs on, its limits, and its way of running."""
 
     kind: int = 0  # of device: which of the chain's seconds hold
     memory: float | None = None  # bytes that the stage may take; None: no limit
@@ -149,7 +149,7 @@ def stage_loads(
 
 @dataclass(frozen=True, slots=True)
 class ReceivedBytes:
-    """What a stage keeps for backward of what other stages made."""
+    """Bytes that a stage keeps for backward of what other stages made."""
 
     kept: float  # where it does not recompute
     plain_portals: float  # of that, what stages before the last one made
@@ -158,7 +158,7 @@ class ReceivedBytes:
 
 
 def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, ...]:
-    """For each stage of a cut."""
+    """Computes the received bytes of each stage of a cut."""
     storages = flow_of_storage(chain)
     found = []
     for j, (start, end) in enumerate(pairwise([*starts, len(chain)])):
@@ -178,31 +178,31 @@ def _flow_bytes(flows: Iterable[Flow]) -> float:
 
 
 def recompute_choices(site: StageSite) -> tuple[bool, ...]:
-    """Whether a stage there may recompute, the way that is preferred first."""
+    """Lists the choices to recompute or not that a stage there has, the preferred one first."""
     if site.must_recompute:
         return (True,)
     return (False, True) if site.may_recompute else (False,)
 
 
 def any_within(places: Sequence[int], start: int, end: int) -> bool:
-    """Whether one of these ascending places is from `start` to `end - 1`."""
+    """Returns whether one of these ascending places is from `start` to `end - 1`."""
     first = bisect_left(places, start)
     return first < len(places) and places[first] < end
 
 
 def flow_arrives(flow: Flow, start: int, end: int) -> bool:
-    """Whether a stage receives it from an earlier one."""
+    """Returns whether a stage receives the flow from an earlier one."""
     return 0 <= flow.maker < start and any_within(flow.users, start, end)
 
 
 def gradient_arrives(flow: Flow, start: int, end: int, n: int) -> bool:
-    """Whether a stage receives a gradient of it from a later one; place `n` is the model's output."""
+    """Returns whether a stage receives a gradient of it from a later one; place `n` is the model's output."""
     touched = start <= flow.maker < end or any_within(flow.users, start, end)
     return flow.returns and touched and any_within(flow.users, end, n)
 
 
 def sending_seconds(flow: Flow, link: Link | None) -> float:
-    """What it takes to send a flow, or its gradient."""
+    """Computes the seconds that it takes to send a flow, or its gradient."""
     return 0.0 if link is None else link.latency + flow.bytes / link.bytes_per_second
 
 

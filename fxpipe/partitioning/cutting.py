@@ -110,7 +110,7 @@ def partition(
 
 
 def cut_by_block(nodes: NodeSequence, stages: int, required: Sequence[int] = ()) -> tuple[int, ...]:
-    """Where stages begin: at the required places, and elsewhere so that the largest cost of a stage is least.
+    """Finds the starts of stages: at required places, and elsewhere so that the largest cost of a stage is least.
 
     Between required cuts each part is cut by itself. A stage more makes no part's largest one larger, so to give one at
     a time to the part that has the largest leads to the least bottleneck.

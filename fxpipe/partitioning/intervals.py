@@ -1,4 +1,4 @@
-"""What `chain.py` says of one stage, for any start and end in a chain: exact integers, quickly, after some setup.
+"""The figures of `chain.py` for one stage, for any start and end in a chain: exact integers, quickly, after setup.
 
 What depends on one place is a difference of prefix sums. What several places share counts once in a stage:
 
@@ -32,7 +32,7 @@ CrossingEntry = tuple[range, int, int]  # the cuts that something crosses, by th
 
 
 class CutCrossings:
-    """What crosses a cut before a place: sums of values by key."""
+    """Sums of the values, by key, of things that cross a cut before a place."""
 
     def __init__(self, n: int, things: Iterable[CrossingEntry]) -> None:
         rows: list[list[tuple[int, int]]] = [[] for _ in range(n + 1)]
@@ -105,7 +105,7 @@ class StageClock:
         return found
 
     def _ends_of_older_gradients(self, n: int, ends: Sequence[int]) -> list[int]:
-        """For each start the ends that a gradient crosses whose flow was neither made nor used since that start."""
+        """Finds for each start the ends crossed by a gradient whose flow was neither made nor used since that start."""
         self._all_ends = bits_of(ends)
         by_oldest: list[list[int]] = [[] for _ in range(n + 1)]
         for e in ends:
@@ -115,7 +115,7 @@ class StageClock:
 
 
 class StageClocks:
-    """All clocks that the sites of a chain need, in one unit."""
+    """The clocks that the sites of a chain need, all in one unit."""
 
     def __init__(self, chain: Chain, sites: Sequence[StageSite], ends: Sequence[int]) -> None:
         self._chain, self._sites, self._ends = chain, sites, ends
@@ -215,7 +215,7 @@ class StageMemory:
         return int(sum(map(Fraction, numbers)) * self.unit)
 
     def memory(self, site: StageSite, recompute: bool, start: int, end: int) -> int:
-        """All that a stage has in memory; it never falls as `end` grows."""
+        """Returns all bytes that a stage has in memory; they never fall as `end` grows."""
         lasting = self._with_state(site.state).bytes(start, end) + self._largest_working(start, end)
         if recompute:
             held, received = self._held.bytes(start, end), self._received.bytes(start, end)
@@ -245,7 +245,7 @@ class StageMemory:
                 yield from _crossings_between([flow.maker, *_users_in_chain(flow, self._chain)], value)
 
     def _of_older(self, recompute: bool) -> Iterator[CrossingEntry]:
-        """What is kept of what was begun before a start, less what the prefix sums count for it.
+        """Yields what is kept of what was begun before a start, less what the prefix sums count for it.
 
         Without recomputation that is all that is kept; with it, what is held beside the received flows.
         """
@@ -285,7 +285,7 @@ def places_of(bits: int) -> Iterator[int]:
 
 
 def bits_below(place: int) -> int:
-    """All places before this one."""
+    """Returns the bits of all places before this one."""
     return (1 << place) - 1
 
 

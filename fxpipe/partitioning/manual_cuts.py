@@ -57,7 +57,7 @@ class NodeSequence:
         return [place for place in range(len(self.costs)) if place not in self.forbidden_cuts]
 
     def too_many_stages_message(self, stages: int, remedy: str = "") -> str:
-        """Why there cannot be that many stages, and how many there can be; or another remedy."""
+        """Says why there cannot be that many stages, and how many there can be; or another remedy."""
         n, possible = len(self.costs), len(self.items())
         if n == 0:
             return f"stages={stages}, but there are no nodes to cut"
@@ -72,7 +72,7 @@ class NodeSequence:
         return f"{text}. Use {remedy or f'stages={possible} or fewer'}"
 
     def forbidden_cut_message(self, place: int) -> str:
-        """Why no cut can stand before a forbidden place, and which places next to it are allowed."""
+        """Says why no cut can stand before a forbidden place, and which places next to it are allowed."""
         allowed = self.items()[1:]  # the first item begins without a cut
         after = bisect_left(allowed, place)
         nearest = " or ".join(map(self.label, allowed[max(after - 1, 0) : after + 1]))
@@ -160,7 +160,7 @@ def places_of_name(name: str, nodes: NodeSequence) -> list[int]:
 
 
 def unknown_name_message(name: str, nodes: NodeSequence) -> str:
-    """What is wrong with a name that `places_of_name` does not find, and which are close to it."""
+    """Says what is wrong with a name that `places_of_name` does not find, and which are close to it."""
     if name in nodes.inside:
         return f"the module {name!r} runs in {nodes.inside[name]!r}, which is one node: name that"
     if name in nodes.empty:
@@ -175,7 +175,7 @@ def unknown_name_message(name: str, nodes: NodeSequence) -> str:
 
 
 def _suffix_lengths(path: str) -> Iterable[int]:
-    """How much to take from the end of "a.b.c" for itself and for each module that holds it: 0, 2, 4."""
+    """Yields how much to take from the end of "a.b.c" for itself and for each module that holds it: 0, 2, 4."""
     yield 0
     yield from (len(path) - at for at, letter in enumerate(path) if letter == ".")
 

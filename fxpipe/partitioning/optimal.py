@@ -85,7 +85,7 @@ class RemedyTrial:
 
 
 def recompute_trials(chain: Chain, sites: Sequence[StageSite]) -> Iterator[RemedyTrial]:
-    """That stages may recompute, where some may not."""
+    """Yields a trial in which stages may recompute, where some may not."""
     if not all(site.may_recompute or site.must_recompute for site in sites):
         yield RemedyTrial("let stages recompute", chain, [replace(site, may_recompute=True) for site in sites])
 
@@ -179,7 +179,7 @@ def _problem_message(
     stage: int,
     places: tuple[int, int],
 ) -> str:
-    """Which part is at fault, of what needs most of all down to what just adds up."""
+    """Says which part is at fault, of what needs most of all down to what just adds up."""
     single = _single_node_message(chain, sites, names)
     if single:
         return single
@@ -203,7 +203,7 @@ def _problem_message(
 
 
 def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequence[str]) -> str:
-    """Of the nodes that cannot be separated and fit nowhere, even alone, those that need most; or nothing."""
+    """Names, of inseparable nodes that fit nowhere, even alone, those that need most; or nothing."""
     search = CutSearch(chain, sites)
     stages = list({site: j for j, site in enumerate(sites)}.values())
     largest, found = 0.0, ""

@@ -32,7 +32,7 @@ NEARBY = 64  # places behind the one found by bisection that are looked at, too
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """From this place to the next part."""
+    """A part of a stage: the places from `start` to the next part."""
 
     stage: int  # whose part it is, or that it is all of
     start: int
@@ -67,7 +67,7 @@ def partial_recompute_cuts(
 
 @dataclass(frozen=True, slots=True)
 class _SplitStage:
-    """Of the places from `start` to `end - 1`, those from `first` to `stop - 1` are recomputed."""
+    """A stage from `start` to `end - 1` in which the places from `first` to `stop - 1` are recomputed."""
 
     index: int
     start: int

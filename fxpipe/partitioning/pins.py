@@ -28,7 +28,7 @@ MAX_WAYS = 16  # to be compared
 
 @dataclass(frozen=True, slots=True)
 class PinnedPlacement:
-    """What pins come to."""
+    """The placement and bounds that follow from pins."""
 
     placement: tuple[int, ...]  # by stage: the device
     first_stages: tuple[int, ...]  # by place: the first stage that may have the node
@@ -110,7 +110,7 @@ def _stage_bounds(way: _StagesForPins, n: int) -> PinnedPlacement:
 
 
 def _leaves_a_node_for_each(way: PinnedPlacement) -> bool:
-    """Can every stage have a node: is there a walk through the places that enters each stage in turn?"""
+    """Returns whether every stage can have a node: a walk through the places can enter each stage in turn."""
     stage = -1
     for low, high in zip(way.first_stages, way.last_stages, strict=True):
         stage = min(stage + 1, high)  # as early as can be

@@ -1,4 +1,4 @@
-"""Which cuts keep every stage within a limit of seconds and within memory; `optimal.py` says how and why."""
+"""Search for cuts that keep every stage within a limit of seconds and within memory; `optimal.py` tells how and why."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ StageStarts = list[int]  # for each stage the places where it can start, as bits
 
 
 class MemoryReach:
-    """How far the stages on one site go within its memory."""
+    """The reach of stages on one site within its memory."""
 
     def __init__(self, memory: Callable[[int, int], int], most: int, n: int) -> None:
         self._memory, self._most, self._n = memory, most, n  # of a stage from start to end, which grows with the end
         self._known: dict[int, int] = {}
 
     def holds(self, start: int, end: int) -> bool:
-        """Does a stage from start to end fit?"""
+        """Returns whether a stage from start to end fits."""
         if start in self._known:
             return end <= self._known[start]
         return self._memory(start, end) <= self._most
@@ -50,7 +50,7 @@ class MemoryReach:
 
 
 class StageEnds:
-    """What stages on sites that are alike may do: where they end, by their start."""
+    """The ends that stages on sites that are alike may have, by their start."""
 
     def __init__(
         self, clocks: Sequence[StageClock | None], rooms: Sequence[MemoryReach | None], until: list[int]
@@ -88,7 +88,7 @@ class StageEnds:
         return self._ends[start]
 
     def seconds(self, start: int, end: int) -> int | None:
-        """Of a stage that recomputes only if it must; None if it does not fit."""
+        """Returns the seconds of a stage that recomputes only if it must; None if it does not fit."""
         if end > self._until[start]:
             return None
         for clock, room in ((self.plain, self._plain_room), (self.again, self._again_room)):
@@ -150,7 +150,7 @@ class CutSearch:
         return self._rooms[key]
 
     def fits(self) -> bool:
-        """Whether there is a cut within memory, however long it takes."""
+        """Returns whether there is a cut within memory, however long it takes."""
         return self.fits_limit(None)
 
     def memory(self, stage: int, start: int, end: int) -> float:
@@ -181,7 +181,7 @@ class CutSearch:
         return values[bisect_left(values, True, hi=len(values) - 1, key=self.fits_limit)]
 
     def fits_limit(self, limit: int | None) -> bool:
-        """Whether there is a cut within memory and this limit; None: within memory."""
+        """Returns whether there is a cut within memory and this limit; None: within memory."""
         return self._finds_even_cut(limit) or self.reach(limit) is not None
 
     def cut(self, limit: int | None) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -202,7 +202,7 @@ class CutSearch:
         return tuple(cut), tuple(recompute)
 
     def reach(self, limit: int | None) -> StageStarts | None:
-        """Where each stage can start if all before it keep the limit; None if the stages cannot reach the end."""
+        """Finds where each stage can start if all before it keep the limit; None if stages cannot reach the end."""
         allowed = self._allowed(limit)
         starts: StageStarts = []
         found = 1
@@ -218,7 +218,7 @@ class CutSearch:
         return starts if starts[-1] else None
 
     def _allowed(self, limit: int | None) -> StageStarts:
-        """Where each stage can start by computation alone; the last one exactly."""
+        """Finds where each stage can start by computation alone; the last one exactly."""
         windows = self._windows(limit)
         if windows is None:
             return [0] * len(self._sites)
@@ -231,7 +231,7 @@ class CutSearch:
         return seconds is not None and (limit is None or seconds <= limit)
 
     def _finds_even_cut(self, limit: int | None) -> bool:
-        """Whether it is enough to end each stage as near to an even share of what is left as can be."""
+        """Returns whether it is enough to end each stage as near to an even share of what is left as can be."""
         allowed = self._allowed(limit)
         start = 0
         for j, following in enumerate(allowed[1:]):
@@ -247,8 +247,8 @@ class CutSearch:
         return bool(allowed[-1] >> start & 1)
 
     def _windows(self, limit: int | None) -> list[tuple[int, int]] | None:
-        """For each stage the first and last place where it can start, if no stage is empty and only computation takes
-        time; None if it takes longer."""
+        """Finds for each stage the first and last place where it can start, if no stage is empty and only computation
+        takes time; None if it takes longer."""
         stages = len(self._sites)
         if len(self._places) < stages:
             return None
@@ -305,7 +305,7 @@ class CutSearch:
         )
 
     def _fewest(self, starts: StageStarts, limit: int | None) -> list[dict[int, int]]:
-        """For each stage and number of stages from there on that recompute: the starts for which it is the fewest."""
+        """Finds for each stage and number of stages from there on that recompute: the starts for which it is least."""
         rows: list[dict[int, int]] = [{0: 1 << self._n}]
         for j in reversed(range(len(self._sites))):
             later, row = rows[-1], Counter[int]()
@@ -320,7 +320,7 @@ class CutSearch:
         return rows[::-1]
 
     def _unevenness(self, stage: int, start: int, end: int, recompute: bool) -> tuple[float, float, int]:
-        """What an end of a stage is chosen by; see (4)."""
+        """Computes the key by which an end of a stage is chosen; see (4)."""
         unit, clock = self._seconds.unit, self._seconds.clock(stage, recompute)
         seconds = clock.seconds(start, end) / unit
         left = [(work[-1] - work[end]) / unit for work in self._work[stage + 1 :]]
@@ -329,7 +329,7 @@ class CutSearch:
 
 
 def _first_barred_places(chain: Chain, stages: int) -> list[list[int]]:
-    """For each stage and start the first place from there on that the stage may not have."""
+    """Finds for each stage and start the first place from there on that the stage may not have."""
     n, required = len(chain), frozenset(chain.required_cuts)
     behind = [n] * (n + 1)  # of each start: the first place that a required cut separates from it
     for place in reversed(range(n)):

@@ -147,7 +147,7 @@ def _operations_by_size(
     found: Mapping[int, Mapping[fx.Node, NodeTiming]],
     operations: bool,
 ) -> dict[int, dict[fx.Node, NodeOperations]] | None:
-    """By number of samples, the operations of each node: as estimated or, where nodes were measured, as they would be.
+    """Finds by number of samples each node's operations: estimated or, where nodes were measured, as they would be.
 
     None where nodes were measured and `operations` is off, or the model runs on values only; for other hardware than it
     was measured on, nothing will be known of it.
@@ -196,7 +196,7 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> int:
-    """How many samples to run."""
+    """Returns the number of samples to run."""
     given = traced.batch_of(leaves)
     size = given if wanted is None else wanted
     if size > given:
@@ -231,7 +231,7 @@ def _parse_device(device: torch.device | str) -> torch.device:
 
 
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
-    """Where the model is; of a model without tensors, where its inputs are."""
+    """Returns the device of the model; of a model without tensors, that of its inputs."""
     own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
     given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     for tensor in (*own, *given):

@@ -117,13 +117,13 @@ class BackwardQueue:
 
 @dataclass(slots=True)
 class GradientSumTimes:
-    """How long it takes to add a gradient to another."""
+    """Times of adding a gradient to another."""
 
     clock: Clock
     _found: dict[TensorSignature, float] = field(default_factory=dict)  # seconds
 
     def seconds(self, value: torch.Tensor) -> float:
-        """For two gradients of `value`."""
+        """Measures the sum of two gradients of `value`, once for those that are alike."""
         if value.layout != torch.strided:
             return 0.0
         like = TensorSignature.of(value)
@@ -136,7 +136,7 @@ class GradientSumTimes:
 
 
 def _memory_location(tensor: torch.Tensor) -> Hashable:
-    """Where it lies in memory: the same for a value and for what it was detached from."""
+    """Returns the location of a tensor in memory: the same for a value and for what it was detached from."""
     if tensor.layout != torch.strided:
         return id(tensor)
     return storage_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
@@ -151,7 +151,7 @@ def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> tor
 
 @contextlib.contextmanager
 def naming_node(node: fx.Node) -> Iterator[None]:
-    """What is raised in this block says which node it was."""
+    """Notes the node on what is raised in this block."""
     try:
         yield
     except Exception as error:
@@ -165,7 +165,7 @@ def naming_node(node: fx.Node) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class NodeCall:
-    """What a working node calls, and the nodes and constants that it is given."""
+    """The function that a working node calls, and the nodes and constants that it is given."""
 
     target: Any
     args: tuple[Any, ...]

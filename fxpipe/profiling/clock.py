@@ -1,4 +1,4 @@
-"""How long things take: a clock for each kind of device, and what a call of autograd costs by itself.
+"""Clocks for each kind of device, and the time that a call of autograd takes by itself.
 
 - On a GPU events in its stream are the clock: they tell when the device came by. So a node takes as long as its kernels
   do or as it takes to launch them, whichever is longer.
@@ -63,7 +63,7 @@ class Clock:
         return clock
 
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
-        """How long a call takes, and what it returns."""
+        """Measures the seconds that a call takes; returns them and its result."""
         self.settle()
         waited_before = self.waited()
         start = self.mark()
@@ -81,7 +81,7 @@ class Clock:
         totals: Sequence[torch.Tensor | None],
         keeps_graph: bool = False,
     ) -> tuple[float, BackwardGradients]:
-        """How long it takes to go back from `ends` to `starts`, within a backward that goes on; and what comes there.
+        """Measures going back from `ends` to `starts`, within a backward that goes on; returns also what comes there.
 
         To call autograd takes longer than to go back through a small node, and a real backward calls it once for all of
         them. What a call takes by itself just before is taken off; so the result may be below 0, by chance.
@@ -103,7 +103,7 @@ class Clock:
         return seconds - by_itself, found
 
     def _overhead(self, ends: int, starts: int) -> float:
-        """Of a call that goes through nothing, from so many tensors to so many."""
+        """Measures a call of autograd that goes through nothing, from so many tensors to so many."""
         if self.device is None:
             return 0.0
         tensors = [torch.zeros((), device=self.device, requires_grad=True) for _ in range(max(ends, starts))]

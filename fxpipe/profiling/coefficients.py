@@ -64,7 +64,7 @@ def coefficients_to_json(coefficients: Sequence[int | Fraction]) -> list[int | s
 
 
 def coefficients_from_json(values: Any) -> tuple[int | Fraction, ...]:
-    """What `coefficients_to_json` made.
+    """Reads what `coefficients_to_json` made.
 
     Raises:
         ArgumentError: it made nothing of the kind.

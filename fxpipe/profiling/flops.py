@@ -26,7 +26,7 @@ _SAME_WORK = attention_on_cpu()  # operations without a formula -> those that ha
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
-    """Of the operations that do the work; 0 for all others."""
+    """Counts the FLOPs of the operations that do the work; 0 for all others."""
     packet = getattr(func, "overloadpacket", func)
     name = str(getattr(packet, "__name__", ""))
     if name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")):
@@ -64,7 +64,7 @@ OperationCounts = tuple[str, int, int]  # the type in which it computes, its ari
 
 @dataclass(frozen=True, slots=True)
 class NodeOperations:
-    """What one node ran; as `NodeWork`, at one size."""
+    """The operations that one node ran; as `NodeWork`, at one size."""
 
     forward: tuple[OperationCounts, ...] = ()
     backward: tuple[OperationCounts, ...] = ()
@@ -72,7 +72,7 @@ class NodeOperations:
 
 
 def work_of(found: Mapping[int, NodeOperations], samples: int) -> NodeWork:
-    """From what ran for several numbers of samples; right in any case for `samples`.
+    """Derives formulas from what ran for several numbers of samples; right in any case for `samples`.
 
     A number for which other operations ran is left out; what is known for one number only grows with the batch.
     """

@@ -20,7 +20,7 @@ from fxpipe.tracing.verify.effects import Effects
 
 
 def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
-    """For each working node the parameters, buffers and constants that no node before it uses.
+    """Computes for each working node the bytes of parameters, buffers and constants that no node before it uses.
 
     The recorder gives every tensor of the model one `get_attr` node, whatever its names, so a tied weight counts once.
     """
@@ -36,7 +36,7 @@ def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
 def output_bytes(
     traced: Traced, effects: Effects, seen: Mapping[fx.Node, int], samples: int
 ) -> dict[fx.Node, sympy.Expr]:
-    """For each working node the new memory that its value takes; 0 where it shares the memory of something older.
+    """Computes for each working node the new memory of its value; 0 where it shares the memory of something older.
 
     A size that depends on values (`x[mask]`) has no formula: it is taken to grow with the batch from the bytes that
     were `seen` with so many `samples`.
@@ -49,7 +49,7 @@ def output_bytes(
 
 
 def shares_memory(effects: Effects, node: fx.Node) -> bool:
-    """Is what the node returns in memory that was there before: a view, an argument, a part of a tuple?"""
+    """Returns whether a node's value is in memory that was there before: a view, an argument, a part of a tuple."""
     alias = effects.alias[node]
     return node in effects.same or (alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes})
 

@@ -75,7 +75,7 @@ class TemporaryBytes:
 def working_bytes_of(
     storages: Sequence[StorageLifetime], temporaries: Sequence[TemporaryBytes], batch: sympy.Symbol, samples: int
 ) -> tuple[sympy.Expr, ...]:
-    """For each node bytes held for a moment, by the rule above; in doubt the formula that is right for `samples`."""
+    """Computes for each node bytes held for a moment, by the rule above; in doubt by the formula for `samples`."""
     forward: dict[int, list[sympy.Expr]] = defaultdict(list)
     backward: dict[int, list[sympy.Expr]] = defaultdict(list)
     end = len(temporaries)
@@ -143,7 +143,7 @@ MAX_TRIED_SAMPLES = 13  # samples that are tried in other runs, where there are 
 
 @dataclass(frozen=True, slots=True)
 class NodeCounts:
-    """Of one node; formulas in the batch size."""
+    """Counts of one node; formulas in the batch size."""
 
     flops: sympy.Expr
     backward_flops: sympy.Expr
@@ -153,7 +153,7 @@ class NodeCounts:
 
 @dataclass(frozen=True, slots=True)
 class GraphCounts:
-    """Of a graph, for a micro-batch."""
+    """Counts of a graph, for a micro-batch."""
 
     nodes: Mapping[fx.Node, NodeCounts]
     saved: tuple[SavedStorage, ...]  # storages that autograd keeps; the model's own are not among them
@@ -209,7 +209,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
 def _run_at_sizes(
     traced: Traced, effects: Effects, leaves: Sequence[Any], samples: int
 ) -> dict[int, StorageObservations]:
-    """By number of samples: that of a micro-batch, two others, and a third where these make no line."""
+    """Runs the graph by number of samples: a micro-batch's, two others, and a third where these make no line."""
     nodes = unread_nodes(effects)
     values = (*tensors_in(leaves), *slots_of(traced.model).values())
     one_of_a_kind = is_faked() or (len(nodes) == len(effects.nodes) and all(t.device.type == "cpu" for t in values))
@@ -227,7 +227,7 @@ def _run_at_sizes(
 def _run_at_size(
     traced: Traced, effects: Effects, leaves: Sequence[Any], size: int, nodes: Collection[fx.Node], once: bool = False
 ) -> StorageObservations:
-    """With as little arithmetic as shows what there is to count.
+    """Runs the graph at a size with as little arithmetic as shows what there is to count.
 
     Args:
         nodes: of which nobody reads a value.
@@ -247,7 +247,7 @@ def _run_at_size(
 
 
 def _other_sizes(traced: Traced, samples: int) -> list[int]:
-    """In the order in which they are to be tried: small ones; of a few samples also twice as many, since what small
+    """Orders the sizes to be tried: small ones; of a few samples also twice as many, since what small
     ones take may all fit into the one page of memory that a library allots."""
     twice = [2 * samples] if 1 < samples <= 4 else []
     sizes = dict.fromkeys([2, *twice, *range(3, MAX_TRIED_SAMPLES + 1)])
@@ -255,7 +255,7 @@ def _other_sizes(traced: Traced, samples: int) -> list[int]:
 
 
 def _grows_unevenly(runs: Mapping[int, StorageObservations]) -> bool:
-    """Is there a count that is neither constant nor on a line?"""
+    """Returns whether a count is neither constant nor on a line."""
     first, *others = runs.values()
     series = {tuple(run.probes[node] for run in runs.values()) for node in first.probes}
     counts = {tuple(astuple(probe)[k] for probe in probes) for probes in series for k in range(len(fields(Probe)))}

@@ -34,7 +34,7 @@ MAX_SAMPLES = 25  # samples of one kind
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
-    """What of a tensor decides how long a node works on it."""
+    """The properties of a tensor that decide how long a node works on it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class TimingSamples:
         return self.backward_seconds - min(self.backward_seconds, max(0.0, median(self.to_inputs)))
 
     def are_precise(self, negligible: float) -> bool:
-        """Are the medians known well enough, or to `negligible` seconds?
+        """Returns whether the medians are known well enough, or to `negligible` seconds.
 
         The median of n samples lies about their interquartile range over the root of n from where it will settle.
         """
@@ -174,7 +174,7 @@ class NodeKinds:
         return node.op, function_key(node.target), repr(args), node.meta["state"]
 
     def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
-        """What can be told of a value; in memory that is written to it may change (`unsqueeze_`, a gradient)."""
+        """Identifies a value by what can be told of it. In memory that is written to that may change (`unsqueeze_`)."""
         if node not in self._likes or self._effects.alias[node] in self._written:
             described = repr(pytree.tree_map_only(torch.Tensor, _describe_tensor, values[node]))
             self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))
@@ -214,7 +214,7 @@ class ValueReuse:
                 self._last[rough] = node
 
     def keep(self, node: fx.Node, kind: Hashable, value: Any) -> None:
-        """To be called when a node has run."""
+        """Keeps the value of a node that has run, for others of its kind; gives it up after the last of them."""
         if node not in self._rough:
             return
         rough = self._rough[node]
@@ -235,7 +235,7 @@ class ValueReuse:
         return value
 
     def forbid(self) -> None:
-        """No value stands for another from now on."""
+        """Lets no value stand for another from now on."""
         self._rough.clear()
         self.has_reused = False
 

@@ -92,7 +92,7 @@ _PRODUCT_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeTiming:
-    """What was seen of one node."""
+    """The measurements of one node."""
 
     forward_seconds: float
     backward_seconds: float
@@ -192,7 +192,7 @@ class TimingRounds:
         return node in self._chosen and not is_over
 
     def _missing(self, kind: Hashable) -> int:
-        """How many samples of a kind to take in the next round."""
+        """Returns how many samples of a kind to take in the next round."""
         samples = self.samples[kind]
         found = len(samples.forward)
         if not found:
@@ -245,7 +245,7 @@ class TimingRounds:
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
 
     def _has_taken_alike(self, node: fx.Node) -> bool:
-        """Is there a value of its kind in this round, which stands for the node's own?"""
+        """Takes a value of the node's kind, if this round has one, to stand for its own; returns whether it has."""
         value = self._alike.take(node, self.kind[node])
         if value is None:
             return False
@@ -253,7 +253,7 @@ class TimingRounds:
         return True
 
     def _keep_waiting(self, written: Sequence[fx.Node]) -> None:
-        """What waits to go back keeps what it has seen: the node will write to a copy, or else the others go first."""
+        """Keeps what waits to go back unchanged: the node will write to a copy, or else the others go first."""
         classes = {self.effects.alias[n] for n in written}
         alive = [n for n in self.values if self.effects.alias[n] in classes]
         if len(alive) == len(classes):  # it has no views
@@ -290,7 +290,7 @@ class TimingRounds:
         return held.requires_grad_(needs_grad)
 
     def _spread_grad(self, written: Sequence[fx.Node], leaves_grad: Sequence[bool]) -> None:
-        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        """Makes what a node has written something differentiable to require grad from now on, and its views as well."""
         tensors = [t for n in written for t in tensors_in(self.values[n])]
         storages = {storage_of(t) for t, grad in zip(tensors, leaves_grad, strict=True) if grad and not t.requires_grad}
         if not storages:
@@ -361,13 +361,13 @@ class TimingRounds:
         return seconds
 
     def _goes_back_later(self, source: fx.Node, place: int) -> bool:
-        """Does a gradient come back to a value from after this place?"""
+        """Returns whether a gradient comes back to a value from after this place."""
         users = (u for u in source.users if self.effects.place.get(u, -1) > place)
         return self.effects.last[source] == len(self.effects.nodes) or any(map(self.effects.requires_grad.get, users))
 
 
 def _samples_for(seconds: float) -> int:
-    """How many samples of a node that takes so long forward or back."""
+    """Returns the number of samples of a node that takes so long forward or back."""
     return 1 if seconds >= VERY_LONG_SECONDS else SAMPLES_OF_LONG if seconds >= LONG_SECONDS else MAX_SAMPLES
 
 
@@ -451,13 +451,13 @@ def measure(
 
 
 def _with_weight_share(found: NodeTiming, like: NodeTiming) -> NodeTiming:
-    """With the share of gradients of parameters in backward that was seen in a micro-batch."""
+    """Takes over the share of gradients of parameters in backward that was seen in a micro-batch."""
     share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
     return replace(found, weight_seconds=share * found.backward_seconds)
 
 
 def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:
-    """What to call after each node: tells how much of the budget has gone. What is due in any case may take more."""
+    """Makes a function to call after each node: it tells how much of the budget has gone. Needed work may take more."""
     start, spent, nodes = time.perf_counter(), 0.0, 0
 
     def step() -> None:

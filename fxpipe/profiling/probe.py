@@ -1,4 +1,4 @@
-"""What one node does by itself: arithmetic, and memory for a moment, forward and backward.
+"""Counts of one node by itself: arithmetic, and memory for a moment, forward and backward.
 
 A node runs once, and back, on detached values. Everything below autograd passes a dispatch mode, which counts the
 arithmetic of each operation, and what is allocated and freed by weak references to storages. On CUDA the allocator's
@@ -32,7 +32,7 @@ CUDA_BLOCK_BYTES = 512  # bytes; torch's allocator on CUDA gives no part of one
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was counted of one node."""
+    """The counts of one node."""
 
     flops: int = 0
     backward_flops: int = 0

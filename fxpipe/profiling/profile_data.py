@@ -1,4 +1,4 @@
-"""What the nodes of a graph cost, as plain frozen data: bytes and FLOPs as formulas in the batch size `b`.
+"""The cost of the nodes of a graph, as plain frozen data: bytes and FLOPs as formulas in the batch size `b`.
 
 All of it is of one micro-batch with `b` samples; nothing here depends on where the graph will be cut. What does is said
 by places (indexes of nodes in order of running): a storage that several nodes keep for backward counts once in a stage
@@ -127,7 +127,7 @@ class Profile:
 
     @property
     def saved_bytes(self) -> sympy.Expr:
-        """What autograd keeps of one micro-batch."""
+        """Bytes that autograd keeps of one micro-batch."""
         return _formula_sum(n.saved_bytes for n in self.nodes)
 
     @property

@@ -181,7 +181,7 @@ class _EstimateRun:
         return value
 
     def _spread_grad(self, classes: set[int]) -> None:
-        """What a node has written something differentiable to requires grad from now on, and so do its views."""
+        """Makes what a node has written something differentiable to require grad from now on, and its views as well."""
         for node in (n for alias in classes for n in self.classes[alias] if n in self.values):
             self.grads[node] = tuple(t.is_floating_point() or t.is_complex() for t in _tensors_of(self.values[node]))
 
@@ -327,6 +327,6 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """What is there to be read: an expanded tensor has but one copy of its values."""
+    """Returns the bytes that are there to be read: an expanded tensor has but one copy of its values."""
     number = tensor.numel() * tensor.element_size()
     return min(number, tensor.untyped_storage().nbytes()) if tensor.layout == torch.strided else number

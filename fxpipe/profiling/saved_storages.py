@@ -1,4 +1,4 @@
-"""What autograd saves, storage by storage, seen in a run of the graph.
+"""Storages that autograd saves, one by one, seen in a run of the graph.
 
 Each storage is followed through one forward of the graph, which runs as the model does: with autograd, node after node.
 `torch.autograd.graph.saved_tensors_hooks` show what is saved. Of a saved tensor it is its storage that stays, all of
@@ -73,7 +73,7 @@ class ObservedStorage:
 
 
 class _SavedToken:
-    """What stands for a saved tensor; the tensor itself is there as long as its node runs."""
+    """A stand-in for a saved tensor; the tensor itself is there as long as its node runs."""
 
     __slots__ = ("tensor",)
 
@@ -83,7 +83,7 @@ class _SavedToken:
 
 @dataclass(slots=True)
 class StorageObservations:
-    """What one run has shown."""
+    """The observations of one run."""
 
     seen: dict[
         Hashable, ObservedStorage
@@ -92,7 +92,7 @@ class StorageObservations:
     same: dict[fx.Node, fx.Node]  # nodes that were not run, and the one of their kind that was
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
-        """Of a storage; None where there is none such."""
+        """Returns the bytes of a storage; None where there is none such."""
         found = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
         return None if found is None else found.bytes
 
@@ -297,7 +297,7 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_saved_between(value: Any, inputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """What the functions of autograd between `inputs` and `value` say that they keep."""
+    """Yields the tensors that the autograd functions between `inputs` and `value` say that they keep."""
     seen = {t.grad_fn for t in inputs} | {None}
     waiting = [t.grad_fn for t in tensors_in(value)]
     while waiting:

@@ -33,7 +33,7 @@ VIEW_FUNCTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Aliases:
-    """What a graph's placeholders and working nodes share."""
+    """Storage that a graph's placeholders and working nodes share."""
 
     members: dict[int, list[fx.Node]]  # alias class -> its nodes in order
     source: dict[fx.Node, fx.Node]  # node -> the one that it is, or is a view of

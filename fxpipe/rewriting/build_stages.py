@@ -133,7 +133,7 @@ def split_into_stages(
 
 @dataclass(slots=True)
 class _StageDraft:
-    """What a stage is made of."""
+    """The parts that a stage is made of."""
 
     nodes: list[fx.Node]
     needs: list[fx.Node]  # received
@@ -177,11 +177,11 @@ class _StageCut:
         return self.count if place == len(self.effects.nodes) else bisect_right(self.starts, place) - 1
 
     def is_received(self, node: fx.Node, stage: int) -> bool:
-        """Was it made before this stage?"""
+        """Returns whether the node was made before this stage."""
         return node in self.effects.place and self._stage_at(self.effects.place[node]) < stage
 
     def is_alive(self, node: fx.Node, stage: int) -> bool:
-        """Was it made before this stage, and is it used there or later?"""
+        """Returns whether the node was made before this stage and is used there or later."""
         return self.is_received(node, stage) and stage <= self._stage_at(self.effects.last[node])
 
     def nodes_of(self, stage: int) -> list[fx.Node]:
@@ -207,7 +207,7 @@ class _StageCut:
         return {name: value for name, value in self.traced.carried_state.items() if self._setter(name, value) == stage}
 
     def may_change(self, attribute: fx.Node, stage: int) -> bool:
-        """Was the stage seen to write to this parameter or buffer, or may modules kept whole do so in another step?"""
+        """Returns whether the stage, or in another step an opaque call in it, may write to this parameter or buffer."""
         if self.effects.alias[attribute] in self.written_classes[stage]:
             return True
         here = set(self.nodes_of(stage))
@@ -218,7 +218,7 @@ class _StageCut:
         return is_writable and tensor.layout == torch.strided and 0 not in tensor.stride()
 
     def _setter(self, name: str, value: fx.Node) -> int:
-        """Where the new value of a buffer has come to be. Another attribute: where this one, or that one, is read."""
+        """Finds the stage where a buffer's new value is made; for an attribute, the first that reads either one."""
         if value.op != "get_attr":
             return max(self.owner(value, self.count), 0)
         both = [value, *(n for n in self.attributes if n.target == name)]
@@ -272,7 +272,7 @@ def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None])
 
 
 def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What to clone at the entry of a stage, and what to make again from it, so that all of `members` are there."""
+    """Finds the nodes to clone at the entry of a stage, and those to make again from them, to have all of `members`."""
     if stage == 0 or not members:
         return list(members), []  # each input is a tensor of its own
     found = cut.aliases.nearest_root(members)

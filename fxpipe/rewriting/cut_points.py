@@ -1,4 +1,4 @@
-"""Where no cut may stand, and why.
+"""The places where no cut may stand, each with its reason.
 
 A cut may stand almost anywhere. What forbids one:
 
@@ -87,7 +87,7 @@ def _shared_memory_spans(traced: Traced, effects: Effects) -> Iterator[Forbidden
 
 
 def _crossing_members(effects: Effects, members: Sequence[fx.Node]) -> Iterator[tuple[int, int, list[fx.Node]]]:
-    """Which of `members` cross the cuts between two places: (first, last, those made by `first` and used later)."""
+    """Yields the `members` that cross the cuts between two places: (first, last, made by `first` and used later)."""
     ends = sorted({effects.place[n] for n in members} | {effects.last[n] for n in members})
     born: dict[int, list[fx.Node]] = defaultdict(list)
     for node in members:

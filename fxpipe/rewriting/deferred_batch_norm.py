@@ -58,7 +58,7 @@ _NORM_DEFAULTS = {"training": False, "momentum": 0.1}  # of F.batch_norm
 
 @dataclass(frozen=True, slots=True)
 class DeferredBatchNorm:
-    """What of a graph waits for the end of the mini-batch. By the names of nodes and of the model's tensors."""
+    """The parts of a graph that wait for the end of the mini-batch. By the names of nodes and of model tensors."""
 
     norms: frozenset[str] = frozenset()  # nodes: batch norm that tracks
     whole: frozenset[str] = frozenset()  # nodes: Python that may have some inside
@@ -103,7 +103,7 @@ def _undeferrable_reason(
     traced: Traced,
     effects: Effects,
 ) -> str | None:
-    """Why the statistics of a batch norm cannot wait for the end of the step."""
+    """Returns the reason why statistics of a batch norm cannot wait for the end of the step; None if they can."""
     if len(statistics) < 2 or any(s.op != "get_attr" for s in statistics):
         return "tracks its running statistics in a part of a buffer, or in a value that forward has made"
     if any(str(s.target) in traced.assigned for s in statistics):
@@ -128,7 +128,7 @@ def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
 
 
 def _opaque_call_arguments(node: fx.Node) -> list[Any]:
-    """What Python that runs as it is is given: the tensors of its module, then its arguments."""
+    """Returns the arguments of an opaque call: the tensors of its module, then its own arguments."""
     return [argument for group in node.args for argument in group]  # type: ignore[union-attr]
 
 
@@ -140,7 +140,7 @@ def _is_buffer(traced: Traced, value: Any) -> bool:
 
 
 def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], traced: Traced, effects: Effects) -> bool:
-    """Does a buffer, beside running statistics, change by numbers alone, whatever the inputs?"""
+    """Returns whether a buffer, beside running statistics, changes by numbers alone, whatever the inputs."""
     name, users = str(attribute.target), list(attribute.users)
     path, _, key = name.rpartition(".")
     if attribute_tensor(traced, attribute).is_floating_point():
@@ -159,7 +159,7 @@ def _is_counter(attribute: fx.Node, tracking: set[str], whole: set[fx.Node], tra
 
 
 def values_per_channel(input: torch.Tensor) -> int:
-    """How many values of each channel batch norm normalises together."""
+    """Counts the values of each channel that batch norm normalises together."""
     return input.numel() // max(input.size(1), 1)
 
 
@@ -230,7 +230,7 @@ class _BatchNormCatcher(TorchFunctionMode):
         return result
 
     def _name_of(self, statistic: torch.Tensor) -> str | None:
-        """None: it is no buffer that the function was given."""
+        """Returns the name of the buffer that a statistic is; None if it is no buffer that the function was given."""
         memory = storage_of(statistic)
         if memory not in self.own:  # not `get`: torch.compile, which runs this for backends of its own, has none (2.11)
             return None

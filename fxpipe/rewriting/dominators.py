@@ -120,7 +120,7 @@ def nest_branches(row: LinearOrder, cones: DominatorTree) -> LinearOrder:
 
 
 def _insert_dead_items(row: LinearOrder, order: list[int]) -> list[int]:
-    """With items that are in no cone, each before the one that it stood before, or behind the last that it needs."""
+    """Inserts items that are in no cone: each before the one that it stood before, or behind the last that it needs."""
     key: dict[int, tuple[int, int, int]] = {item: (at, 1, 0) for at, item in enumerate(order)}
     next_one = (len(order), 0, 0)
     next_of = {}
@@ -160,7 +160,7 @@ class _Siblings:
         return total
 
     def quickest_first(self) -> list[int]:
-        """Of the cones that may come next always the one that lets the fewest bytes wait for its work."""
+        """Orders the cones: of those that may come next always the one that lets the fewest bytes wait for its work."""
         place = {cone: at for at, cone in enumerate(self.cones)}
         missing = dict.fromkeys(self.cones, 0)
         for later in self.later.values():

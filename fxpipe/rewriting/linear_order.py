@@ -19,7 +19,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class ItemValue:
-    """What an item makes for others."""
+    """A value that an item makes for others."""
 
     bytes: int
     maker: int
@@ -29,7 +29,7 @@ class ItemValue:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What is to be put in order: items 0 to n - 1, numbered in an order in which they can run."""
+    """The items to be put in order: 0 to n - 1, numbered in an order in which they can run."""
 
     weights: tuple[int, ...]  # by item: its work, in any unit
     values: tuple[ItemValue, ...]

@@ -61,10 +61,10 @@ def pop(value: T, name: str) -> T:
 
 
 def insert_stash(graph: fx.Graph, value: fx.Node, name: str) -> fx.Node:
-    """What the maker returns of the value that is called `name` in the model's graph."""
+    """Inserts what the maker returns of the value that is called `name` in the model's graph."""
     return graph.create_node("call_function", stash, (value, name), name=f"{name}_stashed")
 
 
 def insert_pop(graph: fx.Graph, value: fx.Node, name: str) -> fx.Node:
-    """What a user goes on with, which has received `value`."""
+    """Inserts what a user that has received `value` goes on with."""
     return graph.create_node("call_function", pop, (value, name), name=f"{name}_popped")

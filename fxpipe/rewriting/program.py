@@ -1,4 +1,4 @@
-"""What the compiler hands to the runtime: stages as callables, and who sends what to whom.
+"""The interface of compiler and runtime: stages as callables, and the values that they send to each other.
 
 Compiler and runtime meet here and nowhere else. Nothing here is a graph node: values go by name, and whatever rewrites
 a graph does so behind `Stage.callable`. The other way round, a stage finds around it what the runtime runs it for:
@@ -29,7 +29,7 @@ class ReceivedValue:
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where a node comes from."""
+    """The place in the model and its source that a node comes from."""
 
     module: str  # dotted path
     source: str  # the user's line: `path/unet.py:31`
@@ -42,7 +42,7 @@ BatchStatistics = tuple[str, str, int, torch.Tensor, torch.Tensor, float]
 
 @dataclass(frozen=True, slots=True)
 class StageCallable:
-    """What runs of a stage, compiled or as it is."""
+    """The callable that runs a stage, compiled or as it is."""
 
     call: Callable[..., tuple[Any, ...]]
     split_parameters: frozenset[str]  # whose gradients W computes; if any, `call` takes a `WeightGradientTape` first
@@ -74,7 +74,7 @@ class Stage:
     _callables: dict[bool, StageCallable] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def callable(self, is_split: bool) -> StageCallable:
-        """What runs of the stage; made when it is first asked for.
+        """Returns the callable that runs the stage; made when it is first asked for.
 
         Args:
             is_split: its weights get their gradients in W, not in B.
@@ -103,7 +103,7 @@ class ConstantOutput:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """All stages. `outputs` are the leaves of the model's output in order."""
+    """The stages of a model. `outputs` are the leaves of its output in order."""
 
     stages: tuple[Stage, ...]
     inputs: tuple[str | None, ...]  # by input leaf: its name as a received value; None where it is no tensor
@@ -120,7 +120,7 @@ class Program:
 
 
 def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
-    """What stages send to each other for one micro-batch, by the bytes of each value; what goes to two counts twice."""
+    """Sums the bytes that stages send to each other for one micro-batch; a value that goes to two counts twice."""
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)
 
 
@@ -128,7 +128,7 @@ def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
 
 
 class StageContext(threading.local):
-    """What the stage that runs in this thread is run for; set by the runtime, read by functions in stage code."""
+    """Settings of the stage that runs in this thread; set by the runtime, read by functions in stage code."""
 
     seed = 0  # of the step and micro-batch
     recomputes = False  # does the step run something twice, which must come to the same then?
@@ -149,7 +149,7 @@ class WeightGradientTask(NamedTuple):
 
 @dataclass(slots=True)
 class WeightGradientTape:
-    """What the split nodes of one stage leave of one micro-batch, in the order in which they ran."""
+    """The weight-gradient tasks that the split nodes of a stage leave of one micro-batch, in the order of running."""
 
     uses: list[WeightGradientTask] = field(default_factory=list)
     edges: list[GradientEdge] = field(default_factory=list)  # for B; gone with it

@@ -61,7 +61,7 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
 
 
 def _is_constant(traced: Traced, node: fx.Node) -> bool:
-    """Is this a buffer or a constant that no forward changes, as far as one can see?"""
+    """Returns whether this is a buffer or a constant that no forward changes, as far as one can see."""
     is_set = str(node.target) in traced.assigned
     may_change = any("whole" in user.meta for user in node.users)
     return not (is_set or may_change or isinstance(attribute_tensor(traced, node), torch.nn.Parameter))
@@ -74,7 +74,7 @@ def choose_rematerialization(
     sizes: Mapping[str, float],
     receive: Sequence[ReceiveSeconds | None],
 ) -> tuple[tuple[str, ...], ...]:
-    """For each stage the nodes of other stages that it had better compute for itself, in the order of the graph.
+    """Chooses for each stage the nodes of other stages that it had better compute itself, in the order of the graph.
 
     Args:
         traced: the graph.
@@ -126,7 +126,7 @@ def cheapest_rematerialization(
     receive: Mapping[str, float],
     compute: Mapping[str, float],
 ) -> frozenset[str]:
-    """Which values to compute, so that all of `needed` are there in the least time; at the same time, none.
+    """Chooses the values to compute so that all of `needed` are there in the least time; in a tie, the fewest.
 
     Args:
         needed: values that the stage uses.

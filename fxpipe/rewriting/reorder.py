@@ -103,7 +103,7 @@ def _first_argument(node: fx.Node) -> object:
 
 
 def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node]]:
-    """For each alias class that is written to: who makes, reads or changes it."""
+    """Finds for each alias class that is written to the nodes that make, read or change it."""
     found: dict[int, list[fx.Node]] = {alias: [] for alias in sorted(written)}
     classes = touched_alias_classes(effects)
     for place, node in enumerate(effects.nodes):
@@ -113,7 +113,7 @@ def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node
 
 
 def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
-    """By node: the alias classes of what it makes and reads; a tuple that it reads has those of its parts, too."""
+    """Finds by node the alias classes of what it makes and reads; a tuple that it reads has those of its parts, too."""
     of: dict[fx.Node, set[int]] = {n: set() if alias is None else {alias} for n, alias in effects.alias.items()}
     for node in reversed(effects.nodes):  # parts of parts first
         if _is_part(node) and isinstance(first := node.args[0], fx.Node):
@@ -122,7 +122,7 @@ def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
 
 
 def _gradient_chains(effects: Effects) -> Iterable[list[fx.Node]]:
-    """For each value that requires grad: its users that do, too."""
+    """Finds for each value that requires grad those of its users that do, too."""
     one: dict[fx.Node, fx.Node] = {}  # node -> the first node that returned this very tensor, or the tuple it is in
     users: dict[fx.Node, list[fx.Node]] = {}
     for place, node in enumerate(effects.nodes):
@@ -154,14 +154,14 @@ def _side_effect_chain(effects: Effects) -> list[fx.Node]:
 
 
 def has_side_effects(node: fx.Node) -> bool:
-    """Does a node more than to return something, as far as one can tell, or is it something that must not see it?"""
+    """Returns whether a node does more than return something, as far as one can tell, or must not see others do so."""
     if any(node.meta.get(key) for key in ("opaque", "hook", "whole", "dice", "draw")):
         return True
     return node.op == "call_function" and _module_name_of(node) not in _PURE_MODULES
 
 
 def _module_name_of(node: fx.Node) -> str:
-    """Whose function it is; torch's, where that has no module (methods of tensors)."""
+    """Returns the top-level module of a node's function; torch where that has no module (methods of tensors)."""
     return str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
 
 
@@ -263,7 +263,7 @@ def _order_items(traced: Traced, units: OrderConstraints) -> Items:
 
 
 def _node_work(effects: Effects, node: fx.Node) -> int:
-    """What a node reads and writes, in bytes, as a measure of its work; a view does none."""
+    """Estimates a node's work by the bytes that it reads and writes; a view does none."""
     alias = effects.alias[node]
     shared = alias is not None and alias in {effects.alias[n] for n in node.all_input_nodes}
     if shared and not effects.written_classes[effects.place[node]]:

@@ -86,7 +86,7 @@ def sink_moves(row: LinearOrder, uses: ItemUses, cones: DominatorTree) -> dict[i
     needed = [len(row.order) if value.is_output else -1 for value in items.values]  # by value: how far it lives anyway
 
     def can_follow(item: int, user: int, target: int) -> bool:
-        """May an item go with a user of its value? Its other users before that one have no anchors yet."""
+        """Returns whether an item may go with a user of its value. Other users before that one have no anchors yet."""
         return item not in items.pinned and all(
             other == user or (anchor[other] if place[other] > place[user] else latest[other]) >= target
             for other in items.after[item]
@@ -132,14 +132,14 @@ def hoist_moves(row: LinearOrder, uses: ItemUses, cones: DominatorTree) -> dict[
 
 
 def _is_light(row: LinearOrder, cones: DominatorTree, item: int, target: int) -> bool:
-    """Is what would sink with an item less work than what it sinks past? Else it is that which should be moved."""
+    """Returns whether an item and what sinks with it are less work than what they sink past; else that should move."""
     weights, next_one = row.items.weights, row.order[target] if target < len(row.order) else item
     between = row.middle[target] - row.middle[row.place[item]] - weights[item]
     return 2 * cones.work[item] < between - (weights[next_one] if next_one != item else 0)
 
 
 def _best_place(start: int, target: int, gain: int, losses: list[tuple[int, int]]) -> int:
-    """How far to go from `start` to `target`, while each step gains. Losses: (from which place on, how much a step)."""
+    """Finds the farthest place to `target` while each step gains. Losses: (from which place on, how much a step)."""
     losses = sorted(loss for loss in losses if loss[1])
     if not losses:
         return target
@@ -153,7 +153,7 @@ def _best_place(start: int, target: int, gain: int, losses: list[tuple[int, int]
 
 
 def _least_held_instead(row: LinearOrder, uses: ItemUses) -> list[int]:
-    """By value: the least bytes that would have to be held instead of it."""
+    """Computes by value the least bytes that would have to be held instead of it."""
     found = [value.bytes for value in row.items.values]
     for item in row.order:
         if item not in row.items.pinned:
@@ -164,7 +164,7 @@ def _least_held_instead(row: LinearOrder, uses: ItemUses) -> list[int]:
 
 
 def _latest_places(row: LinearOrder, uses: ItemUses, cones: DominatorTree, instead: list[int]) -> list[int]:
-    """By item: how far it would sink at most."""
+    """Computes by item the latest place to which it would sink."""
     found = list(row.place)
     for item in reversed(row.order):
         if uses.bytes_made[item]:

@@ -46,7 +46,7 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 
 @dataclass(frozen=True, slots=True)
 class RandomCall:
-    """What a random node of stage code is made of: its target keeps this as `drawing`."""
+    """The parts of a random node of stage code; its target keeps them as `drawing`."""
 
     ordinal: int
     function: Callable[..., Any] | str
@@ -117,7 +117,7 @@ def seeded_function(
 
 
 def is_from_torch(function: Callable[..., Any] | str) -> bool:
-    """Is it a function of torch's own, which does nothing with generators but to draw from them?"""
+    """Returns whether a function is torch's own, which does nothing with generators but draw from them."""
     if isinstance(function, str):
         return True
     if isinstance(function, (OpOverload, OpOverloadPacket)):
@@ -126,7 +126,7 @@ def is_from_torch(function: Callable[..., Any] | str) -> bool:
 
 
 def takes_generator(function: Callable[..., Any] | str) -> bool:
-    """Does it take `generator=`? Functions written in Python do not count, some of which pass it on by place."""
+    """Returns whether it takes `generator=`. Functions written in Python do not count: some pass it on by place."""
     if isinstance(function, OpOverload):
         return is_from_torch(function) and _generator_place(function) is not None
     is_python = hasattr(function, "__code__")
@@ -136,7 +136,7 @@ def takes_generator(function: Callable[..., Any] | str) -> bool:
 
 @functools.cache
 def _has_generator_overload(packet: str) -> bool:
-    """Has this function of aten a form that takes a generator?"""
+    """Returns whether this function of aten has an overload that takes a generator."""
     found = getattr(torch.ops.aten, packet, None)
     overloads = [getattr(found, name) for name in found.overloads()] if isinstance(found, OpOverloadPacket) else []
     return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
@@ -153,7 +153,7 @@ def _namespace_of(function: OpOverload | OpOverloadPacket) -> str:
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.device) -> torch.device:
-    """Where a function draws: as `device=` says, or else where its tensors are."""
+    """Returns the device on which a function draws: that of `device=`, or else that of its tensors."""
     device: torch.device | None = kwargs.get("device")
     if device is None:
         for value in (*args, *kwargs.values()):
@@ -166,7 +166,7 @@ def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any], default: torch.dev
 
 
 class _ThreadGenerators(threading.local):
-    """What a thread draws with."""
+    """The generators that a thread draws with."""
 
     def __init__(self) -> None:
         self.generators: dict[torch.device, torch.Generator] = {}  # its own: seeded anew by each node
@@ -245,7 +245,7 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
 
 
 def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What a checkpoint that a random node makes recomputes; None outside of random nodes."""
+    """Returns the function that a checkpoint which a random node makes recomputes; None outside of random nodes."""
     if not _thread_generators.lent_generators:
         return None
     states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]
@@ -279,7 +279,7 @@ def _warn_of_checkpoints(function: Any) -> None:
 
 @functools.cache
 def _draws_random_numbers(overload: OpOverload) -> bool:
-    """Does it draw? `_fused_sdp_choice` is said to, and returns a number."""
+    """Returns whether an overload draws. `_fused_sdp_choice` is tagged as if it did, and returns a number."""
     return _SEEDED in overload.tags and any("Tensor" in str(r.type) for r in schema_of(overload).returns)
 
 

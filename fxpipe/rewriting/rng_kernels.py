@@ -83,7 +83,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """With dropout, torch computes the attention of a CPU step by step: `_scaled_dot_product_attention_math`."""
+    """Computes attention with dropout step by step, as torch does on a CPU: `_scaled_dot_product_attention_math`."""
     high = query.dtype in (torch.float32, torch.float64)  # others are computed in float32, and cast between the steps
     if not high or enable_gqa or not 0 < dropout_p < 1 or (scale or 1) <= 0 or torch.is_autocast_enabled("cpu"):
         return NotImplemented

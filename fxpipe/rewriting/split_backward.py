@@ -106,7 +106,7 @@ def split_parameters(parameters: ParameterNames, uses: dict[fx.Node, SplittableN
 
 @dataclass(frozen=True, slots=True)
 class SplitOperation:
-    """What a node computes."""
+    """The operation that a node computes."""
 
     kind: OperatorKind
     names: tuple[str, str | None]  # of the weight and the bias
@@ -127,7 +127,7 @@ class SplittableNode:
 
 
 def stage_parameters(stage: Stage, graph: fx.Graph) -> ParameterNames:
-    """What may require grad: no buffers, which F changes."""
+    """Returns the parameters of a stage that may require grad; not the buffers, which F changes."""
     attributes = zip((n for n in graph.nodes if n.op == "placeholder"), stage.attributes, strict=False)
     return {node: name for node, name in attributes if name not in stage.changed_buffers and name not in stage.assigns}
 
@@ -149,7 +149,7 @@ def splittable_nodes(
 
 
 def _is_covered(parameter: fx.Node, uses: dict[fx.Node, SplittableNode], reads: set[fx.Node]) -> bool:
-    """Is every use of the parameter a split one, with a gradient that is summed in the order of the uses?"""
+    """Returns whether every use of the parameter is split, and its gradient is summed in the order of the uses."""
     transposed = [user for user in parameter.users if user not in uses]
     if any(len(user.users) > 1 or user not in reads for user in transposed):
         return False
@@ -230,7 +230,7 @@ def _split_product(
 def _split_operands(
     node: fx.Node, parameters: ParameterNames, kind: OperatorKind, x: Any, w: Any, b: Any, options: tuple[Any, ...] = ()
 ) -> SplittableNode | None:
-    """None where `w` or `b` is made by a node, or where one parameter has two parts in it."""
+    """Splits a node by its operands; None where a node makes `w` or `b`, or where one parameter has two parts in it."""
     used = [n for n in (w, b) if n is not None]
     if not isinstance(x, fx.Node) or x in used or w is b or not all(n in parameters for n in used):
         return None
@@ -242,7 +242,7 @@ def _split_operands(
 
 
 def _embedding_operation(node: fx.Node, name: str) -> SplitOperation | None:
-    """None for a table that is normed in place."""
+    """Returns the operation of an embedding; None for a table that is normed in place."""
     names = _EMBEDDING_ARGUMENTS if node.target is F.embedding else _ATEN_EMBEDDING_ARGUMENTS
     found, shape = _bound_arguments(node, names), _static_shape(node.args[names.index("weight")])
     if found is None or shape is None or found.get("max_norm") is not None:
@@ -314,7 +314,7 @@ def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | No
 
 
 def _static_shape(node: Any) -> tuple[int, ...] | None:
-    """Of a parameter, or of what is made of one; None where it depends on the batch."""
+    """Returns the shape of a parameter, or of what is made of one; None where it depends on the batch."""
     shapes = node.meta.get("shapes") if isinstance(node, fx.Node) else None
     if not shapes or any(size.free_symbols for size in shapes[0].shape):
         return None

@@ -50,7 +50,7 @@ WeightGradientFunction = Callable[..., list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class GradientTap:
-    """Of one split node."""
+    """The tap of one split node."""
 
     names: tuple[str, str | None]  # of the weight and the bias
     shape: tuple[sympy.Expr, ...]  # of the node's output, in sizes that can be measured
@@ -60,7 +60,7 @@ class GradientTap:
 
 @dataclass(frozen=True, slots=True)
 class SizeSource:
-    """Where the code finds a size that shapes depend on: the batch, as a rule."""
+    """The place where the code finds a size that shapes depend on: the batch, as a rule."""
 
     symbol: sympy.Symbol
     place: int  # among received values
@@ -70,7 +70,7 @@ class SizeSource:
 
 @dataclass(frozen=True, slots=True)
 class StageTaps:
-    """Of one stage: its code takes one for each split node first, and returns as many inputs of split nodes last."""
+    """The taps of one stage. Its code takes one for each split node first, and returns as many of their inputs last."""
 
     taps: tuple[GradientTap, ...]
     size_sources: tuple[SizeSource, ...]
@@ -89,7 +89,7 @@ class _TapZeros(torch.autograd.Function):
 
 
 def _tap_zeros(tap: torch.Tensor) -> torch.Tensor:
-    """To be added to an output."""
+    """Makes the zeros to be added to an output."""
     zeros: torch.Tensor = _TapZeros.apply(tap)
     return zeros
 
@@ -117,7 +117,7 @@ def split_compiled_stage_backward(stage: Stage) -> TappedStageCode:
 
 
 def _size_sources(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, SizeSource]:
-    """Where each size can be read off that some dimension of a received value has, or a multiple of it."""
+    """Finds a received value's dimension from which each size can be read: it has that size or a multiple of it."""
     received = list(graph.find_nodes(op="placeholder"))[attributes:]
     found: dict[sympy.Symbol, SizeSource] = {}
     for place, node in enumerate(received):
@@ -274,7 +274,7 @@ def _size_value(size: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:
 def _weight_gradient_task(
     tape: WeightGradientTape, tap: GradientTap, weights: Sequence[torch.Tensor], x: torch.Tensor | None
 ) -> WeightGradientTask:
-    """What W does for one split node that was applied to `x`; None: its gradients do not depend on that."""
+    """Makes W's task for one split node that was applied to `x`; None: its gradients do not depend on that."""
     names = [name for name in tap.names if name is not None]
     wants = [weight.requires_grad for weight in weights]
     wants_w, wants_b = wants[0], len(wants) > 1 and wants[1]

@@ -1,4 +1,4 @@
-"""What runs of a stage: its code as it is, or compiled by `torch.compile`; with its backward in one, or split.
+"""The callables that run stages: their code as it is, or compiled by `torch.compile`; backward in one, or split.
 
 All that is still rewritten of a graph once its stages are cut is rewritten here: the backward is split where a schedule
 has W (`split_backward`; for the compiler, with taps, `split_backward_compiled`), and random nodes become such as the
@@ -29,7 +29,7 @@ StageFunction = Callable[..., tuple[Any, ...]]
 
 
 def make_stage_callable(stage: Stage, is_split: bool, options: Mapping[str, Any] | None) -> StageCallable:
-    """What to call of a stage.
+    """Makes the callable of a stage.
 
     Args:
         is_split: its weights get their gradients in W, not in B.
@@ -101,7 +101,7 @@ class SerializedCompilation:
 
 
 def _compile_key(value: Any) -> Any:
-    """What the compiler tells apart."""
+    """Returns the properties of a value that the compiler distinguishes."""
     if not isinstance(value, torch.Tensor):
         return type(value)
     strides = value.stride() if value.layout == torch.strided else None

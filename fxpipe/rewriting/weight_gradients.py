@@ -39,7 +39,7 @@ WeightBiasGradients = tuple[torch.Tensor | None, torch.Tensor | None]  # gradien
 
 
 class OperatorResult(NamedTuple):
-    """What a kind's `run` has made."""
+    """The result of a kind's `run`."""
 
     value: torch.Tensor
     core: torch.Tensor  # the same memory where autograd has its node: `value` may be a view of it
@@ -79,7 +79,7 @@ def _operator_result(y: torch.Tensor, x: torch.Tensor, wants_w: bool) -> Operato
 
 
 def _is_made_dense(x: torch.Tensor, wants_w: bool) -> bool:
-    """Does `matmul` copy this `x`, where it has gaps, for the sake of a second operand that requires grad?"""
+    """Returns whether `matmul` copies this `x`, where it has gaps, since its second operand requires grad."""
     return wants_w and x.dim() > 2 and not x.is_contiguous()
 
 
@@ -294,7 +294,7 @@ def _gradient_edge(made: torch.Tensor) -> GradientEdge:
 def _autograd_gradients(
     edge: GradientEdge, weights: list[torch.Tensor]
 ) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
-    """For a node behind which there is nothing but weights."""
+    """Makes the function of W for a node behind which there is nothing but weights."""
 
     def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.autograd.grad([edge], weights, [gradient])
@@ -303,7 +303,7 @@ def _autograd_gradients(
 
 
 def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
-    """As autograd checks what it has saved."""
+    """Checks the version of an input as autograd checks that of what it has saved."""
     if version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the input "
@@ -313,7 +313,7 @@ def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
 
 
 def cast_operands(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None) -> Operands:
-    """What autocast does to the operands of these kinds."""
+    """Casts the operands of these kinds as autocast does."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x, w, b

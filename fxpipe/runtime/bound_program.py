@@ -1,4 +1,4 @@
-"""All that one graph needs to run, and the tensors of the model it runs on."""
+"""The program of one graph with all that it needs to run, and the tensors of the model that it runs on."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BoundProgram:
 
     @property
     def results(self) -> list[tuple[ReceivedValue | ConstantOutput, int | str | None]]:
-        """What micro-batches make, and how it goes together.
+        """The results of micro-batches, each with how its parts go together.
 
         Outputs and pieces, then the inputs that forward writes to, then the attributes that it leaves.
         """

@@ -1,4 +1,4 @@
-"""What the thread that calls has around it, and a worker would not: set in the worker for the length of an action.
+"""Thread-local state of the caller, which a worker would not have: set in the worker for the length of an action.
 
 `ThreadState` is what a function sees set besides its arguments, and is recorded with every node. The rest is here:
 
@@ -57,7 +57,7 @@ _NOTHING = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class CallerContext:
-    """What is set around the calling thread's code, apart from `ThreadState`."""
+    """State set around the calling thread's code, apart from `ThreadState`."""
 
     inference: bool = False
     autocast: ThreadState | None = None  # for B; None for none
@@ -70,7 +70,7 @@ class CallerContext:
 
     @classmethod
     def now(cls) -> CallerContext:
-        """That of this thread.
+        """Returns the context of this thread.
 
         Raises:
             StateError: a pipe cannot run here.
@@ -88,7 +88,7 @@ class CallerContext:
         return cls(inference, None, hooks, has_device, functions, dispatches, False, turn)
 
     def for_backward(self, forward: CallerContext) -> CallerContext:
-        """That of the thread which calls the backward of a drop-in: hooks are those of its forward, for R."""
+        """Returns the context of the thread that calls the backward of a drop-in; hooks are its forward's, for R."""
         state = ThreadState.now()
         autocast = state if any(one.enabled for one in state.autocast) else None
         is_empty = replace(self, hooks=None, is_empty=True) == _EMPTY_CONTEXT and not (autocast or forward.hooks)

@@ -124,7 +124,7 @@ def _empty_tensor_on(device: torch.device) -> torch.Tensor:
 
 
 def _take_gradients(found: GradientList) -> GradientList:
-    """What a backward returns of these; the list is emptied."""
+    """Returns these gradients as a backward returns them; the list is emptied."""
     if torch.is_grad_enabled():  # create_graph=True
         found[:] = _undifferentiable(found)
     # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
@@ -133,7 +133,7 @@ def _take_gradients(found: GradientList) -> GradientList:
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """What it returns requires grad, and cannot have any."""
+    """A function whose results require grad and cannot have any."""
 
     @staticmethod
     def forward(ctx: Any, requires_grad: torch.Tensor, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:

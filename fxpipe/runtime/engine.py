@@ -75,12 +75,12 @@ class Engine:
                 self._busy.release()
 
     def _end(self) -> None:
-        """No step begins any more, and one that another thread runs has come to its end, as far as that is soon."""
+        """Lets no step begin any more, and waits for one that another thread runs to end, as far as that is soon."""
         if self._runner != threading.get_ident():
             self._busy.acquire(timeout=LAST_STEP_SECONDS)
 
     def _forget_others(self) -> None:
-        """In a forked child: of a step of another thread nothing goes on there."""
+        """Resets a forked child: nothing of another thread's step goes on there."""
         if self._runner != threading.get_ident():
             self._busy, self._runner, self._caller_context = threading.Lock(), None, CallerContext()
 
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What the last step did; None before the first. Made when it is first asked for."""
+        """The record of the last step; None before the first. Made when it is first asked for."""
         if self._last_step is None:
             return None
         record = self._last_step()

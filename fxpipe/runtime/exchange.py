@@ -1,4 +1,4 @@
-"""What stages hand each other: values forward, gradients back.
+"""Transfers between stages: values forward, gradients back.
 
 The tables are filled by one worker and emptied by another, each entry behind a fence; an entry has one reader, and is
 gone with it. A value goes from its maker to each user; a gradient from a user to the next earlier one or to the maker.
@@ -23,7 +23,7 @@ from fxpipe.runtime.wiring import ValueLink
 
 @dataclass(slots=True)
 class BoundaryValue:
-    """What one stage hands to another."""
+    """A value that one stage hands to another."""
 
     value: Any  # a tensor is detached; in the tables it may be a parcel
     requires_grad: bool
@@ -82,7 +82,7 @@ class Exchange:
                 self._values[user, maker, name, i] = BoundaryValue(sent, wants)
 
     def take(self, user: int, link: ValueLink, i: int) -> BoundaryValue:
-        """What `user` receives, on its device; nobody else will ask for it."""
+        """Takes a value that `user` receives, on its device; nobody else will ask for it."""
         source, name = link.value.source, link.value.name
         value = self._values.pop((user, source, name, i))
         if self._may_move and (source == PIPE_INPUT or isinstance(value.value, PendingCopy)):
@@ -106,7 +106,7 @@ class Exchange:
         self._gradients[key] = gradient
 
     def take_gradient(self, user: int, name: str, i: int) -> torch.Tensor | None:
-        """What has come back for a value that stage `user` has made or uses, on its device."""
+        """Takes the gradient that has come back for a value that stage `user` has made or uses, on its device."""
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
@@ -123,7 +123,7 @@ class Exchange:
                 self._gradients[key] = gradient if key not in self._gradients else self._gradients[key] + gradient
 
     def input_gradients(self, place: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Of an input that requires grad."""
+        """Gathers the gradient of an input that requires grad."""
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
@@ -142,7 +142,7 @@ _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spar
 
 
 def boundary_value_bytes(value: Any) -> int:
-    """Of a tensor; of the values of a sparse or jagged one; 0 where it has neither."""
+    """Returns the bytes of a tensor, or of the values of a sparse or jagged one; 0 where it has neither."""
     if not isinstance(value, torch.Tensor):
         return 0
     if value.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""Who drives the rows of a step: workers, workers that dawdle, or one thread that picks at random (or `executors`).
+"""Executors of the rows of a step: workers, workers with delays, the caller's thread, or one that picks at random.
 
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 
@@ -269,7 +269,7 @@ class InterleavedExecutor:
 
 
 def executor_for(devices: Sequence[torch.device]) -> Executor:
-    """Who drives the rows of a pipe with these workers."""
+    """Returns the executor of a pipe on these devices."""
     return InlineExecutor() if len(devices) == 1 and devices[0].type == "cpu" else ThreadedExecutor(devices)
 
 
@@ -294,7 +294,7 @@ class InlineExecutor:
         raise_failure(step)
 
     def close(self) -> None:
-        """For good. A step that another thread runs fails, and has ended soon."""
+        """Closes the executor for good. A step that another thread runs fails, and has ended soon."""
         running = self._running
         if running is not None and running[0] == threading.get_ident():
             raise StateError(CLOSED_INSIDE_STEP)

@@ -119,13 +119,13 @@ class LossStage:
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), self._hows(), strict=True)]
 
     def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
-        """What forward has left in inputs and attributes, of the mini-batch."""
+        """Gathers what forward has left in inputs and attributes, of the mini-batch."""
         rows = [self.others.pop(i) for i in sorted(self.others)]
         hows = [how for _, how in self.assembly.results[len(self.assembly.program.outputs) :]]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), hows, strict=False)]
 
     def verify(self, outputs: Sequence[Any]) -> bool:
-        """Is the loss of all outputs at once what the losses of micro-batches add up to? `outputs`: gathered.
+        """Verifies that the loss of all `outputs`, gathered, is what the losses of micro-batches add up to.
 
         Returns:
             Whether that could be seen.
@@ -143,7 +143,7 @@ class LossStage:
             )
 
     def _hows(self) -> list[int | str | None]:
-        """How the outputs go together: one for each link."""
+        """Returns how the outputs go together: one for each link."""
         how = dict(reversed(self.assembly.results))  # an output may be an input that was written to
         return [how[link.value] for link in self.assembly.wiring.links[-1]]
 
@@ -164,13 +164,13 @@ class OutputTree:
         return cls(assembly, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
-        """Of the mini-batch; or of a micro-batch by itself, as if there were no others."""
+        """Returns the output of the mini-batch; or of a micro-batch by itself, as if there were no others."""
         if self.places == (0,) and self.assembly.out_spec.is_leaf():
             return values[0]
         return self.assembly.output(self._handed_out(values))
 
     def share(self, values: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
-        """Of a micro-batch of this weight, such that losses made of it add up to that of the mini-batch.
+        """Returns the output of a micro-batch of this weight, such that losses made of it add up to the mini-batch's.
 
         Where `reduction` is "mean" their mean does: a sum over samples counts once for each part of the batch.
         """

@@ -1,4 +1,4 @@
-"""Is the loss of the mini-batch what the losses of its micro-batches add up to?
+"""Verification that the loss of the mini-batch is what the losses of its micro-batches add up to.
 
 The loss is taken once more, of all outputs at once, and compared by its value and by the gradients of the outputs. The
 value alone would not do: a model whose head begins with zeros has the same loss for every token, so that a mean over
@@ -115,7 +115,7 @@ def _gathered_gradient(gradients: Sequence[torch.Tensor | None], dim: int, divis
 
 
 def _compare_gradients(losses: MicroBatchLosses, whole: torch.Tensor, ours: torch.Tensor) -> None:
-    """By their norm: single elements cancel out."""
+    """Compares gradients by their norm: single elements cancel out."""
     is_exact = whole.dtype in EXACT_DTYPES and losses.total().dtype in EXACT_DTYPES
     wide = torch.complex128 if whole.is_complex() else torch.float64
     whole, ours = whole.to(wide), ours.to(whole.device, wide)
@@ -147,7 +147,7 @@ def _expected_kind(losses: MicroBatchLosses) -> str:
 
 @dataclass(slots=True)
 class LossHistory:
-    """What is known of one kind of loss."""
+    """The state of verification of one kind of loss."""
 
     is_cheap: bool  # to look at numbers, since nobody has to wait for them
     passes: int = 0  # steps so far
@@ -156,7 +156,7 @@ class LossHistory:
 
     @property
     def is_due(self) -> bool:
-        """In the 1st step, the 10th, the 100th; and again until one passes."""
+        """Verification is due in the 1st step, the 10th, the 100th; and again until one passes."""
         return str(self.passes + 1).strip("0") == "1"
 
     @property
@@ -171,7 +171,7 @@ class LossHistory:
 
 @dataclass(slots=True)
 class LossHistories:
-    """By what makes them."""
+    """Histories of losses, by what makes them."""
 
     kinds: dict[Any, LossHistory] = field(default_factory=dict)
 
@@ -193,7 +193,7 @@ class LossHistories:
 
 
 def _loss_identity(loss_fn: Any) -> Any:
-    """What stays the same where a loop makes its loss function anew in each step."""
+    """Returns a key that stays the same where a loop makes its loss function anew in each step."""
     if isinstance(loss_fn, functools.partial):
         return _loss_identity(loss_fn.func), _switches_of(loss_fn.args), _switches_of(loss_fn.keywords.items())
     if hasattr(loss_fn, "__code__"):

@@ -1,4 +1,4 @@
-"""What each element counts in the loss: a check of means that costs a few microseconds and looks at every step.
+"""The weight of each element in the loss: a check of means that takes a few microseconds and looks at every step.
 
 Most losses end in a sum or a mean over elements: samples, tokens, pixels. Taken micro-batch by micro-batch, an element
 must count in each what it counts in another. Where micro-batches hold unequal numbers of elements, of tokens that are
@@ -40,7 +40,7 @@ class Reduction(NamedTuple):
 
 @dataclass(slots=True)
 class LossWeightingCheck:
-    """What elements count, by sum or mean and by micro-batch; filled in by all workers."""
+    """The weights of elements, by sum or mean and by micro-batch; filled in by all workers."""
 
     is_on: bool
     reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
@@ -89,7 +89,7 @@ class LossWeightingCheck:
                 self.note((j, name), i, found, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
-        """What is wrong where elements do not count the same in all micro-batches, else None.
+        """Describes how elements count differently in different micro-batches; None where they do not.
 
         This waits for the values, which on a GPU are still to come.
 
@@ -142,13 +142,13 @@ def reductions_under(node: Any, number: int) -> list[Reduction]:
 
 
 def _is_scalar(node: Any, number: int) -> bool:
-    """Is this output of the function that `node` goes back through 0-dim? Leaves are no functions."""
+    """Returns whether this output of the function that `node` goes back through is 0-dim. Leaves are no functions."""
     shape = output_shape(node, number)
     return shape is not None and len(shape) == 0 and bool(node.next_functions)
 
 
 def _count_of(node: Any) -> Any:
-    """What a sum or mean divides by; None for other functions. Of what autograd has saved it reads but a scalar."""
+    """Returns the divisor of a sum or mean; None for other functions. Of what autograd saves it reads but a scalar."""
     name, reduction = node.name(), saved_reduction(node)
     if reduction == TORCH_MEAN and name.startswith("NllLoss"):
         return saved_total_weight(node).detach()
@@ -173,7 +173,7 @@ def _floats(values: Sequence[Any]) -> list[float]:
 
 
 def _weight_of_one(gradient: float, count: float) -> float:
-    """What one of `count` elements counts; NaN where nobody can say: none that count, or a gradient that overflows."""
+    """Computes the weight of one of `count` elements; NaN if unknown: none count, or the gradient overflows."""
     if not math.isfinite(gradient) or (count == 0 and gradient == 0):
         return math.nan
     return gradient / count if count else math.inf

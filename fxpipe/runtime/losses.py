@@ -91,7 +91,7 @@ class MicroBatchLosses:
         return loss, torch.full_like(loss, self.share(i))
 
     def share(self, i: int) -> Any:
-        """What micro-batch i counts, in proportion to others."""
+        """Returns the weight of micro-batch i, in proportion to others."""
         return self.weights[i] if self.returns_weights else self.shares[i] if self.reduction == "mean" else 1
 
     def loss_of_whole(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,13 +108,13 @@ class MicroBatchLosses:
         return scaled if self.scaler is None else self.scaler.scale(scaled)
 
     def remedies(self) -> str:
-        """Where they do not add up."""
+        """Returns advice for losses that do not add up."""
         other = {"mean": "sum", "sum": "mean"}[self.reduction]
         return f"If it is a {other} over samples, pass reduction={other!r}. {LOSS_REMEDIES}"
 
     @property
     def divisor(self) -> Any:
-        """What the gradients of all micro-batches together are still to be divided by; None for nothing.
+        """The number by which the gradients of all micro-batches together are still to be divided; None for nothing.
 
         Where nothing counts, gradients stay the zeros they are, and the loss is 0 / 0: as in `F.cross_entropy`, where
         all targets are to be ignored.
@@ -147,7 +147,7 @@ class MicroBatchLosses:
 
 
 def ambiguous_output_message(one: UndeterminedOutput) -> str:
-    """What to say where such outputs of micro-batches would be put together."""
+    """Returns the message for outputs whose micro-batches cannot be put together without knowing how."""
     return (
         f"{one.why}: whether it is a mean over samples, over elements of which some do not count (padding, "
         "a mask), or a sum, cannot be told from the graph. " + MODEL_LOSS_REMEDIES

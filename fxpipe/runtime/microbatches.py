@@ -15,7 +15,7 @@ from fxpipe.errors import ArgumentError
 
 
 def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> list[list[Any]]:
-    """For each micro-batch its part of the leaves; what has no batch is the same for all."""
+    """Splits the leaves into a part for each micro-batch; what has no batch is the same for all."""
     parts = [
         _split_leaf(leaf, dim, count) if dim is not None else [leaf] * count
         for leaf, dim in zip(leaves, dims, strict=True)
@@ -36,7 +36,7 @@ def samples_per_micro_batch(batch: int, count: int) -> list[int]:
 
 
 def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
-    """Which dimension of each leaf of the target holds the batch: 0 for tensors.
+    """Returns the dimension of each leaf of the target that holds the batch: 0 for tensors.
 
     Raises:
         ArgumentError: a tensor has another size there.

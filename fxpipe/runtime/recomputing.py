@@ -1,4 +1,4 @@
-"""For code of the model that has to know whether it runs for the first time or again."""
+"""The function by which code of the model knows whether it runs for the first time or again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class _ThreadRecompute(threading.local):
-    """What the worker of this thread does."""
+    """The recompute flag of the worker in this thread."""
 
     recomputes = False
 
@@ -15,7 +15,7 @@ _thread_recompute = _ThreadRecompute()
 
 
 def is_recomputing() -> bool:
-    """Does this code run once more, for a micro-batch whose forward has been, to get what backward needs?
+    """Returns whether this code runs once more, for a micro-batch whose forward has been, to get what backward needs.
 
         @fxpipe.leaf
         def count(tokens):

@@ -42,7 +42,7 @@ _entry_token = torch.empty(0, device="cpu", requires_grad=True)  # whatever the 
 def enter_graph(
     links: Sequence[ValueLink], received: Sequence[BoundaryValue]
 ) -> tuple[list[Any], list[ValueLink], list[GradientEdge]]:
-    """What the stage uses; the links of what wants a gradient, and the edges by which that is asked for."""
+    """Returns the values that the stage uses, the links of those that want a gradient, and the edges that yield it."""
     uses: list[Any] = []
     wanted: list[ValueLink] = []
     edges: list[GradientEdge] = []
@@ -74,7 +74,7 @@ def enter_graph(
 
 @dataclass(slots=True)
 class BackwardHandle:
-    """What B needs of the graph that F or R has made."""
+    """The parts of the graph made by F or R that B needs."""
 
     links: list[ValueLink]  # received values that require grad
     leaves: list[GradientEdge]  # where their gradients come out
@@ -89,7 +89,7 @@ class BackwardHandle:
 
 
 class StageResult(NamedTuple):
-    """What a stage has made of one micro-batch."""
+    """The results of a stage for one micro-batch."""
 
     sent: Sequence[Any]
     buffers: dict[str, torch.Tensor]  # as they are after it
@@ -173,7 +173,7 @@ class StageInstance:
         return StageResult(sent, buffers, statistics, pending)
 
     def finish_forward(self, i: int, ran: StageResult) -> None:
-        """What F leaves for that of the next micro-batch, and for the end of the step."""
+        """Stores what F leaves for that of the next micro-batch, and for the end of the step."""
         if not ran.buffers:
             return  # then it has no statistics either, which are of buffers
         for name, value in ran.buffers.items():

@@ -50,7 +50,7 @@ from fxpipe.utils.random_generators import mix_seed
 
 
 def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
-    """What to add to an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
+    """Returns the note for an exception: stage, micro-batch, action and, where the stage's own code ran, the node."""
     text = (
         f"fxpipe: stage {action.stage} of {stages} on {device}, micro-batch {action.micro_batch}, {action.kind.words}"
     )
@@ -64,7 +64,7 @@ def failure_note(action: Action, stages: int, device: str, node: str, location: 
 
 @dataclass(slots=True)
 class RecomputeInputs:
-    """What F was given, kept for R."""
+    """The inputs that F was given, kept for R."""
 
     received: list[BoundaryValue]
     buffers: dict[str, torch.Tensor]
@@ -150,7 +150,7 @@ class Step:
         self._fences.open_all()
 
     def perform(self, action: Action) -> None:
-        """Does what the action says. An exception makes the step fail."""
+        """Performs an action. An exception makes the step fail."""
         j = action.stage
         try:
             if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
@@ -236,7 +236,7 @@ class Step:
     # -- the end of the step -----------------------------------------------------------------------------------------
 
     def is_changed(self, name: str) -> bool:
-        """Does forward change this tensor of the model?"""
+        """Returns whether forward changes this tensor of the model."""
         return any(name in opened.buffers for opened in self.stage_instances)
 
     @torch.no_grad()
@@ -250,7 +250,7 @@ class Step:
                     self.tensors.get(name).copy_(value)
 
     def parameter_gradient(self, name: str) -> torch.Tensor | None:
-        """Of all micro-batches, summed over stages in order; where the parameter is."""
+        """Sums the gradient of a parameter over micro-batches, and over stages in order; where the parameter is."""
         found = [opened.sums.pop(name) for opened in self.stage_instances if name in opened.sums]
         if not found:
             return None

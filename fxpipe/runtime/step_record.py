@@ -1,4 +1,4 @@
-"""What a step did, and when: `pipe.last_step`.
+"""The record of a step, with its times: `pipe.last_step`.
 
 Times are seconds since the step began. What the caller did between the forward and the backward of a drop-in is left
 out of all of them; it is `StepRecord.away`.
@@ -53,7 +53,7 @@ class StepLog:
     on_core: dict[Action, float] = field(default_factory=dict)  # seconds; of actions on a CPU
 
     def now(self) -> StepLog:
-        """As it is, for good."""
+        """Returns a copy of the log as it is now."""
         return replace(self, begun=list(self.begun), times=dict(self.times), on_core=dict(self.on_core))
 
 
@@ -111,7 +111,7 @@ class TransferRecord:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """What one device did in all."""
+    """Totals of one device in a step."""
 
     name: str
     busy: float  # seconds
@@ -132,12 +132,12 @@ class StepRecord(TimelineMixin):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """When each device ran what, as a `Simulation` has it. Copies run beside the actions, and have no spans."""
+        """The time spans of each device, as in a `Simulation`. Copies run beside the actions, and have no spans."""
         return tuple(Span(one.action, one.device, one.start, one.end) for one in self.actions)
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last action's end."""
+        """Seconds from the beginning to the last action's end."""
         return max((a.end for a in self.actions), default=0.0)
 
     def busy(self, stage: int) -> float:
@@ -149,7 +149,7 @@ class StepRecord(TimelineMixin):
         return 1 - self.devices[device].busy / self.seconds if self.seconds else 0.0
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """In one form with what is simulated. Memory over time is not known of a step that ran."""
+        """Returns the step in one form with simulated ones. Memory over time is not known of a step that ran."""
         cores = tuple(one.on_core for one in self.actions if one.on_core is not None)
         return StepTimeline(
             schedule=self.schedule,
@@ -163,7 +163,7 @@ class StepRecord(TimelineMixin):
         )
 
     def arrows(self) -> Iterator[TransferArrow]:
-        """All that went from stage to stage."""
+        """Yields all that went from stage to stage."""
         yield from (TransferArrow(one.maker, one.user, one.bytes, one.value) for one in self.transfers)
 
     def save_trace(self, path: str | Path) -> None:
@@ -202,7 +202,7 @@ class StepRecord(TimelineMixin):
 def step_record_of(
     schedule: Schedule, assembly: BoundProgram, log: StepLog, moved: Sequence[TransferNote]
 ) -> StepRecord:
-    """What has been done of a schedule."""
+    """Makes the record of a step from its schedule and notes."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     names = {device_of[j]: str(device) for j, device in enumerate(assembly.devices) if j in device_of}
     parts, away = _step_parts(log)
@@ -234,7 +234,7 @@ ActionTimes = dict[Action, tuple[float, float]]
 
 
 def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
-    """When each part of the step began, and its actions; and the seconds between two parts, which are left out."""
+    """Splits a step into parts: begin and actions of each; and the seconds between two parts, which are left out."""
     clock = HostClock()
     first = log.begun[0]
     times = {a: (clock.seconds(start) - first, clock.seconds(end) - first) for a, (start, end) in log.times.items()}
@@ -250,7 +250,7 @@ def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
 def _transfer_records(
     assembly: BoundProgram, moved: Sequence[TransferNote], has_loss: bool
 ) -> Iterator[TransferRecord]:
-    """What went between stages. The loss belongs to the last one; in a drop-in it is the caller's, and no transfer."""
+    """Yields transfers between stages. The loss is the last one's; in a drop-in it is the caller's, and no transfer."""
     n = len(assembly.devices)
     senders = {
         (link.gradient_target, link.value.name): user for user, row in enumerate(assembly.wiring.links) for link in row

@@ -86,7 +86,7 @@ class PackedTensor:
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Can it be packed? Sparse and quantised tensors, and what others have derived from Tensor, go as they see fit."""
+    """Returns whether it can be packed. Sparse, quantised and nested tensors and subclasses of Tensor cannot."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
@@ -95,7 +95,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
 
 
 def has_gaps(tensor: torch.Tensor) -> bool:
-    """Does it leave out elements of the storage that it covers, and never use one twice?"""
+    """Returns whether it leaves out elements of the storage that it covers, and never uses one twice."""
     extent, overlaps = covered_extent(tensor.shape, tensor.stride())
     return extent > tensor.numel() and not overlaps
 
@@ -116,7 +116,7 @@ def pack(tensor: torch.Tensor) -> PackedTensor:
 
 
 def covered_extent(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, bool]:
-    """How many elements lie between the first and the last, both counted in; and may two of them be one?"""
+    """Counts the elements from the first to the last, both counted in, and tells whether two of them may be one."""
     if 0 in shape:
         return 0, False
     reach, overlaps = 0, False
@@ -141,7 +141,7 @@ class PendingCopy:
 
 
 class DeviceBackend(Protocol):
-    """What transport asks of the devices; streams and events are torch's, or what a test has in their place."""
+    """The interface of transport to devices; streams and events are torch's, or what a test has in their place."""
 
     def device_of(self, tensor: torch.Tensor) -> torch.device: ...
 
@@ -223,7 +223,7 @@ _forced = False
 
 @contextlib.contextmanager
 def forced_copies() -> Iterator[None]:
-    """For tests: in steps that begin in this block, values between stages of one device are copied, too."""
+    """Copies values between stages of one device, too, in steps that begin in this block. For tests."""
     global _forced
     before, _forced = _forced, True
     try:
@@ -251,7 +251,7 @@ class Transport:
 
     @classmethod
     def of(cls, devices: Iterable[torch.device], given: Iterable[Any]) -> Transport:
-        """For stages on these devices, and what the caller gives, wherever that is."""
+        """Makes a transport for stages on these devices, and what the caller gives, wherever that is."""
         return cls([*devices, *(x.device for x in given if isinstance(x, torch.Tensor))])
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Transport:
         return self._machine.current(device) if found is None else found
 
     def compute_stream(self, device: torch.device) -> Any:
-        """None for the CPU."""
+        """Returns the compute stream of a device; None for the CPU."""
         return self._compute.get(device)
 
     def at(self, device: torch.device) -> AbstractContextManager[None]:
@@ -305,7 +305,7 @@ class Transport:
         return self._send(value, source, target)
 
     def open(self, value: Any, target: torch.device) -> Any:
-        """What has been shipped, for the reader's stage to use. What has not been shipped comes now."""
+        """Returns what has been shipped, for the reader's stage to use. What has not been shipped comes now."""
         if not isinstance(value, PendingCopy):
             value = self.start_copy(value, target)
             if not isinstance(value, PendingCopy):
@@ -377,7 +377,7 @@ class Transport:
         del done  # not under the lock: whatever depends on a tensor may run now
 
     def settle(self) -> None:
-        """At the end of a part of a step: all that was sent may be given back, or be written to by the caller.
+        """Ends a part of a step: all that was sent may be given back, or be written to by the caller.
 
         A step that fails needs no settling: then nobody reads what its copies have read.
         """
@@ -393,7 +393,7 @@ class Transport:
 
 
 def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
-    """What the caller gives, on a device, for this thread to use at once."""
+    """Brings what the caller gives to a device, for this thread to use at once."""
     leaves = list(leaves)
     transport = Transport.of((), leaves)
     found = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Who waits for whom, and which way values and gradients go: read off the program once.
+"""Dependencies of actions, and routes of values and gradients: read off the program once.
 
 The loss (or, in the drop-in, the gathering of outputs) counts as stage n: it is a user of the outputs and makes their
 gradients.
@@ -36,7 +36,7 @@ Fence = tuple[ActionKind, int]  # F or B of a stage: one fence for each micro-ba
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Who receives what, and which fences stand before which actions."""
+    """The values that each stage receives, and the fences that stand before each action."""
 
     links: tuple[tuple[ValueLink, ...], ...]  # by stage, and last of the loss
     users: dict[tuple[int, str], tuple[int, ...]]  # (source, name) -> who receives it
@@ -104,7 +104,7 @@ class Fences:
         self._all_open = False
 
     def are_open(self, action: Action) -> bool:
-        """May the action start?"""
+        """Returns whether the action may start."""
         kind, stage, i = action
         return self._all_open or all((*fence, i) in self._passed for fence in self._before.get((kind, stage), ()))
 
