@@ -45,7 +45,7 @@ MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the ol
 
 
 class PipelineState:
-    """What a pipe has of its own, out of the way of the model's names: its plan, its graphs and its engine."""
+    """The state of a pipe, kept apart from the model's names: its plan, its graphs and its engine."""
 
     def __init__(self, model: nn.Module, settings: Settings, given: Plan | None, driver: Executor):
         self.model, self.asked, self.given = model, settings, given
@@ -244,7 +244,7 @@ class PipelineState:
 
 
 def _peek_seed() -> int:
-    """What torch's generator would draw next; it stays where it is, since the step draws from it."""
+    """Returns the number that torch's generator would draw next, without advancing it: the step draws from it."""
     generator = torch.Generator()
     generator.set_state(torch.default_generator.get_state())
     return int(torch.randint(2**62, (), generator=generator, device="cpu").item())

@@ -85,17 +85,17 @@ class Hardware:
         return int(self.memory * (1 - MEMORY_MARGIN))
 
     def update_seconds(self, gradient_bytes: float, optimizer_bytes: float) -> float:
-        """How long an optimizer takes: it reads parameters, gradients and its state, and writes all but gradients."""
+        """Estimates an optimizer's time: it reads parameters, gradients and its state, and writes all but gradients."""
         return (3 * gradient_bytes + 2 * optimizer_bytes) / (self.bytes_per_second * self.memory_efficiency)
 
     def seconds(self, flops: float, dtype: str, moved: float) -> float:
-        """How long an operation takes: as its arithmetic in `dtype`, or to move these bytes, or to start it."""
+        """Estimates an operation's time: the longest of its arithmetic in `dtype`, moving these bytes and launching."""
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
         arithmetic = flops / (rate * self.arithmetic_efficiency)
         return max(arithmetic, moved / (self.bytes_per_second * self.memory_efficiency), self.launch)
 
 
-# -- devices that are known by name ------------------------------------------------------------------------------------
+# -- Devices known by name ---------------------------------------------------------------------------------------------
 
 # What is reached of the peaks, of all three GPUs: products of matrices in bfloat16 267.9 of 312 TFLOP/s (A100 SXM) and
 # 792.1 of 989 (H100 SXM), S. Bekman, Machine Learning Engineering Open Book, "Maximum Achievable Matmul FLOPS
@@ -221,7 +221,7 @@ def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | Non
 
 
 def shared_adapters(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[str, ...]:
-    """What the way from a device to another shares with other ways: the adapters of two nodes, out and in, by name.
+    """Finds what the way between two devices shares with other ways: the adapters of two nodes, out and in, by name.
 
     >>> shared_adapters(HARDWARE["cpu"], 1, 2)
     ('node 0 adapter 0 out', 'node 1 adapter 0 in')
@@ -234,7 +234,7 @@ def shared_adapters(hardware: Hardware, worker_a: int, worker_b: int) -> tuple[s
     return tuple(f"node {k // size} adapter {k % size * count // size} {way}" for k, way in ends)
 
 
-# -- devices at hand ---------------------------------------------------------------------------------------------------
+# -- Local devices -----------------------------------------------------------------------------------------------------
 
 _SMALL_COPY, _LARGE_COPY = 2**12, 2**26  # bytes of the two copies by which a way is known
 _COPIES = 7
@@ -318,7 +318,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class NodeWork:
-    """What a node runs, in order."""
+    """The operations of a node, in order."""
 
     forward: tuple[Operation, ...] = ()
     backward: tuple[Operation, ...] = ()

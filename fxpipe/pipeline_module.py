@@ -61,7 +61,7 @@ def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
 
 
 def schedule_name(settings: Settings) -> str:
-    """What its schedule is called; one of the user's own may be a text, a `Schedule` or a function."""
+    """Returns the name of the schedule; one of the user's own may be a text, a `Schedule` or a function."""
     given = settings.schedule
     if isinstance(given, str):
         return given
@@ -88,7 +88,7 @@ class Pipeline(nn.Module):
         share_tensors(self, model)
         own["_fxpipe"] = PipelineState(model, settings, given, driver or executor_for(settings.workers))
 
-    # -- running -----------------------------------------------------------------------------------------------------
+    # -- Running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a mini-batch, which runs through the stages in micro-batches.
@@ -229,7 +229,7 @@ class Pipeline(nn.Module):
             )
             return (loss, outputs) if return_outputs else loss
 
-    # -- what it tells -----------------------------------------------------------------------------------------------
+    # -- Plan and step records ---------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -249,7 +249,7 @@ class Pipeline(nn.Module):
 
     @property
     def last_step(self) -> StepRecord | None:
-        """What the last step did, and when; None before the first.
+        """The record of the last step: its actions and their times; None before the first.
 
             print(pipe.last_step)                                           # seconds and bytes by device, a timeline
             pipe.last_step.save_timeline("step.svg")                        # or .png, .pdf, .html, .json
@@ -266,7 +266,7 @@ class Pipeline(nn.Module):
     def _repr_html_(self) -> str:
         return pipeline_html(type(self.model).__name__, self._fxpipe.settings, self._fxpipe.plan)
 
-    # -- its life ----------------------------------------------------------------------------------------------------
+    # -- Lifecycle ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Ends the workers. The model stays as it is; calling the pipe again is an error.
@@ -290,7 +290,7 @@ class Pipeline(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given)
 
-    # -- where it is the model ---------------------------------------------------------------------------------------
+    # -- Access as to the model --------------------------------------------------------------------------------------
 
     @property
     def _fxpipe(self) -> PipelineState:

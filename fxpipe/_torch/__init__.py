@@ -1,1 +1,1 @@
-"""What PyTorch keeps private, behind functions named for what they mean."""
+"""The private parts of PyTorch that fxpipe uses, behind functions named for what they mean."""

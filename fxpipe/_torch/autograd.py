@@ -94,7 +94,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor, or a view of its memory, has been written to. Inference tensors have none and raise."""
+    """Returns how often a tensor, or a view of its memory, was written to; raises for inference tensors."""
     return tensor._version
 
 
@@ -138,7 +138,7 @@ def suspend_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
             leaf._backward_hooks = own
 
 
-# -- where a graph begins --------------------------------------------------------------------------------------------
+# -- The first node of a graph ---------------------------------------------------------------------------------------
 
 _ENTRY_MESSAGE = b"fxpipe: backward went past the beginning of a stage; please report this"
 
@@ -168,7 +168,7 @@ def graph_entry(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     return outputs
 
 
-# -- what nodes know -------------------------------------------------------------------------------------------------
+# -- Attributes of autograd nodes ------------------------------------------------------------------------------------
 
 
 def output_shape(node: Any, number: int) -> torch.Size | None:
@@ -192,7 +192,7 @@ def saved_reduction(node: Any) -> int | None:
 
 
 def saved_total_weight(node: Any) -> torch.Tensor:
-    """What the mean of `nll_loss` divides by."""
+    """Returns the divisor of the mean of `nll_loss`, which its node saves."""
     weight: torch.Tensor = node._saved_total_weight
     return weight
 
@@ -216,11 +216,11 @@ def forward_class_of(node: Any) -> type[torch.autograd.Function]:
     return function
 
 
-# -- what is at work around a call -----------------------------------------------------------------------------------
+# -- The state around a call: the backward run, tracing, forward mode ------------------------------------------------
 
 
 def backward_id() -> int:
-    """Which run of backward calls a hook; always the same where torch does not tell."""
+    """Returns the id of the backward run that calls a hook; always the same where torch does not tell it."""
     return 0 if _current_graph_task_id is None else int(_current_graph_task_id())
 
 

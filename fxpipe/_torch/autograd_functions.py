@@ -102,7 +102,7 @@ class _StandIn:
 
 
 def dispatch_apply(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the innermost block makes of an application."""
+    """Calls the handler of the innermost block with an application of an autograd function."""
     return _handlers[-1](function, args, kwargs)
 
 

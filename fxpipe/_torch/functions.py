@@ -1,4 +1,4 @@
-"""What torch's functions are called, and what an overload says that it changes."""
+"""The names of torch's functions, and the arguments that an overload's schema declares as mutated."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def holds_numbers(result: Any) -> bool:
     return result is not None and any(isinstance(leaf, (int, float, complex)) for leaf in pytree.tree_leaves(result))
 
 
-# -- What recording goes by: names of functions and attributes, and kinds of values ----------------------------------
+# -- Names of functions and attributes, and kinds of values, that recording depends on -------------------------------
 
 # Answers that are the same for every run of one graph, or text for people: they run and leave no node.
 _NODELESS = frozenset(

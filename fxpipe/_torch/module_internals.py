@@ -1,4 +1,4 @@
-"""What an `nn.Module` keeps its tensors, children and hooks in: dicts of its own `__dict__`.
+"""The dicts of an `nn.Module`'s `__dict__` in which it keeps its tensors, children and hooks.
 
 All of it is required, and has been the same from torch 2.11 to 2.14. `nn.Module` itself documents the calls that fill
 these dicts, but none that tells what is in them as fast as a step needs, or in the order in which hooks run.
@@ -89,7 +89,7 @@ def original_module(module: nn.Module) -> nn.Module:
     return module._modules["_orig_mod"] or module if is_compiled_module(module) else module
 
 
-# -- asked in every step ---------------------------------------------------------------------------------------------
+# -- Flags and hooks, read in every step -----------------------------------------------------------------------------
 
 
 def module_flags(model: nn.Module) -> tuple[Any, ...]:

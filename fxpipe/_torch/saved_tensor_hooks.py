@@ -38,7 +38,7 @@ _thread_hooks = _ThreadHooks()
 class NoSavedTensors(saved_tensors_hooks):
     """A block in which autograd saves nothing for backward. It may be entered again.
 
-    `was_asked`: has somebody wanted what was not saved? It raises there, which may go unheard.
+    `was_read`: has somebody wanted what was not saved? It raises there, which may go unheard.
     """
 
     def __init__(self) -> None:
@@ -126,4 +126,4 @@ def with_saved_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _discard(tensor: torch.Tensor) -> None:
-    """What forward would save for backward."""
+    """Drops a tensor that forward would save for backward."""

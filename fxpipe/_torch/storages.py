@@ -31,7 +31,7 @@ _SPARSE_PARTS = {
 
 
 def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """What a tensor lies in: one storage, those of its parts (sparse ones, wrappers), or none that can be seen."""
+    """Yields the storages of a tensor: one, those of its parts (sparse ones, wrappers), or none that can be seen."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))

@@ -53,7 +53,7 @@ class AutocastState:
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """What a function finds set besides its arguments."""
+    """The thread-local state that a function depends on besides its arguments: grad mode and autocast."""
 
     grad: bool  # are gradients recorded; False in `no_grad` and in `inference_mode`
     autocast: tuple[AutocastState, ...]  # one for each of AUTOCAST_DEVICES

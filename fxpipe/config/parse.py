@@ -32,7 +32,7 @@ def parse_switch(name: str, given: bool) -> bool:
 
 
 def parse_stages_per_device(given: int | None) -> int | None:
-    """How many stages each worker has; None: as many as the schedule wants."""
+    """Checks the number of stages of each worker; None: as many as the schedule wants."""
     if given is None:
         return None
     count = whole_number(given)
@@ -195,7 +195,7 @@ def parse_number(argument: str, given: Any, what: str) -> float:
 
 
 def parse_profile_budget(seconds: Any) -> float:
-    """How long to measure; None: as long as is usual."""
+    """Checks the seconds to measure for; None: the default."""
     return PROFILE_BUDGET if seconds is None else parse_number("profile_budget", seconds, "seconds")
 
 

@@ -1,9 +1,10 @@
-"""What a pipeline is asked for: the options of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, as they were given.
+"""The options of a pipeline: those of `fxpipe.pipeline`, `fxpipe.plan` and `fxpipe.tune`, as they were given.
 
 Each of the three has those that it takes in its signature, for `help`, editors and type checkers to show. Names, order
-and defaults are the ones here (tests/test_options.py holds them to it), and so each takes them all at once:
+and defaults are the ones here (tests/unit/config/test_pipeline_options.py holds them to it), and so each takes them all
+at once:
 
-    options = Options.among(locals())
+    options = PipelineOptions.among(locals())
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
     )
 
 
-# -- What the user asks for, checked and in one form, before anything runs -------------------------------------------
+# -- Settings: the options checked and in one form, before anything runs ---------------------------------------------
 
 DEFAULT_SCHEDULE = "1f1b"
 TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be left to the tuner
@@ -121,7 +122,7 @@ TUNABLE_OPTIONS = ("schedule", "chunks", "stages_per_device")  # what may be lef
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How to make a pipeline. Of what is left to planning, `placement` may grow and `checkpoint` become a mode.
+    """The checked settings of a pipeline. Planning may still extend `placement` and turn `checkpoint` into a mode.
 
     What is left to the tuner has usual values meanwhile: "1f1b", and 4 micro-batches for each worker.
     """

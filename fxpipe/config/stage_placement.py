@@ -1,4 +1,4 @@
-"""Which schedule is asked for, and which worker has which stage: the one follows from the other.
+"""The schedule that is asked for, and the worker of each stage: the one follows from the other.
 
 A schedule that is known by name says how many stages it wants on each worker, and how they are placed; a table of one's
 own has them in its rows.
@@ -57,7 +57,7 @@ def _check_for_training(schedule: Schedule) -> None:
 
 
 def worker_count_for(stages: int, schedule: ScheduleLike, per_device: int | None) -> int:
-    """How many workers it takes for so many stages."""
+    """Computes the number of workers that so many stages need."""
     if isinstance(schedule, Schedule):
         return len(schedule.rows)
     each = _stages_per_worker(schedule, per_device)

@@ -1,7 +1,7 @@
-"""What a plan looks like and what comes of it, before it runs: `python -m fxpipe.inspect`, a thin face over it all.
+"""Shows a plan and its step before it runs: `python -m fxpipe.inspect`, a thin layer over the library.
 
-The files here are the command, from its options to what it shows. What is shown is made in `tables` (comparisons as
-data, as text and in the document for programs), `lanes` (a picture of a plan) and `html` (reports). How a plan and a
-step print is not here: they do so themselves, by `fxpipe.plans` and `fxpipe.simulation.timeline`, and `fxpipe.viz`
-below.
+The files here are the command, from its options to its output: `step_summary`, `sweep` and `diff` make comparisons as
+data and as text, `json_document` makes the document for programs, `report` and `report_sections` make HTML reports.
+Plans and steps print themselves, by `fxpipe.plans.display` and `fxpipe.simulation.text_timeline`; the picture of a
+plan is `fxpipe.viz.stage_graph`.
 """

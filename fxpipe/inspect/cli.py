@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# -- How the process of the command shall run: it is short, looks at one model, and somebody waits for it ------------
+# -- Set-up of the command's process: it is short, looks at one model, and somebody waits for it ---------------------
 
 
 def set_up_process() -> None:

@@ -15,7 +15,7 @@ from fxpipe.inspect.inputs import ACCEPTED_INPUTS, parse_input
 from fxpipe.inspect.targets import TARGET_FORMS, Target, parse_keyword, parse_target
 from fxpipe.scheduling import CHECKPOINTS, SCHEDULES
 
-# -- What a command line is about: a model of the user's, a type of transformers, or a plan that was saved -----------
+# -- The target of a command line: a model of the user's, a type of transformers, or a saved plan --------------------
 
 
 @dataclass(frozen=True, slots=True)

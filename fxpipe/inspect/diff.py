@@ -67,7 +67,7 @@ class PlanDifference:
 
 
 def compare_plans(before: Plan, after: Plan) -> PlanDifference:
-    """What it takes to come from one plan to the other."""
+    """Compares two plans: all that changes from one to the other."""
     home, now = _stage_of_nodes(before), _stage_of_nodes(after)
     return PlanDifference(
         choices=tuple(change for change in _choice_changes(before, after) if not change.is_same),
@@ -159,7 +159,7 @@ FIGURE_NAMES = {
 
 
 def difference_text(found: PlanDifference, before: str, after: str) -> str:
-    """What changes from one plan to the other; `before` and `after` are what they are called."""
+    """Formats what changes from one plan to the other; `before` and `after` are their names."""
     head = f"from {before} to {after}"
     if found.is_empty:
         return f"{head}: the same plan"

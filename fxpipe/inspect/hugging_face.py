@@ -137,7 +137,7 @@ def _class_name(config: Any) -> str:
 
 
 def _wanted_inputs(model: Any) -> list[str]:
-    """What the model must be given."""
+    """Lists the names of the inputs that the model needs."""
     config = model.config
     main = getattr(model, "main_input_name", "input_ids")
     wanted = [main]

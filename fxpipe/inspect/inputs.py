@@ -43,7 +43,7 @@ class InputShape:
 
 @dataclass(frozen=True, slots=True)
 class InputOption:
-    """What one `--input` asks for."""
+    """One `--input` of the command line: its value, and the argument that it is for."""
 
     value: InputShape | Target
     name: str | None = None  # of the argument; None: it goes by position, or brings its names along
@@ -54,14 +54,14 @@ class InputOption:
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """What a model is called with."""
+    """The arguments of a call of the model."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def parse_input(text: str) -> InputOption:
-    """What one `--input` says.
+    """Parses one `--input`.
 
     8x3x64x64              ->  Input(Shape((8, 3, 64, 64), "float32"))
     8x128:int64            ->  Input(Shape((8, 128), "int64"))

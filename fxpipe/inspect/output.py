@@ -1,4 +1,4 @@
-"""What was found out, as text, as JSON and in files."""
+"""The output of the command: its findings as text, as JSON and in files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def output_text(found: Findings, request: Request, out: TextIO) -> str:
-    """What goes to `out`: the answer to what was asked; if nothing in particular, the plan and its step."""
+    """Formats what goes to `out`: the answer to what was asked; if nothing in particular, the plan and its step."""
     if request.code is not None:
         assert found.plan is not None
         return found.plan.stages[request.code].code

@@ -25,7 +25,7 @@ _ALIASING = (_aten.detach.default, _aten.alias.default)  # of them parameters ar
 
 @dataclass(frozen=True, slots=True)
 class _PendingDraw:
-    """What is to be drawn: `function(tensor, *args, **kwargs)`, where the tensor is all of a storage."""
+    """A random initialization that is still to run: `function(tensor, *args, **kwargs)` on all of a storage."""
 
     storage: StorageWeakRef
     numbers: int

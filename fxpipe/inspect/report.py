@@ -57,7 +57,7 @@ MAX_PATH_SHARES, LEAST_PATH_SHARE = 6, 0.03  # of the critical path that are nam
 
 
 def step_figures(plan: Plan, simulation: Simulation, memory: Sequence[MemoryParts]) -> str:
-    """What one asks first. `memory`: of each device at its peak."""
+    """Formats the main figures of a step as a list in HTML. `memory`: of each device at its peak."""
     peaks = [parts.total for parts in memory]
     lacks = [0.0 if limit is None else peak - limit for peak, limit in zip(peaks, simulation.limits, strict=True)]
     over = max(lacks) > 0
@@ -127,7 +127,7 @@ def device_names(simulation: Simulation) -> list[str]:
 
 
 def _critical_path_line(simulation: Simulation) -> str:
-    """What would have to be faster for the step to be."""
+    """Formats the shares of the critical path: what would have to be faster for the step to be."""
     spent: defaultdict[str, float] = defaultdict(float)
     for leg in simulation.legs:
         what = leg.kind if leg.kind in ("sending", "waiting") else f"in stage {leg.span.action.stage}"

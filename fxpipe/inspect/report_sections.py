@@ -1,4 +1,4 @@
-"""What a report says of a plan, part by part: functions from plan to markup, empty where there is nothing to say."""
+"""The sections of a report: functions from plan to markup, empty where there is nothing to say."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fxpipe.simulation import Simulation
 
 
-# -- The same plan with other numbers of micro-batches, schedules and devices: what a report compares ----------------
+# -- Variants of a plan that a report compares: other numbers of micro-batches, schedules and devices ----------------
 
 MAX_CHUNKS = 512
 MAX_STAGE_CELLS = 10_000  # stages times micro-batches: more takes seconds to simulate, and a picture of it is grey
@@ -198,7 +198,7 @@ def portals_section(plan: Plan) -> str:
 
 
 def _source_line_cell(line: str) -> HtmlCell:
-    """Where in the user's code; others, who have other folders, read this, too."""
+    """Makes the cell of a line of the user's code, with its path shortened: readers of a report have other folders."""
     return code_cell(shorten_source_line(line)) if line else missing_cell()
 
 

@@ -1,4 +1,4 @@
-"""What a command line asks for, as data."""
+"""The request of a command line, as data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxpipe.inspect.cli_options import DevicesOption, PlanFile, Subject, make_pa
 from fxpipe.inspect.inputs import InputOption
 from fxpipe.utils.files import check_output_path
 
-# -- Files that the command is to write, looked at before the long work ----------------------------------------------
+# -- Output files, checked before the long work ----------------------------------------------------------------------
 
 OUTPUT_FORMATS = {
     "timeline": ("png", "pdf", "svg", "html", "json"),

@@ -75,7 +75,7 @@ def load_requested_model(request: Request) -> LoadedModel:
 
 
 def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> Settings:
-    """What `fxpipe.plan` would make of the request for these devices; `others` go before it."""
+    """Makes the settings that `fxpipe.plan` would, of the request for these devices; `others` override its options."""
     from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 
     given = {
@@ -151,7 +151,7 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
 
 
 def _allocator_error(error: BaseException | None) -> BaseException | None:
-    """What an allocator raised, if that is what lies behind an error."""
+    """Finds the error that an allocator raised in the chain of causes of an error; None if there is none."""
     while error is not None:
         told = str(error)
         if isinstance(error, MemoryError) or (
@@ -164,7 +164,7 @@ def _allocator_error(error: BaseException | None) -> BaseException | None:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the command has found out. What was not asked for is None or empty."""
+    """The findings of the command. What was not asked for is None or empty."""
 
     name: str  # of what is inspected
     plan: Plan | None = None  # None: it does not fit, but other numbers of devices were asked for

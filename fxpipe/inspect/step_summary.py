@@ -36,7 +36,7 @@ class StepSummary:
 
 
 def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
-    """What a simulated step of the plan comes to."""
+    """Summarizes a simulated step of the plan."""
     limits, peaks = simulation.limits, [memory.peak for memory in simulation.memory]
 
     def closeness(device: int) -> tuple[float, float]:
@@ -153,7 +153,7 @@ def _memory_text(run: StepSummary) -> str:
 
 
 def device_table(simulation: Simulation) -> str:
-    """How much each device idles, and its memory at its peak, by what it is for."""
+    """Formats a table of devices: the bubble of each, and its memory at its peak, by what it is for."""
     limits, memory, bubbles, names = simulation.limits, simulation.memory, simulation.bubble, simulation.devices
     shown, rest = list(range(len(names))), ""
     if len(names) > MAX_DEVICE_ROWS:

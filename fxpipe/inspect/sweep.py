@@ -1,4 +1,4 @@
-"""How many devices? The same model cut for 1, 2, 4, 8 ... of them, and as many as were asked for, in every schedule.
+"""Sweeps over numbers of devices: the model cut for 1, 2, 4, 8 ... and as many as were asked for, in every schedule.
 
 Each number of devices is planned anew. Schedules that have their stages on the same devices share a plan, but where one
 does not fit into memory with it: then it is planned for that schedule. What does not fit at all is listed with the
@@ -127,7 +127,7 @@ def sweep_table(rows: Sequence[SweepRow]) -> str:
 
 
 def _cores_note(rows: Sequence[SweepRow]) -> str:
-    """What is measured on a CPU holds for CPU devices that have a core each."""
+    """Warns where plans for CPUs have more devices than there are cores: measurements assume a core for each."""
     cores, plans = os.cpu_count() or 1, [row.plan for row in rows if row.plan is not None]
     are_here = [plan for plan in plans if not plan.estimated_for and {*plan.workers} == {"cpu"}]
     if all(len(plan.workers) <= cores for plan in are_here):

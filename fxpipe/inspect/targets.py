@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# -- Words of messages: what was meant, what came, what was raised ---------------------------------------------------
+# -- Words of error messages: what was meant, what was given, what was raised ----------------------------------------
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -56,7 +56,7 @@ def with_article(value: object) -> str:
     return f"an {kind}" if kind[0].lower() in "aeiou" else f"a {kind}"
 
 
-# -- `--kwargs depth=4 name=small rate=0.1 flag=true`: keyword arguments as a command line has them ------------------
+# -- Keyword arguments of a command line: `--kwargs depth=4 name=small rate=0.1 flag=true` ---------------------------
 #
 # A value is JSON (`true`, `null`, `[64, 128]`, `{"a": 1}`) or a literal of Python's (`True`, `None`, `(3, 3)`); what is
 # neither is text, which therefore needs no quotes.
@@ -230,6 +230,6 @@ def _suggestion(name: str, holder: object) -> str:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Where it was raised."""
+    """Returns the file and line that raised the error, in brackets; empty where that is the command itself."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""

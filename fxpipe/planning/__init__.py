@@ -31,4 +31,4 @@ __all__ = [
 ]
 
 
-# -- Deciding: what was traced and profiled becomes a cut, and the plan that describes it ----------------------------
+# -- Planning: from a traced and profiled model to a cut, and the plan that describes it -----------------------------

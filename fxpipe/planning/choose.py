@@ -31,12 +31,12 @@ from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule
 from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing import Traced
 
-# -- What a cut comes to: loads, what is sent, and the step as it is simulated ---------------------------------------
+# -- A cut, its costs, and the step as it is simulated ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What was decided."""
+    """The cut that was decided on, and the costs and the simulated step that it was chosen by."""
 
     traced: Traced  # in the order in which its nodes will run
     starts: tuple[int, ...]  # the place of the first node of each stage
@@ -127,13 +127,13 @@ def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
     return found
 
 
-# -- What would fit where nothing does: other cuts, more recomputing, more devices, smaller micro-batches ------------
+# -- Memory advice where nothing fits: other cuts, more recomputing, more devices, smaller micro-batches -------------
 
 MAX_DEVICES_FACTOR = 8  # times those that are given, of which one tries whether the model would fit
 
 
 def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
-    """What is tried where nothing fits into memory."""
+    """Lists the remedies that are tried where nothing fits into memory."""
     settings = case.settings
     found: list[Iterable[RemedyTrial]] = [
         recompute_trials(_with_asked_balance(case, case.chain, case.settings), case.sites)
@@ -197,7 +197,7 @@ def _smaller_micro_batches(case: CutProblem) -> Iterator[RemedyTrial]:
         yield RemedyTrial(words, _with_asked_balance(case, bounded, settings), stage_devices_of(settings, batch))
 
 
-# -- Memory that several stages share: they are on one worker, or on workers that share a device ---------------------
+# -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------
 #
 # No solver weighs stages against each other: each has a limit of its own. So the memory is shared out first, evenly; if
 # nothing fits so, by what the stages come to. Each begins with all of it, as if it were alone; a cut that then fits

@@ -181,7 +181,7 @@ def device_kind(device: torch.device) -> str:
 
 
 def _worker_memory(settings: Settings, device: torch.device) -> int | None:
-    """What a worker may take of a device, which several may share."""
+    """Returns the memory that a worker may take of a device, which several may share; None where it is not known."""
     if settings.hardware is not None:
         return settings.hardware.usable_memory
     memory = local_memory(device)

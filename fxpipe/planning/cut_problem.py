@@ -1,4 +1,4 @@
-"""What is asked of a cut, as conditions: places where one must stand, stages that may have a node, stages on devices.
+"""The constraints of a cut: places where one must stand, stages that may have a node, stages on devices.
 
 What the user says by hand becomes such conditions: names and numbers in `balance`, `fxpipe.cut()` in forward,
 pins. Pins may be satisfied by several ways of placing stages; each is a case of its own.
@@ -71,7 +71,7 @@ def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
 
 
 def _prefix_ends(path: str) -> Iterator[int]:
-    """Where the paths of a module and of those around it end."""
+    """Yields the places where the paths of a module and of those around it end."""
     yield len(path)
     yield from (end for end, letter in enumerate(path) if letter == ".")
 
@@ -155,7 +155,7 @@ def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, st
 
 
 def _fewer_stages_advice(stages: int, devices: int, most: int) -> str:
-    """What to use where devices have several stages, which are more than `most` together; else nothing."""
+    """Says what to use where devices have several stages, which are more than `most` together; else nothing."""
     each = stages // devices
     if each == 1:
         return ""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch import fx
 
 
-# -- What stages hold and compute, as polynomials in the micro-batch size: one plan answers for every `b` ------------
+# -- Memory and time of stages as polynomials in the micro-batch size: one plan answers for every `b` ----------------
 
 FITTED_SIZES = (1, 2, 3, 4)  # at which the stages are looked at, beside that of the plan
 
@@ -115,7 +115,7 @@ def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
     return polynomial_of(coefficients_of(total, profile.batch))
 
 
-# -- What is worth knowing about a cut beside its figures: tied parameters, modules kept whole, the heaviest node ----
+# -- Annotations of a cut: tied parameters, modules kept whole, the heaviest node ------------------------------------
 
 
 def user_line_of(node: fx.Node) -> str:
@@ -166,7 +166,7 @@ def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
     return max(found, key=lambda node: node.seconds)
 
 
-# -- How the time of a stage is shared out among its nodes -----------------------------------------------------------
+# -- The share of each node in the time of its stage -----------------------------------------------------------------
 
 _SHARE_DIGITS = 5  # a share is looked at, not computed with; a plan has one for each of thousands of nodes
 
@@ -296,7 +296,7 @@ def value_sizes(traced: Traced, samples: int) -> dict[str, int]:
 
 
 def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:
-    """What goes to the next stage; portals not counted."""
+    """Computes the bytes that go to the next stage; portals are not counted."""
     following = program.stages[stage + 1].receives if stage + 1 < len(program.stages) else ()
     return polynomial_sum(formulas[value.name] for value in following if value.source == stage)
 

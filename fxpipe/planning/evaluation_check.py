@@ -29,7 +29,7 @@ EVALUATION_SAMPLES = 2  # samples
 def refusal_of_evaluation(
     first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int = 0
 ) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
-    """What `model.eval()` under `no_grad` will be refused for: the error, and why its outputs cannot be put together.
+    """Predicts why `model.eval()` under `no_grad` will be refused: the error, and why its outputs cannot be combined.
 
     Neither for a model that does not train, or that was not recorded, and for what the model itself raises, which it
     raises without a pipe too. The model is left as it is.
@@ -69,7 +69,7 @@ def refusal_of_evaluation(
 
 
 def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a recording on few samples shows nothing for which evaluation would be refused."""
+    """Checks that a recording on few samples shows nothing for which evaluation would be refused."""
     from fxpipe._torch import torch_pytree as pytree
     from fxpipe.tracing import trace_unverified
     from fxpipe.tracing.model_state import move_inputs, on_one_device

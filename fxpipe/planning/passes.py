@@ -108,7 +108,7 @@ def profile_again(
 def holds_for_chunks(
     traced: Traced, batch: int, args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int, settings: Settings
 ) -> bool:
-    """Whether the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
+    """Checks that the model takes micro-batches of a `chunks`-th of the batch, and its graph does the same there."""
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.verify.micro_batch_sizes import agrees_with_model
@@ -123,7 +123,7 @@ def holds_for_chunks(
 def holds_for_sizes(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], settings: Settings
 ) -> bool:
-    """Whether the graph is that of these inputs in micro-batches of these sizes, in the mode that the model is in."""
+    """Checks that the graph is that of these inputs in micro-batches of these sizes, in the mode of the model."""
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.verify.micro_batch_sizes import recheck_micro_batches
 
@@ -213,7 +213,7 @@ def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
     return next(others, samples)
 
 
-# -- The passes that look at what was found, and take little: decide and rewrite. What comes of them can run ---------
+# -- The cheap passes, which decide and rewrite; what comes of them can run ------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +255,7 @@ def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> P
 
 
 def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool]) -> str | tuple[str, ...]:
-    """What was left to planning, decided."""
+    """Returns the checkpoint modes as decided, where they were left to planning; else as asked."""
     if asked != "auto":
         return asked
     if len({*recompute}) == 1:

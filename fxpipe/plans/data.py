@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """What a stage holds in memory beside its parameters, of one micro-batch of `b` samples.
+    """Memory of a stage beside its parameters, for one micro-batch of `b` samples.
 
     What other stages made comes from the stage before or, through portals, from those before that. A stage that
     recomputes keeps all of it, any other only what its backward needs.
@@ -49,7 +49,7 @@ class StageBytes:
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """How long a stage takes for one micro-batch."""
+    """Seconds of a stage for one micro-batch."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -58,7 +58,7 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a stage runs for one micro-batch: pairs of (place in `Plan.operations`, how often)."""
+    """The operations of a stage for one micro-batch: pairs of (place in `Plan.operations`, how often)."""
 
     forward: tuple[tuple[int, int], ...] = ()
     backward: tuple[tuple[int, int], ...] = ()
@@ -215,7 +215,7 @@ class PlanData:
         return micro_batches_in_flight(self.as_schedule())[self._stage(stage).index]
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
-        """What the simulator is told: of each stage, and of all that goes between stages."""
+        """Returns the input of the simulator: the costs of each stage, and all transfers between stages."""
         stages = [self._cost(stage) for stage in self.stages]
         return stages, [Transfer(s.source, s.target, s.bytes, s.seconds, s.over) for s in self.sendings]
 
@@ -245,12 +245,12 @@ class PlanData:
         return make_schedule(self.schedule, n, self.micro_batches, self.checkpoint, self.placement, demands)
 
     def demands(self) -> tuple[StageTimes, ...]:
-        """What a schedule that is searched is told of the stages: so the same plan has the same order, always."""
+        """Returns the stage times for a schedule that is searched: so the same plan has the same order, always."""
         from fxpipe.simulation.costs import stage_times_of
 
         return stage_times_of(*self.costs(), self.modes, [stage.memory_limit for stage in self.stages])
 
-    # -- formulas in the micro-batch size ------------------------------------------------------------------------------
+    # -- Formulas in the micro-batch size ------------------------------------------------------------------------------
 
     def memory(self, stage: int, b: int | None = None) -> sympy.Expr:
         """Bytes that a stage needs at most: parameters, gradients, optimizer, activations of all in flight.

@@ -72,7 +72,7 @@ def _head(plan: PlanData) -> str:
 
 
 def _bottlenecks(plan: PlanData) -> str:
-    """What a step waits for, by the ways of cutting that were compared."""
+    """Formats the bottlenecks of a step, by the ways of cutting that were compared."""
     return ", ".join(
         f"{human_seconds(found.seconds)} by {found.balance}" + ("" if found.fits else ", which does not fit")
         for found in plan.bottlenecks
@@ -80,7 +80,7 @@ def _bottlenecks(plan: PlanData) -> str:
 
 
 def _heaviest(plan: PlanData) -> str:
-    """What bounds the balance."""
+    """Describes the heaviest node, which bounds the balance."""
     node = plan.heaviest
     if node is None or not node.seconds:
         return ""
@@ -206,7 +206,7 @@ def _totals(plan: PlanData, figures: PlanFigures) -> str:
     )
 
 
-# -- A plan as notebooks show it -------------------------------------------------------------------------------------
+# -- A plan in notebooks ---------------------------------------------------------------------------------------------
 
 MAX_HTML_STAGES, MAX_HTML_PORTALS = 64, 20  # rows
 

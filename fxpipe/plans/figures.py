@@ -1,4 +1,4 @@
-"""What a plan comes to: the figures that follow from it, for the tables and for the document.
+"""The figures that follow from a plan, for the tables and for the document.
 
 Seconds and bytes of a plan are those of its largest micro-batch, and so all figures here err on the high side where the
 micro-batches differ in size.
@@ -15,7 +15,7 @@ from fxpipe.simulation import simulate_schedule
 
 @dataclass(frozen=True, slots=True)
 class StageFigures:
-    """What one stage comes to."""
+    """The figures of one stage."""
 
     portals_in: tuple[Portal, ...]
     portals_out: tuple[Portal, ...]
@@ -24,7 +24,7 @@ class StageFigures:
 
 @dataclass(frozen=True, slots=True)
 class PlanFigures:
-    """What a plan comes to."""
+    """The figures of a plan."""
 
     stages: tuple[StageFigures, ...]
     slowest_to_mean: float  # forward and backward seconds of the slowest stage over those of the mean stage

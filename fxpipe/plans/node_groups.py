@@ -86,7 +86,7 @@ class _NodeRun:
 
     @property
     def prefix(self) -> tuple[str, ...]:
-        """What the paths of all its nodes begin with."""
+        """The common prefix of the paths of all its nodes."""
         first, last = min(node.path for node in self.nodes), max(node.path for node in self.nodes)
         length = next((k for k, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
         return first if length is None else first[:length]

@@ -73,7 +73,7 @@ def _scale_seconds(seconds: float, fixed: float, times: float) -> float:
     return fixed + (seconds - fixed) * times
 
 
-# -- What an action costs beside the operations of its stage ---------------------------------------------------------
+# -- Overhead of an action beside the operations of its stage --------------------------------------------------------
 #
 # Before F, R, B or W can compute, its worker waits at a fence, takes what was sent, and calls the stage's code or
 # autograd; after it, what was made is handed on and noted. That is Python on the host, as long for a small micro-batch

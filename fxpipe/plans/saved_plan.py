@@ -18,7 +18,7 @@ from fxpipe.utils.files import dataclass_from_json, write_atomically
 class Plan(PlanData):
     """All that is decided about a pipeline: JSON and nothing else. `print` shows it as a table."""
 
-    # -- files ---------------------------------------------------------------------------------------------------------
+    # -- Files ---------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON.

@@ -28,7 +28,7 @@ def simulate(
     hardware: str | Hardware | None = None,
     overlaps: bool = False,
 ) -> Simulation:
-    """How long a step of a plan takes, how much the devices idle, what they hold: nothing is run, and no model needed.
+    """Simulates a step of a plan: its time, bubbles and memory by device. Nothing is run, and no model is needed.
 
         print(fxpipe.simulate(plan))                        # a timeline, bubbles and memory of each device
         fxpipe.simulate(plan, schedule="zero_bubble", chunks=32).step_seconds

@@ -1,4 +1,4 @@
-"""Which device does what, and in what order: a schedule is plain data, made here and read by whatever runs or draws it.
+"""Schedules: which device does what, in what order, as plain data, made here and read by whatever runs or draws it.
 
 Three devices hold one stage each, and four micro-batches go through. Forward, a device can start when its predecessor
 has handed it something; so each enters one clock later, and the micro-batches climb down a staircase:

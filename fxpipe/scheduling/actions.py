@@ -14,7 +14,7 @@ from fxpipe.errors import ScheduleError
 
 
 class ActionKind(enum.Enum):
-    """What an action does; the value is its letter in the text form."""
+    """The kind of an action; the value is its letter in the text form."""
 
     FORWARD = "F"
     RECOMPUTE = "R"  # forward once more, for what backward needs of it
@@ -30,7 +30,7 @@ class ActionKind(enum.Enum):
 
     @property
     def words(self) -> str:
-        """What people call it."""
+        """The name of the kind in words."""
         return "backward of weights" if self is ActionKind.WEIGHT else self.name.lower()
 
 

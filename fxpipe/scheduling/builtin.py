@@ -79,7 +79,7 @@ def _interleaved_row(groups: list[range], stages: range, later: int) -> tuple[Ac
     return (*forward[:ahead], *(action for pair in steady for action in pair), *backward[len(forward) - ahead :])
 
 
-# -- The deterministic clock cycle: in which order the forwards of all micro-batches on all stages are taken up ------
+# -- The deterministic clock cycle: the order in which forwards of all micro-batches and stages begin ----------------
 #
 # A micro-batch i reaches stage j at the earliest i + j forwards after micro-batch 0 entered stage 0. Taking up the
 # pairs by that distance keeps every device busy as soon as it can be; for 4 micro-batches and 3 stages:

@@ -20,7 +20,7 @@ from fxpipe.scheduling.actions import Action, Rows, Schedule
 from fxpipe.scheduling.registry import SCHEDULES, Placement
 from fxpipe.scheduling.validation import validate
 
-# -- A schedule read from its text form: for a table of one's own, a diff, an issue, a test --------------------------
+# -- Parsing the text form of a schedule: for a table of the user's own, a diff, an issue, a test --------------------
 
 _HEAD = re.compile(r"(?P<name>.+): (?P<stages>\d+) stages?, (?P<micro_batches>\d+) micro-batch(es)?")
 _DEVICE = re.compile(r"device (?P<device>\d+):")

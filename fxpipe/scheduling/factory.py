@@ -74,7 +74,7 @@ def is_searched(schedule: ScheduleLike) -> bool:
 
 
 def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placement) -> str:
-    """What `make_schedule` makes the same schedule of: a name, or the text of a table of one's own."""
+    """Returns what `make_schedule` makes the same schedule of: a name, or the text of a table of the user's own."""
     if isinstance(schedule, str):
         return schedule
     return str(make_schedule(schedule, len(placement), micro_batches, placement=placement))

@@ -60,7 +60,7 @@ Placement: TypeAlias = tuple[int, ...]  # for each stage its device
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecipe:
-    """How a schedule is made, and for which placements."""
+    """The functions that make a schedule, and the placements that it allows."""
 
     rows: Callable[[int, Placement], Rows]  # (micro-batches, placement) -> a row for each device
     placement: Callable[[int, int], Placement] = round_robin  # (devices, stages on each) -> where stages are

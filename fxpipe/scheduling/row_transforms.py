@@ -105,7 +105,7 @@ def expand_groups(rows: Rows, groups: StageGroups) -> Rows:
     return tuple(tuple(new for action in row for new in each(action)) for row in rows)
 
 
-# -- Which device has which stage, where a device has several --------------------------------------------------------
+# -- Placements with several stages on each device -------------------------------------------------------------------
 
 
 def round_robin(devices: int, per_device: int) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def there_and_back(devices: int, per_device: int) -> tuple[int, ...]:
     return tuple(d for k in range(per_device) for d in (there[::-1] if k % 2 else there))
 
 
-# -- Recomputation put into rows -------------------------------------------------------------------------------------
+# -- Insertion of recomputation into rows ----------------------------------------------------------------------------
 
 Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
 
@@ -171,11 +171,11 @@ def _recompute_place(row: Sequence[Action], action: Action, recomputed: Sequence
     return place
 
 
-# -- A schedule as forward, then backward: how the drop-in runs it, with the caller's loss in between ----------------
+# -- A schedule split into forward and backward, as the drop-in runs it around the caller's loss ---------------------
 
 
 def forward_part(schedule: Schedule) -> Rows:
-    """What each row does before its first R or B. `backward_part` is the rest.
+    """Returns the actions of each row before its first R or B. `backward_part` is the rest.
 
     No F may stand in the rest: `ArgumentError` where one does (`1f1b`).
     """
@@ -183,7 +183,7 @@ def forward_part(schedule: Schedule) -> Rows:
 
 
 def backward_part(schedule: Schedule) -> Rows:
-    """What each row does from its first R or B on; see `forward_part`."""
+    """Returns the actions of each row from its first R or B on; see `forward_part`."""
     return tuple(row[cut:] for row, cut in zip(schedule.rows, _forward_ends(schedule), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Whether a schedule can run: what every action needs, and the checks that each schedule passes when it is made.
+"""Validation of schedules: what every action needs, and the checks that each schedule passes when it is made.
 
 Three questions, each asked only if the ones before it have been answered well:
 
@@ -243,7 +243,7 @@ def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
     return path[path.index(path[-1]) : -1]
 
 
-# -- How many micro-batches a stage holds at once, and of how many it has all activations: counted, not assumed ------
+# -- Numbers of micro-batches that a stage holds at once, and of which it has all activations: counted ---------------
 
 
 @lru_cache(maxsize=16)  # who prints a plan asks once for each stage

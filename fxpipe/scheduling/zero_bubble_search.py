@@ -54,7 +54,7 @@ from fxpipe.scheduling.builtin import zero_bubble, zero_bubble_2p
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What the actions of a stage take: seconds, and memory in any unit."""
+    """Costs of the actions of a stage: seconds, and memory in any unit."""
 
     forward: float  # seconds of F
     backward: float  # of B, without what is left to W
@@ -251,7 +251,7 @@ def _schedule_by_rule(
 def _next_kind(
     play: PartialSchedule, stage: StageState, now: float, limit: float, ahead: int, rule: PriorityRule
 ) -> ActionKind | float:
-    """What a stage that is free does now; or when to ask it again, where its neighbours do not have it asked before."""
+    """Chooses the next action of a free stage, or when to ask again, unless its neighbours have it asked before."""
     demand, ready = stage.demand, stage.weights < stage.backwards
     gradient = value = math.inf
     if stage.can(ActionKind.BACKWARD):

@@ -1,4 +1,4 @@
-"""How long a schedule takes, how much of that the devices idle, and what they hold: discrete events over its rows.
+"""Simulates schedules by discrete events over their rows: how long a step takes, its bubbles, and memory by device.
 
 Every action starts as soon as its device has ended the one before and all that it needs has ended and, if that was on
 another device, has arrived. Nothing is decided in between, for a schedule is an order; so one walk from event to event
@@ -23,9 +23,9 @@ action takes as long as any other; the loss, which no plan knows, takes no time;
 do the gradients of values; the gradient of an output that the loss takes from an earlier stage leaves with the last
 stage's B.
 
-`events.py` walks, by what `events.py` has found that actions need; `simulation_result.py` holds what comes of it;
-`simulation_result.py` says what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the
-same for a plan, also on hardware, with schedules and micro-batches that it was not made for.
+`events.py` finds what actions need and walks from event to event; `simulation_result.py` holds the result, with the
+critical path: what the end of the step depends on. `fxpipe.plans.simulate_plan` is `fxpipe.simulate`: the same for a
+plan, also on hardware, with schedules and micro-batches that it was not made for.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def simulate_schedule(
     *,
     overlaps: bool = True,
 ) -> Simulation:
-    """When every action of `schedule` runs, and what follows from that.
+    """Computes when every action of `schedule` runs, and what follows from that.
 
     The costs are those of the stages, whatever the schedule: so the same ones compare schedules with each other.
 

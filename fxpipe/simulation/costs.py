@@ -1,4 +1,4 @@
-"""What the simulator is told: what a stage costs, and what goes from one stage to another, in plain numbers.
+"""The costs that a simulation starts from: those of stages, and of transfers between them, in plain numbers.
 
 All is for one micro-batch. A transfer is one way. Its direction says what it is: from an earlier stage to a later one
 goes a value, after F of the one and before F of the other; from a later one to an earlier one goes a gradient, after B
@@ -30,7 +30,7 @@ from fxpipe.scheduling import StageTimes
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What a stage takes: seconds and bytes of one micro-batch, whatever the schedule."""
+    """Cost of a stage: seconds and bytes of one micro-batch, whatever the schedule."""
 
     forward: float  # seconds of F
     backward: float  # of the whole backward: of B or, where the schedule splits it, of B and W
@@ -48,13 +48,13 @@ class StageCost:
 
     @property
     def static_bytes(self) -> float:
-        """What is always there."""
+        """The bytes that are held all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one stage sends to another for each micro-batch; see the head of this file."""
+    """A transfer from one stage to another, for each micro-batch; see the docstring of this module."""
 
     source: int  # stage
     target: int  # stage
@@ -125,7 +125,7 @@ def _check_numbers(name: str, given: StageCost | Transfer) -> None:
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
 
 
-# -- What a schedule that is searched (`zero_bubble_auto`) is told of the stages: made of what they cost -------------
+# -- Stage times for a schedule that is searched (`zero_bubble_auto`), made of the costs of stages -------------------
 
 
 def stage_times_of(

@@ -31,7 +31,7 @@ class DependencyEdge:
 
     @property
     def links_taken(self) -> tuple[Hashable, ...]:
-        """What carries one transfer at a time."""
+        """The links and shared ways that it takes, each of which carries one transfer at a time."""
         return () if self.link is None else (self.link, *self.over)
 
 
@@ -40,7 +40,7 @@ DependencyEdges = dict[ActionKind, list[list[DependencyEdge]]]  # for F and B, f
 
 @dataclass(slots=True)
 class ReceiveCopies:
-    """Where the device that receives copies: what it does before it computes."""
+    """The copies that the receiving device makes before it computes, where transfers do not overlap computation."""
 
     seconds: float = 0.0
     over: dict[str, None] = field(default_factory=dict)  # shared ways that it takes, each once
@@ -108,7 +108,7 @@ def device_by_stage(schedule: Schedule) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What an action has waited for, on its way from another."""
+    """The arrival of a value or gradient that an action has waited for, from an action on another device."""
 
     device: int  # of the action that it comes from
     place: int  # of that action in its row

@@ -1,4 +1,4 @@
-"""What a simulation found."""
+"""The results of a simulation, the critical path, and the comparison of a simulated step with a measured one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _add_leg(legs: list[CriticalLeg], kind: str, start: float, end: float, span:
         legs.append(CriticalLeg(kind, start, end, span))
 
 
-# -- What was simulated beside what was measured, device by device ---------------------------------------------------
+# -- Comparison of a simulated step with a measured one, device by device --------------------------------------------
 #
 # print(fxpipe.simulate(pipe.plan).compared(pipe.last_step))
 
@@ -183,7 +183,7 @@ def _figure_cells(pair: ComparedFigure) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Simulation(TimelineMixin):
-    """What a simulation found. `print` draws it."""
+    """The result of a simulation. `print` draws it."""
 
     schedule: Schedule
     stages: tuple[StageCost, ...]
@@ -237,7 +237,7 @@ class Simulation(TimelineMixin):
 
     @property
     def update_seconds(self) -> float:
-        """How long the optimizer takes on the slowest device, after the step; 0 where the schedule has updates, and
+        """Seconds of the optimizer on the slowest device, after the step; 0 where the schedule has updates, and
         where it is not known."""
         if any(span.action.kind is ActionKind.UPDATE for span in self.spans):
             return 0.0

@@ -108,7 +108,7 @@ def _row_cells(owners: Sequence[int | None], names: Sequence[tuple[str, ActionKi
 
 
 def column_extents(owners: Sequence[int | None]) -> dict[int, tuple[int, int]]:
-    """Where what is shown of each span begins, and how long that is."""
+    """Computes the first column and the number of columns of each span that is shown."""
     found: dict[int, tuple[int, int]] = {}
     for place, k in enumerate(owners):
         if k is not None:

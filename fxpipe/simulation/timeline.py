@@ -1,4 +1,4 @@
-"""When each action of a step runs, simulated or measured: spans, and the memory that follows from them.
+"""The timeline of a step, simulated or measured: spans of its actions, and the memory that follows from them.
 
 All that shows them starts from a `StepTimeline`: `text_timeline.py` as lines of text, `fxpipe.viz` in all other forms.
 """
@@ -12,12 +12,12 @@ from typing import Protocol, runtime_checkable
 from fxpipe.scheduling import Action, ActionKind
 from fxpipe.simulation.costs import StageCost
 
-# -- What can be read off the actions of a step once it is known when each runs: memory over time --------------------
+# -- Spans of actions, and the memory over time that follows from them -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When a device runs an action."""
+    """The time in which a device runs an action."""
 
     action: Action
     device: int
@@ -59,7 +59,7 @@ class MemoryTimeline:
 
     @property
     def at_peak(self) -> MemoryParts:
-        """What is there when most is; where that happens several times, the first time."""
+        """Memory by part at the peak; at the first one where there are several."""
         return max((parts for _, parts in self.steps), key=lambda parts: parts.total)
 
 
@@ -102,7 +102,7 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
     return MemoryTimeline(tuple(steps))
 
 
-# -- A step as it is drawn and written down: in one form what was simulated and what was measured --------------------
+# -- The timeline of a step: one form for simulated and for measured ones --------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class TransferArrow:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeline:
-    """When each device did what."""
+    """The timeline of a step: the spans of all devices."""
 
     schedule: str  # its name
     is_simulated: bool
@@ -167,7 +167,7 @@ class StepTimeline:
 
 @runtime_checkable
 class HasTimeline(Protocol):
-    """What knows when each action of a step ran, and says it in the common form: a `Simulation`, a `StepRecord`."""
+    """Anything that gives the times of a step's actions in the common form: a `Simulation`, a `StepRecord`."""
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
         """The step; without memory over time, which takes the longest to find out, where nobody asks for it."""

@@ -1,4 +1,4 @@
-"""How a `HasTimeline` draws itself: into a file, and in a notebook."""
+"""The mixin by which a `HasTimeline` draws itself: into a file, and in a notebook."""
 
 from __future__ import annotations
 

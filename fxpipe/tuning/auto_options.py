@@ -1,4 +1,4 @@
-"""What was left to planning (`chunks="auto"`, `schedule="auto"`) chosen by the tuner, once a model has been studied.
+"""Options left to planning (`chunks="auto"`, `schedule="auto"`), chosen by the tuner once a model has been studied.
 
 The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
 the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
@@ -54,7 +54,7 @@ def prepare_best(
 
 
 def _with_usual_chunks(ready: PreparedGraph, usual: Settings, batch: int) -> PreparedGraph:
-    """Where each sample is a micro-batch already, more of them may be better for larger mini-batches."""
+    """Sets the usual number of micro-batches where each sample is one already: larger mini-batches may use more."""
     if ready.settings.chunks < batch or usual.chunks <= batch:
         return ready
     settings = replace(ready.settings, chunks=usual.chunks)

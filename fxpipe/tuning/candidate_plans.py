@@ -32,7 +32,7 @@ CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all s
 
 
 class PlanSource(Protocol):
-    """Where the plans of candidates come from."""
+    """The source of the plans of candidates."""
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
         """Cut for stages that recompute so, as if memory had no limit.
@@ -110,7 +110,7 @@ class ModelPlans:
         return simulate_schedule(schedule, stages).step_seconds
 
     def prepared(self, plan: Plan) -> PreparedGraph:
-        """What runs a plan that came from here."""
+        """Returns the prepared graph that runs a plan that came from here."""
         nodes = [stage.nodes for stage in plan.stages]
         found = next(
             one
@@ -165,7 +165,7 @@ class ModelPlans:
         return self._same[key]
 
     def _fastest(self, samples: int) -> list[StageCost]:
-        """What nodes take for micro-batches of so many samples, each on the device that is fastest for it."""
+        """Returns the costs of nodes for micro-batches of so many samples, each on the device fastest for it."""
         if samples not in self._nodes:
             rows = zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True)
             fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)

@@ -151,7 +151,7 @@ def _schedule_label(schedule: ScheduleLike) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", None) or str(schedule)
 
 
-# -- Says what is the least that would do, where no candidate fits into memory ---------------------------------------
+# -- The message where no candidate fits into memory: the least that would do ----------------------------------------
 
 
 def shortage_message(rows: Sequence[CandidateResult], limits: MemoryLimits) -> str:

@@ -1,4 +1,4 @@
-"""What a tuner tries, as plain data: schedules, stages on a device, numbers of micro-batches.
+"""The candidates of a tuner, as plain data: schedules, stages on a device, numbers of micro-batches.
 
 Of the numbers of micro-batches those are tried that double, 1, 2, 4, ..., up to the samples of the mini-batch. Where a
 divisor of the mini-batch is near it stands in for the power of two: micro-batches are then all of one size, and none
@@ -76,7 +76,7 @@ def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
     return tuple(count for count in dict.fromkeys(found) if count <= max(1, most))
 
 
-# -- The candidates of a tuner, and what each one's step comes to: a row for each, and which are better --------------
+# -- The result of each candidate: a row of the table, and their order -----------------------------------------------
 
 SAME_STEP_TOLERANCE = 0.001  # steps that differ by less are equally long: then the one that needs less memory is better
 
@@ -108,7 +108,7 @@ class CandidateResult:
 
     @property
     def simulation(self) -> Simulation:
-        """When its actions run, and what its devices hold; made anew each time."""
+        """The simulation of its plan: the times of its actions and the memory of its devices; made anew each time."""
         if self.plan is None:
             raise ValueError(f"this candidate was not cut: {self.why}")
         return simulate(self.plan)

@@ -34,7 +34,7 @@ MEASURING_ROUNDS = 5  # beside a first one, to warm up: fewer than the steps aft
 
 @dataclass(frozen=True, slots=True)
 class LossArguments:
-    """What `forward_backward` is told beside the inputs."""
+    """The arguments of `forward_backward` beside the inputs."""
 
     loss_fn: Callable[..., Any] | None
     target: Any

@@ -1,4 +1,4 @@
-"""What a tuner found: a row for each candidate, and the one that it chose."""
+"""The result of a tuner: a row for each candidate, and the one that it chose."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_PRINTED_CANDIDATES = 20  # rows of the printed table, beside the chosen one
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """What `fxpipe.tune` tried. `print` shows the table that it chose from."""
+    """The candidates that `fxpipe.tune` tried, and the best. `print` shows the table that it chose from."""
 
     best: CandidateResult
     rows: tuple[
@@ -92,7 +92,7 @@ def _step_text(row: CandidateResult) -> str:
     return least + human_seconds(row.step_seconds) if row.step_seconds else ""
 
 
-# -- What a tuner found as notebooks show it -------------------------------------------------------------------------
+# -- The result of a tuner in notebooks ------------------------------------------------------------------------------
 
 MAX_HTML_CANDIDATES = 12  # rows
 

@@ -74,7 +74,7 @@ def _file_error(what: str, path: str | Path, why: str) -> FileError:
     return FileError(f"{what} cannot be saved to {str(path)!r}: {why}")
 
 
-# -- Frozen dataclasses as JSON and back: what is read is checked piece by piece against the types of the fields -----
+# -- Frozen dataclasses to JSON and back: each piece read is checked against the type of its field -------------------
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# -- What a forked child sets right. It has only the thread that has forked, and locks as the others held them -------
+# -- Repairs in a forked child, which has only the thread that forked, and locks as the others held them -------------
 
 
 def call_in_forked_child(function: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""How an output without the batch, a loss above all, comes from what micro-batches have reduced.
+"""Combines an output without the batch, a loss above all, from what micro-batches have reduced.
 
 A loss is a function of sums over samples: `total / count`, `ce / tokens + 0.1 * mse`, `mean(f) @ mean(p)`. That of the
 mini-batch is the same function of the sums over all micro-batches, and no mean of their losses, which padding makes
@@ -67,7 +67,7 @@ class OutputCombination:
         return self([handed_out[place] for place in self.pieces])
 
     def share(self, handed_out: Sequence[Any], known: Mapping[int, Any], weight: float) -> Any:
-        """What a micro-batch of this weight shows for the output: the mean of it over micro-batches is the output."""
+        """Computes a micro-batch's share of the output, by its weight: the mean over micro-batches is the output."""
         pieces = []
         for place, how, is_known in zip(self.pieces, self.reductions, self.is_known, strict=True):
             piece = handed_out[place]
@@ -88,7 +88,7 @@ class UndeterminedOutput:
 
 
 def cross_entropy_divisor(target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor:
-    """What the mean of a cross entropy divides by: the classes that count, or the sum of their weights."""
+    """Computes the divisor of a mean cross entropy: the number of classes that count, or the sum of their weights."""
     counts = target != ignored
     if weight is None:
         return counts.sum()
@@ -96,7 +96,7 @@ def cross_entropy_divisor(target: torch.Tensor, weight: torch.Tensor | None, ign
 
 
 def element_count(x: torch.Tensor) -> torch.Tensor:
-    """What the mean of a tensor divides by, where its size depends on values."""
+    """Returns the divisor of the mean of a tensor, where its size depends on values."""
     return torch.scalar_tensor(x.numel(), dtype=torch.int64, device=x.device)
 
 

@@ -114,7 +114,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-# -- what is inside -------------------------------------------------------------------------------------------------
+# -- Contents of objects --------------------------------------------------------------------------------------------
 
 
 def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
@@ -149,7 +149,7 @@ def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
 
 
 def _contents(value: Any) -> Iterator[Any]:
-    """What a value holds; a function holds what it was made over, or bound to."""
+    """Yields the contents of a value; of a function, what it closes over or is bound to."""
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, MethodType):

@@ -76,7 +76,7 @@ pytree.register_pytree_node(_Size, lambda size: (list(size), None), lambda sizes
 pytree.register_pytree_node(_LookedAtObject, _refuse_flatten, lambda _, seen: seen.value)
 
 
-# -- trees -----------------------------------------------------------------------------------------------------------
+# -- Pytrees ---------------------------------------------------------------------------------------------------------
 
 
 LeafPaths = list[tuple[tuple[pytree.KeyEntry, ...], Any]]  # of leaves, and the leaves
@@ -333,7 +333,7 @@ def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
     return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
 
 
-# -- objects that forward is given as they are -----------------------------------------------------------------------
+# -- Objects that forward gets unchanged -----------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

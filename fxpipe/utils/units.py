@@ -47,7 +47,7 @@ def three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
-# -- Whole numbers as users give them --------------------------------------------------------------------------------
+# -- Whole numbers given by users ------------------------------------------------------------------------------------
 
 
 def whole_number(given: Any) -> int | None:

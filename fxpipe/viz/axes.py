@@ -57,7 +57,7 @@ def _rounded_number(value: float, step: float) -> str:
     return f"{value:.{places}f}"
 
 
-# -- Where time runs in a picture ------------------------------------------------------------------------------------
+# -- The time axis of a picture --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class TimeAxis:
         return self.left + self.width * min(1.0, max(0.0, time / self.seconds)) if self.seconds else self.left
 
 
-# -- What the colours of a picture mean ------------------------------------------------------------------------------
+# -- The legend of a picture -----------------------------------------------------------------------------------------
 
 SQUARE_SIDE = 10.0  # of a square
 LEGEND_TEXT_SIZE = 10.0  # of the letters

@@ -70,7 +70,7 @@ def _span_boxes(span: Span, frame: TimeAxis, y: float, height: float) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class BoxNames:
-    """What stands in the boxes."""
+    """The texts in the boxes."""
 
     texts: tuple[Text, ...]
     are_stacked: bool  # somewhere the stage stands above the micro-batch
@@ -120,7 +120,7 @@ def text_size_for(height: float) -> float:
 
 
 def smaller_text_size(letters: float) -> float:
-    """Where there is less room."""
+    """Returns the size of text for boxes that have less room."""
     return max(SMALLEST_TEXT, letters * 0.75)
 
 
@@ -147,7 +147,7 @@ def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, h
 
 
 def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
-    """Where it begins, where it has received what it needs, where it ends; what takes no time is a thin stroke."""
+    """Returns the x of a span's start, of the end of its receiving, and of its end; an instant gets a thin stroke."""
     if not span.seconds:
         left = min(frame.x(span.start), frame.right - INSTANT)
         return left, left, left + INSTANT
@@ -155,7 +155,7 @@ def _span_places(span: Span, frame: TimeAxis) -> tuple[float, float, float]:
 
 
 def span_title(span: Span) -> str:
-    """What a box says where the pointer rests on it."""
+    """Formats the title that a box shows where the pointer rests on it."""
     action = span.action
     times = f"{human_seconds(span.seconds)} from {human_seconds(span.start)}"
     received = f", {human_seconds(span.receiving)} of it receiving" if span.receiving else ""
@@ -235,12 +235,12 @@ def draw_gantt(step: StepTimeline, *, title: str = "") -> Gantt:
     return Gantt(scene, frame, top, pitch, height, end, axis, tuple(grid))
 
 
-# -- beside the rows ---------------------------------------------------------------------------------------------------
+# -- Labels and figures beside the rows --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _RowFigures:
-    """What stands behind each row."""
+    """The figures behind each row."""
 
     busy: list[str]
     bubble: list[str]
@@ -297,7 +297,7 @@ def _time_width(step: StepTimeline, letters: float) -> float:
     return min(WIDEST_GANTT, max(NARROWEST_GANTT, 1.01 * wanted))
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- Texts -----------------------------------------------------------------------------------------------------------
 
 
 def _headline(step: StepTimeline) -> str:

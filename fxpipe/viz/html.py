@@ -18,7 +18,7 @@ MISSING_TEXT = "–"
 
 @dataclass(frozen=True, slots=True)
 class HtmlCell:
-    """What a cell shows, and by what it is sorted."""
+    """A cell of a table: what it shows, and the value that it is sorted by."""
 
     text: str
     value: float | None = None  # None: it is text
@@ -60,7 +60,7 @@ def percent_cell(value: float) -> HtmlCell:
 
 
 def missing_cell() -> HtmlCell:
-    """Where others have a number; less than all of them."""
+    """Makes the cell of a missing number; it is sorted below all others."""
     return HtmlCell(MISSING_TEXT)
 
 
@@ -123,7 +123,7 @@ def html_page(title: str, style: str, body: str, script: str) -> str:
 """
 
 
-# -- Pieces of HTML for notebooks, which show plans, pipes, simulations, records and tunings by them -----------------
+# -- HTML of notebook views: of plans, pipes, simulations, records and tunings ---------------------------------------
 #
 # A notebook puts them in a page of its own. So they bring no style sheet, which would restyle that page, and no script,
 # which it may refuse: styles stand in the elements. Colours are the page's, so that they are legible on light and dark.
@@ -143,7 +143,7 @@ def notebook_fragment(parts: Sequence[str]) -> str:
 
 
 def notebook_heading(title: str, facts: str) -> str:
-    """What it is and, below, what there is to say of it in a line."""
+    """Makes the heading of a notebook view: a title and, below it, a line of facts."""
     return f"<div><b>{escape_markup(title)}</b></div>{notebook_note(facts)}"
 
 

@@ -28,7 +28,7 @@ SMALL_TEXT = 9.0
 
 @dataclass(frozen=True, slots=True)
 class MemoryChart:
-    """What is drawn, and how high."""
+    """The items of a memory chart, and its height."""
 
     time_items: tuple[Item, ...]  # stands on the time axis
     fixed_items: tuple[Item, ...]  # stands beside it
@@ -37,7 +37,7 @@ class MemoryChart:
 
 @dataclass(frozen=True, slots=True)
 class _ByteScale:
-    """What bytes are in a chart of some height."""
+    """The scale from bytes to the height of a chart."""
 
     top: float  # bytes at its upper edge
     limits: tuple[float | None, ...]  # by device; None: not known, or far above

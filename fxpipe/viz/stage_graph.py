@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fxpipe.plans import Plan, Portal, StagePlan
 
 
-# -- Where everything stands in a picture of lanes: the measures that lanes and arcs share, in points ----------------
+# -- Layout of the stage graph: the measures that lanes and arcs share, in points ------------------------------------
 
 MAX_ARCS = 160
 MANY_STAGES = 20  # from here on lanes are low
@@ -124,7 +124,7 @@ class GraphLayout:
 
     @property
     def reach(self) -> float:
-        """How far the widest arc goes."""
+        """The width of the widest arc."""
         farthest = max((b.target - b.source for b in self.drawn), default=0)
         return min(240.0, 50.0 + 16.0 * farthest) if farthest else 0.0
 
@@ -163,17 +163,17 @@ class GraphLayout:
 
 
 def stage_seconds(stage: StagePlan) -> float:
-    """What its lane is as long as."""
+    """Returns the seconds of a stage, which its lane is as long as."""
     return stage.forward_seconds + stage.backward_seconds
 
 
 def hover_title(head: str, lines: Sequence[str]) -> str:
-    """What is shown where the pointer rests: not more than a person reads."""
+    """Makes the title that is shown where the pointer rests, with no more lines than a person reads."""
     shown = [head, *lines[:MAX_TITLE_LINES]]
     return "\n".join(shown if len(lines) <= MAX_TITLE_LINES else [*shown, f"and {len(lines) - MAX_TITLE_LINES} more"])
 
 
-# -- A page around one picture, which can be dragged and zoomed: with mouse and wheel, fingers, or keys --------------
+# -- A page around one picture that can be dragged and zoomed: with mouse and wheel, fingers, or keys ----------------
 
 VIEWER_STYLE = """\
 :root { color-scheme: light dark; }
@@ -200,7 +200,7 @@ def viewer_page(svg: str, title: str) -> str:
     return html_page(title, VIEWER_STYLE, body, Path(__file__).with_name("viewer.js").read_text(encoding="utf-8"))
 
 
-# -- The portals of a plan in the picture of its lanes: named in the lane that they leave, drawn beside the lanes ----
+# -- Portals in the stage graph: named in the lane that they leave, drawn beside the lanes ---------------------------
 
 ARC_COLOURS = (
     "#0072b2",
@@ -214,7 +214,7 @@ ARC_COLOURS = (
 
 
 def portal_labels(j: int, frame: GraphLayout) -> Iterator[Item]:
-    """What the lane says of its portals: those that arrive in sum, those that leave by name, as many as fit."""
+    """Yields the labels of a lane's portals: those that arrive in sum, those that leave by name, as many as fit."""
     x, room = frame.right - PORTAL_NAMES_WIDTH, PORTAL_NAMES_WIDTH - 22
     base = 3.5  # from the middle of a line to its base line
     if arriving := frame.arriving.get(j, ()):

@@ -74,7 +74,7 @@ def _linear_light(value: float) -> float:
     return value / 12.92 if value <= 0.04045 else float(((value + 0.055) / 1.055) ** 2.4)
 
 
-# -- How wide a text is drawn: a layout has to know before there is anything that draws ------------------------------
+# -- Width of a text: a layout needs it before there is anything that draws ------------------------------------------
 #
 # The widths are those of DejaVu Sans, which comes with matplotlib and with most Linux systems; Verdana has nearly the
 # same ones, and what else a browser may take is narrower: so a text that fits by these widths is never cut.

@@ -28,7 +28,7 @@ from fxpipe.viz.axes import time_ticks
 
 NARROWEST_COLUMNS = 20  # columns of time; a narrower window breaks the lines
 WIDEST_COLUMNS = 200
-# Of the 256 colours that terminals have in common those nearest to `colours.KINDS`; and the letters on them.
+# Of the 256 colours that terminals have in common those nearest to `style.KIND_COLOURS`; and the letters on them.
 KIND_SHADES = {
     ActionKind.FORWARD: 117,
     ActionKind.RECOMPUTE: 221,
@@ -58,7 +58,7 @@ class TerminalCell:
 
 
 def timeline_text(source: HasTimeline, stream: TextIO | None = None) -> str:
-    """What to print to `stream`, standard output if not given: coloured where it shows colours, else plain."""
+    """Formats the timeline for `stream`, standard output if not given: coloured where it shows colours, else plain."""
     stream = sys.stdout if stream is None else stream
     columns = shutil.get_terminal_size((TIMELINE_COLUMNS, 24)).columns if _is_terminal(stream) else None
     if shows_colours(stream):
@@ -120,7 +120,7 @@ def coloured_timeline(source: HasTimeline, *, columns: int = TIMELINE_COLUMNS, h
 
 
 def _row_ends(step: StepTimeline) -> tuple[list[str], list[str]]:
-    """What stands before and behind each row."""
+    """Formats the texts before and behind each row."""
     digits = len(str(len(step.devices) - 1))
     busy = [human_seconds(seconds) for seconds in step.busy]
     longest = max(map(len, busy), default=0)

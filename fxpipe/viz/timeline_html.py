@@ -71,7 +71,7 @@ def timeline_script() -> str:
 
 
 def _timeline_data(step: StepTimeline, drawn: Gantt, wheel: bool) -> dict[str, Any]:
-    """What the script draws from; times in seconds, lengths in points of the picture."""
+    """Collects the data that the script draws from; times in seconds, lengths in points of the picture."""
     kinds = list(ActionKind)
     rows = [
         [
@@ -119,7 +119,7 @@ def _json_in_page(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-# -- A step as notebooks show it -------------------------------------------------------------------------------------
+# -- A step in notebooks ---------------------------------------------------------------------------------------------
 
 
 def step_html(step: StepTimeline) -> str:
