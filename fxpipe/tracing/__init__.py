@@ -4,7 +4,7 @@
     print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
 
 The passes, in order: `record` runs the model once and writes down every torch function; `shapes` finds the dimension
-that holds the batch; `check` compares graph and model at several sizes and `effects` watches what shares storage and
+that holds the batch; `verify` compares graph and model at several sizes and watches which nodes share storage and
 what is changed in place. The model, its buffers and all random states stay as they were.
 """
 
@@ -257,5 +257,5 @@ def mute_fake_tensor_logs() -> Iterator[None]:
 
 
 def _force_eager() -> contextlib.AbstractContextManager[object]:
-    """What `torch.compile` made runs as the Python it was made from, and is recorded as that."""
+    """A block in which what `torch.compile` made runs, and is recorded, as the Python that it was made from."""
     return torch.compiler.set_stance("force_eager") if is_compiler_loaded() else contextlib.nullcontext()

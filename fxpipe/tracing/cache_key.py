@@ -1,4 +1,4 @@
-"""What decides which Python a model runs, asked in every step: other flags are another graph."""
+"""The flags that decide which Python a model runs, compared in every step: other flags are another graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.model_state import slots_of
 
-# -- The tensors of a model that a graph reads: which they must go on to be for the graph to hold --------------------
+# -- The tensors of a model that a graph reads: their shapes, dtypes and ties must stay for the graph to hold --------
 #
 # Values may change, and so may the objects: a graph finds them by name. Another shape or dtype is another graph. And
 # where one tensor stood under two names, the graph reads it by one of them: these must stay one.
@@ -46,7 +46,7 @@ def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
 
 
 def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
-    """Which of its parameters do: another graph for a forward that asks, no matter for any other."""
+    """Returns `requires_grad` of each parameter: another graph for a forward that reads it, no matter for any other."""
     return tuple(p.requires_grad for p in model.parameters())
 
 
@@ -70,7 +70,7 @@ def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuar
     )
 
 
-# -- Which modules train and which evaluate: a graph is that of one such mode, and so is a plan ----------------------
+# -- Modules in training and in evaluation mode: a graph is that of one such mode, and so is a plan ------------------
 
 
 def evaluating_modules(model: nn.Module) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class ModelFakeMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor: always the same object."""
+        """Returns the fake tensor that stands for a tensor: always the same object."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
             return tensor
         if id(tensor) not in self._made:
@@ -126,7 +126,7 @@ def is_faked() -> bool:
 
 
 def fake_draw_count() -> int:
-    """How often a random function has run; for where torch's generators do not tell."""
+    """Counts the random functions that have run, for where torch's generators do not tell."""
     return 0 if _current.mode is None else _current.mode.drawn
 
 

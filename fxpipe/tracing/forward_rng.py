@@ -82,7 +82,7 @@ class DrawFromStream(TorchFunctionMode):
 
 
 def generator_states() -> list[Any]:
-    """Where torch's generators stand."""
+    """Returns the states of torch's random generators."""
     if is_faked():
         return [fake_draw_count()]
     states: list[Any] = [torch.default_generator.get_state()]
@@ -95,7 +95,7 @@ def same_generator_states(left: list[Any], right: list[Any]) -> bool:
     return left == right if is_faked() else torch.equal(left[0], right[0]) and left[1:] == right[1:]
 
 
-# -- what has drawn nothing, and might ---------------------------------------------------------------------------------
+# -- calls that have drawn nothing, and might --------------------------------------------------------------------------
 
 # They draw for some values only, rrelu for negative ones, poisson and binomial for none that are 0; or, on a GPU, from
 # a state of cuDNN's.

@@ -98,7 +98,7 @@ def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any
 
 
 def node_expression(node: fx.Node) -> str:
-    """What a working node computes, as one would write it: without arguments that are the default."""
+    """Formats what a working node computes as one would write it: without arguments that are the default."""
     defaults = {} if isinstance(node.target, str) else _defaults(node.target)
     given, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
     args = [_text(a) for a in given]

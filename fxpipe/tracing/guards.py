@@ -75,13 +75,13 @@ def describe_read(read: fx.Node) -> str:
 
 
 def expectations_of(traced: Traced) -> tuple[str, ...]:
-    """What is compared in the stages, for people."""
+    """Describes the values that are compared in the stages, for people."""
     return tuple(f"{n.args[2]} is {n.args[1]!r}" for n in traced.graph.nodes if n.target is expect)
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """What forward has read, and where."""
+    """A value that forward has read, and the line that read it."""
 
     node: fx.Node  # of the program
     expected: Any
@@ -93,7 +93,7 @@ class Guard:
 
     @property
     def text(self) -> str:
-        """What was read of what."""
+        """The text of the guard: what was read, and of which value."""
         return f"{self.node.meta['text']} of {self.node.args[0]}"
 
 
@@ -243,7 +243,7 @@ def _storages(node: fx.Node) -> frozenset[int]:
 
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
-    """What a read depends on: the nodes before it, those among them included that write to what it depends on."""
+    """Collects the nodes that a read depends on: nodes before it, also those that write to what it depends on."""
     needed: set[fx.Node] = {read}
     storages: set[int] = set()
     node = read
@@ -258,7 +258,7 @@ def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
 
 
 def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
-    """What a read depends on in the end."""
+    """Yields the names of what a read depends on in the end: the inputs, tensors of the model, random numbers."""
     for node in needed:
         if node.op == "placeholder":
             yield "the inputs"
@@ -274,7 +274,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
-    """Why a read cannot be answered before a step, if so. `known` is what all reads depend on."""
+    """Returns the error of a read that cannot be answered before a step, or None. `known`: what reads depend on."""
     needed = _dependencies_of_read(read)
     sources = set(_source_names(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}
@@ -325,7 +325,7 @@ def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> boo
 
 
 def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | None:
-    """What would make a number another one, and the graph another graph, in each step, and is the same in each part.
+    """Names the source that changes a number, and so the graph, in each step, and is the same in each part.
 
     A number that depends on samples is not: it is the mini-batch's, which a module would not find in its part.
     """

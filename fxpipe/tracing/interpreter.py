@@ -64,7 +64,7 @@ def run_all_nodes(
     attribute: Callable[[fx.Node], Any],
     work: Callable[[fx.Node, NodeValues], Any],
 ) -> NodeValues:
-    """What all nodes make; see `run_nodes`."""
+    """Runs all nodes and returns their values; see `run_nodes`."""
     values: NodeValues = {}
     for _ in run_nodes(nodes, values, given, attribute, work):
         pass
@@ -72,7 +72,7 @@ def run_all_nodes(
 
 
 def run_node(node: fx.Node, values: NodeValues) -> Any:
-    """What a working node makes, in the state of the thread in which it was recorded."""
+    """Runs a working node in the state of the thread in which it was recorded."""
     with set_thread_state(node.meta["state"]):
         return call_node(node, values.__getitem__)
 
@@ -82,7 +82,7 @@ def output_values(traced: Traced, values: NodeValues) -> list[Any]:
     return [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]
 
 
-# -- what is given ---------------------------------------------------------------------------------------------------
+# -- inputs of a run -------------------------------------------------------------------------------------------------
 
 
 def copy_as_leaf(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a model holds, by name, and a snapshot that puts it back: tracing leaves no trace.
+"""The state of a model, by name, and a snapshot that puts it back: tracing leaves no trace.
 
 A model's tensors are its parameters, its buffers, and tensors kept as plain attributes, alone or in lists, tuples and
 dicts. A snapshot remembers which objects stand where, the values of everything that is no parameter, and the state of

@@ -1,4 +1,4 @@
-"""What modules keep besides tensors and forward reads: numbers, texts, functions, lists and dicts of these.
+"""Attributes of modules, besides tensors, that forward reads: numbers, strings, functions, lists and dicts of these.
 
 A graph holds where they are the same again. Lists, tuples, dicts, sets and arrays are looked into; of any other object
 it only counts that it is the same one: what is changed inside of a configuration is not seen.
@@ -49,7 +49,7 @@ def all_attribute_guards(model: nn.Module) -> tuple[AttributeGuard, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _ContainerCopy:
-    """What was in a container."""
+    """The contents of a container as they were."""
 
     kind: Any
     items: Any

@@ -26,7 +26,7 @@ from fxpipe.tracing.source_lines import warn_user
 
 @dataclass(slots=True)
 class _PrintState:
-    """What forward has printed in one thread, since planning has begun there."""
+    """The prints of forward in one thread since planning began there."""
 
     is_first_run: bool = True
     lost: dict[str, None] = field(default_factory=dict)  # source lines of prints that no step will run

@@ -74,7 +74,7 @@ def _are_plain(args: Any) -> bool:
 
 
 def _zeros(func: Any, args: tuple[Any, ...]) -> Any:
-    """What stands for the result of a product; None for what is to be computed."""
+    """Makes the zeros that stand for the result of a product; None for what is to be computed."""
     if func in _MATMUL_DIMENSIONS:
         return _matmul_zeros(_MATMUL_DIMENSIONS[func], *args)
     if func is _aten.convolution.default:

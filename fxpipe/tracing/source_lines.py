@@ -1,4 +1,4 @@
-"""Where in the user's code something happens."""
+"""Lines of the user's code at which something happens."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def is_argument_validation() -> bool:
 
 
 def line_of_function(function: Callable[..., Any]) -> str:
-    """Where a function of Python begins."""
+    """Returns the line at which a function of Python begins."""
     code = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else UNKNOWN_LINE
 
@@ -74,7 +74,7 @@ def line_in_stack(text: str) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """Where in the user's code an exception came from: the innermost line that is neither torch's nor fxpipe's."""
+    """Finds the user's line that an exception came from: the innermost that is neither torch's nor fxpipe's."""
     found, entry = UNKNOWN_LINE, error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_code.co_filename.startswith((*_LIBRARY_DIRS, "<")):

@@ -101,7 +101,7 @@ def find_graph(
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
-    """What is worth a warning where a module that nobody asked to keep whole holds most of the model in one node."""
+    """Returns a warning for each module that nobody asked to keep whole, yet holds most of the model in one node."""
     return tuple(
         f"module {path!r} is one node with {share:.0%} of the parameters: no cut divides it, so that one device does "
         f"most of the work. It is the innermost module around what has to be kept whole: {traced.whole[path]}. A small "
@@ -229,7 +229,7 @@ def record_with_options(
 def _graph_breaks_for(
     model: nn.Module, error: TraceError, modules: Collection[str], continued: Mapping[str, GraphBreak]
 ) -> dict[str, GraphBreak]:
-    """What shall be recorded up to the line that stands in the way: the model, or a module that is most of it."""
+    """Chooses what to record up to the line that stands in the way: the model, or a module that is most of it."""
     if not isinstance(error, CannotRecord) or len(modules) > 1:
         return {}
     path = next(iter(modules), "")

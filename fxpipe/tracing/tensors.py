@@ -42,7 +42,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """What a tensor takes; a sparse one is its values and their indices."""
+    """Computes the bytes that a tensor takes; a sparse one is its values and their indices."""
     if tensor.layout == torch.strided:
         return tensor.nbytes
     if tensor.layout == torch.sparse_coo:

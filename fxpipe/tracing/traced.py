@@ -75,7 +75,7 @@ class BatchCondition:
 
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
-    """What stood in the way of plain recording has led to these. Another recording of the model may take them too."""
+    """Options of a recording where something stands in the way of a plain one. Other recordings may take them too."""
 
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
     graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
@@ -173,7 +173,7 @@ class Traced:
         return {self.place_of(n): n for n in self.graph.nodes if n.op == "placeholder"}
 
     def place_of(self, placeholder: fx.Node) -> int:
-        """Which of the input leaves a placeholder stands for."""
+        """Returns the place of the input leaf that a placeholder stands for."""
         return int(placeholder.name.removeprefix("in_"))
 
     @property
@@ -238,7 +238,7 @@ class Traced:
 
     @property
     def results(self) -> list[tuple[Any, int | str | None]]:
-        """What micro-batches make, and how it goes together.
+        """The results of micro-batches, each with how it goes together.
 
         Outputs, pieces, then the inputs that forward writes to, then the attributes that it leaves.
         """
@@ -250,19 +250,19 @@ class Traced:
 
     @property
     def pieces(self) -> list[fx.Node]:
-        """What combinations are made of."""
+        """The nodes that combinations of outputs are made of."""
         found = self.graph.output_node().args[0]
         return list(found[2]) if len(found) > 2 else []  # type: ignore[index,arg-type]
 
     @property
     def handed_out(self) -> list[Any]:
-        """What micro-batches hand out: the leaves of the output, None for those that are combined, and the pieces."""
+        """Values that micro-batches hand out: leaves of the output, None for those that are combined, and pieces."""
         leaves = zip(self.outputs, self.out_dims or [None] * len(self.outputs), strict=True)
         return [*(None if how == "combined" else leaf for leaf, how in leaves), *self.pieces]
 
     @property
     def handed_out_dims(self) -> tuple[int | str | None, ...]:
-        """How it goes together."""
+        """The way in which each value of `handed_out` goes together."""
         return (*(None if how == "combined" else how for how in self.out_dims), *self.piece_dims)
 
     def fingerprint(self) -> str:
@@ -398,7 +398,7 @@ def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
 
 
 def opaque_name(node: fx.Node) -> str:
-    """What a module that is one node, or the part of it that is, is called for people."""
+    """Names a module that is one node, or the part of it that is, for people."""
     path, calls = node.meta["whole"], node.meta.get("continued")
     if calls is None:
         return f"module {path!r}"

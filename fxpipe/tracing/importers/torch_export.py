@@ -71,7 +71,7 @@ def trace_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _size_assumptions(program: ExportedProgram, places: Sequence[tuple[int, int | None]]) -> tuple[SizeAssumption, ...]:
-    """What export has concluded from sizes that could have varied. Nobody else sees it: forward's Python is gone.
+    """Finds what export has concluded from sizes that could have varied. Nobody else sees it: forward's Python is gone.
 
     Args:
         places: of the tensors among the input leaves, each with the dimension that may hold the batch.
@@ -243,7 +243,7 @@ class _ProgramRunner:
         return pytree.tree_unflatten(result, self.out_spec)
 
     def _leaves(self, args: Any, kwargs: Any) -> list[Any]:
-        """What the program is given: all leaves, or, where export does not know the trees, the tensors."""
+        """Returns the inputs of the program: all leaves, or, where export does not know the trees, the tensors."""
         leaves, spec = flatten((args, kwargs))
         if spec == pytree.tree_structure((args, kwargs)):
             return leaves

@@ -94,7 +94,7 @@ def _record_formulas(
 
 
 def _batch_candidates(traced: Traced, in_dims: Any) -> Iterator[list[int | None]]:
-    """Which inputs may hold the batch together, the likeliest first: `in_dims` for each leaf."""
+    """Yields sets of inputs that may hold the batch together, the likeliest first: `in_dims` for each leaf."""
     asked = candidate_dims(traced.leaves, in_dims)
     places = [p for p, dim in enumerate(asked) if dim is not None and traced.leaves[p].shape[dim]]
     if in_dims is not None:
@@ -318,7 +318,7 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
     return node.op, node.name, name, node.meta.get("source"), _map_arguments(node, bone)
 
 
-# -- numbers replaced by what computes them --------------------------------------------------------------------------
+# -- numbers replaced by formulas ------------------------------------------------------------------------------------
 
 
 def _rewrite_factories(traced: Traced) -> bool:

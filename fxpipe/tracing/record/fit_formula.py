@@ -18,7 +18,7 @@ _DIVISORS = (2, 3, 4, 6, 8, 16)
 
 
 def formula_value(formula: SizeFormula, batch: Any) -> Any:
-    """What a formula gives; a symbolic size of a symbolic one."""
+    """Evaluates a formula at a batch size; at a symbolic one it gives a symbolic size."""
     if isinstance(formula, tuple):
         return formula[0](*(formula_value(part, batch) for part in formula[1:]))
     return batch if isinstance(formula, str) else formula

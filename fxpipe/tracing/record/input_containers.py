@@ -24,7 +24,7 @@ from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
 from fxpipe.tracing.traced import InputLeaf, equal_constants
 from fxpipe.utils.pytree import flatten_with_paths, preserve_objects
 
-# -- How forward calls its inputs, and the user the leaves in them: `x`, `xs[1]`, `batch['ids']` ---------------------
+# -- Names of inputs in forward, and of the leaves in them for the user: `x`, `xs[1]`, `batch['ids']` ----------------
 
 
 def argument_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
@@ -47,7 +47,7 @@ def leaf_name(model: nn.Module, path: tuple[pytree.KeyEntry, ...]) -> str:
 def changed_input_item(
     model: nn.Module, tree: Any, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec
 ) -> str | None:
-    """What forward has put into, taken out of, or replaced in a container among its inputs, as the user would write it.
+    """Names what forward put into, took out of or replaced in a container among its inputs, as the user would write it.
 
     Args:
         tree: (args, kwargs) as they are after forward.

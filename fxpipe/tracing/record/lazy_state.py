@@ -1,4 +1,4 @@
-"""What the first forward of a model makes and no later one changes: it is made before the model is traced.
+"""Lazy state, which the first forward of a model makes and no later one changes: it is made before the model is traced.
 
     if self.padding is None: self.padding = (...)       an attribute that is set once
     self.cache[x.device] = bias                         what is put into a dict, and found there
@@ -39,7 +39,7 @@ from fxpipe.utils.pytree import preserve_objects
 
 @dataclass(frozen=True, slots=True)
 class _LazyItem:
-    """What a call has put into a `__dict__`, a store of buffers, a list or a dict of the model."""
+    """An item that a call has put into a `__dict__`, a store of buffers, a list or a dict of the model."""
 
     name: str
     owner: dict[str, Any] | None  # of the attribute; None: a container is filled
@@ -57,14 +57,14 @@ class _LazyCall:
 
 @dataclass(frozen=True, slots=True)
 class LazyState:
-    """What was made, and what had been there."""
+    """The items that the first call has made, and what had been there in their places."""
 
     made: tuple[_LazyItem, ...]
     before: tuple[tuple[Any, bool | None], ...]
 
     @property
     def attributes(self) -> tuple[AttributeGuard, ...]:
-        """Those that are no tensors: other ones, made for other inputs, are another graph's."""
+        """The items that are attributes and no tensors: other ones, made for other inputs, are another graph's."""
         return tuple(
             AttributeGuard.now(m.owner, m.key) for m in self.made if m.owner is not None and not _is_tensor(m.value)
         )

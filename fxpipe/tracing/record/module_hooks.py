@@ -39,7 +39,7 @@ def is_computation_hook(hook: Any) -> bool:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """What a module runs, its hooks aside, where nothing is compiled."""
+    """Returns the function that a module runs, its hooks aside, where nothing is compiled."""
     return original_module(module) if is_compiled_module(module) else module.forward
 
 
@@ -84,7 +84,7 @@ def run_with_hooks(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """What `nn.Module.__call__` does around `forward`, with `call` for each hook."""
+    """Runs `forward` and the hooks around it as `nn.Module.__call__` does, each hook through `call`."""
     given: tuple[Any, ...]
     for hook, with_kwargs in forward_pre_hooks_with_kwargs(module):
         given = (args, kwargs) if with_kwargs else (args,)

@@ -48,7 +48,7 @@ active = _Active()  # which recorder records in this thread
 
 
 class OpaqueStateError(Exception):
-    """What runs as one node has kept something for its next run, or for others."""
+    """Raised when an opaque call has kept something for its next run, or for others."""
 
     def __init__(self, what: str, remedy: str = "keep what forward changes in a buffer (register_buffer)"):
         super().__init__(what)
@@ -328,7 +328,7 @@ def _tensors_not_given(model: nn.Module, given: Sequence[torch.Tensor]) -> list[
 
 
 def _external_tensors(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What requires grad and was used to make something, but was not given."""
+    """Collects the tensors that require grad and were used to make something, but were not given."""
     known = {id(t) for t in given}
     used = [x for t in tensors_in(tuple(made)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_below(t))]
     return [x for x in used if id(x) not in known]

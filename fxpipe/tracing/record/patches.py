@@ -1,4 +1,4 @@
-"""What a function mode does not see, followed while a model is recorded, in the recording thread only:
+"""Patches that follow what a function mode does not see, while a model is recorded, in the recording thread only:
 
 - calls of modules, for their paths; a module that is to be kept whole becomes one node there, and so does a hook on a
   module, which has to run in every step;

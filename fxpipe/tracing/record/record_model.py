@@ -219,7 +219,7 @@ def _layout(value: Any) -> tuple[Any, ...]:
 def _refuse_reshaped(
     recorder: Recorder, leaves: Sequence[InputLeaf], layouts: Sequence[tuple[Any, ...]], copies: Sequence[Any]
 ) -> None:
-    """What forward writes to an input can be written back, another shape cannot (`x.t_()`, `x.resize_(...)`)."""
+    """Refuses another shape of an input (`x.t_()`, `x.resize_(...)`): it cannot be written back, as values can."""
     for leaf, layout, copy in zip(leaves, layouts, copies, strict=True):
         if layout != _layout(copy):
             line = recorder.node_of(copy).meta.get("source")  # of the last function that returned it
@@ -242,7 +242,7 @@ def _depends_on_inputs(node: fx.Node) -> bool:
 
 
 def _refuse_refilled(snapshot: Snapshot, recorder: Recorder) -> None:
-    """What forward puts into a list, for later modules to take, is of this forward. The next must not find it."""
+    """Refuses what forward takes from a list that it refills: it is of this forward, and the next must not find it."""
     for name in snapshot.refilled_containers:
         if any(constant.startswith(f"{name}.") for constant in recorder.constants):
             raise CannotRecord(

@@ -42,7 +42,7 @@ class SizeRead:
 
 
 class SourcePlace(NamedTuple):
-    """Where forward did something."""
+    """A place in forward at which it did something."""
 
     module: str  # its path
     source: str  # the user's line
@@ -54,12 +54,12 @@ class SourcePlace(NamedTuple):
 
 
 def length(tensor: torch.Tensor, dim: int) -> int:
-    """What `len` and iteration take of a tensor: a number that goes on in Python, where nothing can follow it."""
+    """Returns the size that `len` and iteration take: a number that goes on in Python, where nothing can follow it."""
     return tensor.size(dim)
 
 
 def plain_number(size: int) -> int:
-    """What a method of an integer takes of a size that nothing follows: its bits, its text."""
+    """Returns the number that a method of an integer takes of a size, where nothing follows it: its bits, its text."""
     return size
 
 
@@ -172,7 +172,7 @@ def _reading_method(function: Callable[..., Any], swap: bool = False) -> Callabl
 
 
 def _mixed_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Where the other operand is no integer, a size is a plain number that was read."""
+    """Wraps a method of sizes: where the other operand is no integer, the size is a plain number that was read."""
     plain = getattr(int, name)
 
     def both(self: RecordedSize, *others: Any) -> Any:

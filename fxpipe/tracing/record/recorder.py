@@ -102,7 +102,7 @@ class RunningModule(NamedTuple):
 
 
 class GraphBreak(NamedTuple):
-    """Where a module is one node: behind so many of the calls that it makes."""
+    """A place from which on a module is one node: behind so many of the calls that it makes."""
 
     calls: int
     why: str
@@ -217,7 +217,7 @@ class Recorder(TorchFunctionMode):
         self._dice = now
 
     def skip_python_rng(self) -> None:
-        """What has been drawn since is drawn in every step."""
+        """Skips what has been drawn since the last look: it is drawn in every step."""
         self._dice = python_rng_state()
 
     @property
@@ -492,7 +492,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function returns, if it can do without values that fake and hollow tensors do not have."""
+        """Calls a function, and refuses one that needs values which fake and uncomputed tensors do not have."""
         name = opname(func)
         try:
             if name in VALUE_READS:
@@ -568,7 +568,7 @@ class Recorder(TorchFunctionMode):
             self.keep(value, self.add("call_function", getattr, (self.node_of(args[0]), attribute)))
         return value
 
-    # -- what is refused ---------------------------------------------------------------------------------------------
+    # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _error(self, what: str, remedy: str, whole: bool = True) -> CannotRecord:
         where = f" in module {self.module!r}" if self.module else ""

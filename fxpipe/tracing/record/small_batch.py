@@ -2,7 +2,7 @@
 
 A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
 the model is recorded on the samples of one micro-batch; and once more on them, on the mini-batch and on one sample more
-without arithmetic, on hollow tensors (`hollow`) or, on a GPU, on fake ones. Where all these recordings are the same, to
+without arithmetic, on `uncomputed_tensors` or, on a GPU, on fake ones. Where all these recordings are the same, to
 the last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
 samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
 micro-batches.

@@ -1,4 +1,4 @@
-"""Which node has made a tensor that forward holds.
+"""A registry of the tensors that forward holds: which node has made each.
 
 A tensor is known by its identity as long as somebody holds it, and not longer: a recording needs no more memory than
 forward does. What lies in one storage is said by numbers that no other storage gets, though the first may be gone.
@@ -37,7 +37,7 @@ class TensorRegistry:
         return self._nodes[id(tensor)][0] if id(tensor) in self._nodes else None
 
     def expect_backward(self, tensor: torch.Tensor, name: str | None = None) -> None:
-        """What a tensor is now, or is going to be by the function `name`, is what recorded calls have made of it."""
+        """Notes that recorded calls have made a tensor what it is now, or is going to be by the function `name`."""
         with contextlib.suppress(RuntimeError):  # a view whose node does not hold any more
             self._own_nodes[id(tensor)] = name or custom_backward_name(tensor)
 

@@ -37,7 +37,7 @@ from fxpipe.tracing.tensors import tensors_in
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What fake tensors tell of a tensor."""
+    """The layout of a tensor, as fake tensors tell it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -98,7 +98,7 @@ class UncomputedMode(TorchDispatchMode):
             return pytree.tree_map_only(_Layout, self._made, self._tell(func, args, kwargs))
 
     def _tell(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a call makes, with layouts in place of tensors."""
+        """Computes the result of a call on fake tensors, with layouts in place of tensors."""
         key = func, _argument_key(args), _argument_key(kwargs)
         if key not in self._told:
             fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
@@ -175,7 +175,7 @@ def _written_tensors(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _returned_tensors(schema: Any, written: list[torch.Tensor]) -> Any:
-    """What a function returns that returns, if anything, what it has written to."""
+    """Returns the result of a function that returns, if anything, the tensors that it has written to."""
     if not schema.returns:
         return None
     if not all(r.alias_info is not None for r in schema.returns) or len(schema.returns) != len(written):

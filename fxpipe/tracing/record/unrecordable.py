@@ -1,6 +1,6 @@
-"""What a recording cannot carry, and the error that says so.
+"""Operations that a recording cannot carry, and the error that says so.
 
-Most of it can be kept in the graph by keeping the module that does it whole: its Python then runs in every step, as one
+Most can be kept in the graph by keeping the module that does them whole: its Python then runs in every step, as one
 node. What that would not make right (writing to a parameter, drawing from a generator of its own) says so.
 """
 
@@ -47,7 +47,7 @@ class MakesState(CannotRecord):
 
 
 def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
-    """How many of the first `calls` calls that a module makes stand in front of all that must not be done twice.
+    """Counts those of the first `calls` calls of a module that come before all that must not be done twice.
 
     Nor must a value of the samples be read twice: a graph goes by the mini-batch's, Python behind it by each
     micro-batch's own, and a step that mixes both is neither's.
@@ -129,7 +129,7 @@ def written_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, An
 def refusal_of_call(
     func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, str, bool] | None:
-    """What is wrong with a call, its remedy, and whether keeping the module whole would make it right."""
+    """Returns what is wrong with a call, its remedy, and whether keeping the module whole would make it right."""
     if name in _REFUSED:
         return _REFUSED[name], "do so outside forward", True
     if name == "requires_grad_" and not (*args[1:], *kwargs.values(), True)[0] and args[0].requires_grad:
@@ -154,7 +154,7 @@ def refusal_of_call(
 
 
 def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """What a call does that a graph made in another way does not do, and its remedy."""
+    """Returns what a call does that an imported graph does not do, and its remedy."""
     found = refusal_of_call(func, name, args, kwargs)
     if found is None or (found[2] and name not in _LOST_BY_IMPORT):
         return None

@@ -1,4 +1,4 @@
-"""Where samples surely act on each other, found from the graph, for outputs that keep the batch.
+"""Nodes in which samples surely act on each other, found from the graph, for outputs that keep the batch.
 
 Values tell by chance: a gate that is zero at first hides what it lets through later, a graph with random numbers of
 its own cannot be compared, a single sample shows nothing. The graph knows of
@@ -158,7 +158,7 @@ class _Mixing:
             self._forget(node, changed, is_touched)
 
     def _forget(self, node: fx.Node, changed: set[int], is_touched: bool) -> None:
-        """What has been written to is something else."""
+        """Forgets what is known of nodes whose storage has been written to."""
         for other in [n for n, alias in self.effects.alias.items() if alias in changed and n is not node]:
             self.live.discard(other)
             self.statistics.pop(other, None)
@@ -188,10 +188,10 @@ class _Mixing:
             self.mixed[node] = self._merged(known)
         return True
 
-    # -- where samples meet --------------------------------------------------------------------------------------------
+    # -- nodes in which samples meet -----------------------------------------------------------------------------------
 
     def _meet(self, node: fx.Node, name: str, sources: list[fx.Node]) -> bool | None:
-        """Whether they meet in a node for the first time; None: they do not."""
+        """Tells whether samples meet in a node for the first time; None where they do not."""
         tensors = [s for s in sources if s.meta.get("shapes") and "number" not in s.meta]
         if not tensors or any(s in self.touched and s not in self.mixed for s in tensors):
             return None
@@ -246,7 +246,7 @@ class _Mixing:
         self.mixed[node] = Mixed(node, varies=_last(node) > 1)
         return True
 
-    # -- what becomes of it --------------------------------------------------------------------------------------------
+    # -- statistics and mixed samples, followed on ---------------------------------------------------------------------
 
     def _follow_statistic(self, node: fx.Node, name: str, sources: list[fx.Node], known: list[fx.Node]) -> None:
         reductions = frozenset[fx.Node]().union(*(self.statistics[s] for s in known))

@@ -1,4 +1,4 @@
-"""What of an output without the batch is a sum or mean over samples, found from the graph.
+"""Sums and means over samples in an output without the batch, found from the graph.
 
 Walks back from the output to the first values that hold the batch. What has reduced those are its *pieces*:
 
@@ -227,7 +227,7 @@ def _is_one_constant(terms: Terms) -> bool:
 
 
 class ReductionWalk:
-    """Back from outputs without the batch. `dependent`: the nodes that depend on batched inputs."""
+    """A walk back from outputs without the batch. `dependent`: the nodes that depend on batched inputs."""
 
     def __init__(self, traced: Traced, dependent: set[fx.Node]):
         self.traced, self.batch_dependent = traced, dependent
@@ -240,7 +240,7 @@ class ReductionWalk:
         self.handed_out: dict[fx.Node, str | None] = {}  # the pieces of all combinations, and how they go together
 
     def reduced(self, output: fx.Node) -> ReducedOutput:
-        """Raises Unknown."""
+        """Walks back from an output to its pieces; raises UnknownReductionError where the graph does not tell them."""
         found = ReducedOutput()
         if self._is_changed_between(output, self.traced.graph.output_node()):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
@@ -248,10 +248,10 @@ class ReductionWalk:
         return found
 
     def combination(self, output: fx.Node, place: int) -> OutputCombination | str:
-        """How the output goes together: "mean", "sum", or a function of pieces, which are then in the graph.
+        """Finds how the output goes together: "mean", "sum", or a function of pieces, which are then in the graph.
 
         Raises:
-            Unknown: the graph does not tell.
+            UnknownReductionError: the graph does not tell.
         """
         found = self.reduced(output)
         terms = found.terms([piece.terms for piece in found.pieces])
@@ -554,7 +554,7 @@ class ReductionWalk:
         return True
 
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
-        """Where the batch is, and its size."""
+        """Returns the dimension that holds the batch, and its size."""
         shape = node.meta["shapes"][0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
@@ -644,7 +644,7 @@ class ReductionWalk:
 
 
 def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
-    """What a node is computed from, itself included. Of sizes that are numbers nothing more is needed."""
+    """Collects the nodes that a node is computed from, itself included; sizes that are numbers need nothing more."""
     found: dict[fx.Node, None] = {}
     todo = [node]
     while todo:

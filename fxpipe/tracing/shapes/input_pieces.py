@@ -18,7 +18,7 @@ from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputPieces:
-    """What computes them."""
+    """The program that computes the pieces which come from inputs alone."""
 
     traced: Traced
     device: torch.device  # where the loss is

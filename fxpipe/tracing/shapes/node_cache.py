@@ -30,7 +30,7 @@ class ChangedInPlaceError(Exception):
 
 
 class NodeCache:
-    """What has been made so far. Every value that it was given must live as long as this does."""
+    """A cache of what nodes have made so far. Every value that it was given must live as long as it does."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
@@ -38,7 +38,7 @@ class NodeCache:
         self._made: dict[Hashable, Any] = {}
 
     def number(self, value: Any) -> int:
-        """The same for values of which the same can be told."""
+        """Numbers a value, the same for values of which the same can be told."""
         if id(value) not in self._number_of:
             self._number_of[id(value)] = self._numbers.setdefault(_value_key(value), len(self._numbers))
         return self._number_of[id(value)]
@@ -51,7 +51,7 @@ class NodeCache:
         return self._made.get(key)
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
-        """What a call is known by; None for one that cannot be known."""
+        """Returns the key that a call is known by; None for one that cannot be known."""
         key = (
             node.op,
             function_key(node.target),
@@ -98,7 +98,7 @@ def function_key(target: Any) -> Hashable:
 
 
 def tensor_key(tensor: torch.Tensor) -> Hashable | None:
-    """What can be told of a tensor of the model besides its values; None for one of a special kind."""
+    """Returns what can be told of a tensor of the model besides its values; None for one of a special kind."""
     if tensor.layout != torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
     sizes = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())

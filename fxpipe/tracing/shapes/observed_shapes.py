@@ -59,14 +59,14 @@ class ObservedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What nodes made in real runs, and of what inputs the samples were varied."""
+    """The values that nodes made in real runs, and the inputs whose samples were varied."""
 
     varied: tuple[int, ...]  # places among the input leaves
     fixed: frozenset[int]  # places of inputs that may hold samples by their sizes, but cannot vary
     made: dict[fx.Node, Any]  # trees of SeenTensor with formulas, numbers as formulas, and constants
 
     def fake(self, node: fx.Node, n: Any) -> Any:
-        """What `node` makes of n samples. To be called under a fake mode."""
+        """Builds the value that `node` makes of n samples. To be called under a fake mode."""
         return pytree.tree_map_only((ObservedTensor, AffineSize), lambda seen: _fake(seen, n), self.made[node])
 
 
@@ -117,13 +117,13 @@ def observe_shapes(
     raise TraceError(why)
 
 
-# -- which samples ---------------------------------------------------------------------------------------------------
+# -- samples to run with ---------------------------------------------------------------------------------------------
 
 
 def _choices(
     values: Sequence[Any], dims: Mapping[int, int], groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[int, ...]]:
-    """What to vary: as many groups as there are, then fewer; only together what has the same size."""
+    """Yields the inputs to vary: as many groups as there are, then fewer; together only inputs of the same size."""
     for count in range(len(groups), 0, -1):
         for chosen in itertools.combinations(groups, count):
             places = tuple(place for group in chosen for place in group)
@@ -132,7 +132,7 @@ def _choices(
 
 
 def _sample_counts(samples: int) -> list[tuple[int, int, int]]:
-    """How many samples to run with.
+    """Chooses the numbers of samples to run with.
 
     One less and twice as many: a number of rows that are chosen by value may look like a formula at neighbours, but
     not at both. Multiples are for models that take their batch in pairs.
@@ -187,7 +187,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> dict[fx.Node, Any]:
-    """What is seen of each node, up to where the graph raises; if that is before `wanted`, raises as well."""
+    """Runs the graph and observes each node, up to where it raises; if that is before `wanted`, raises as well."""
     seen: dict[fx.Node, Any] = {}
     values: NodeValues = {}
     last = {source: node for node in traced.graph.nodes for source in node.all_input_nodes}
@@ -223,11 +223,11 @@ def _observed_tensor(tensor: torch.Tensor) -> ObservedTensor:
 
 
 class _NoFormula(Exception):
-    """What was seen does not grow evenly with the number of samples."""
+    """Raised when what was seen does not grow evenly with the number of samples."""
 
 
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
-    """What nodes make for any number of samples, where that can be said; of `wanted` it must."""
+    """Fits what nodes make for any number of samples, where that can be said; of `wanted` it must."""
     made = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
     for node in runs[0]:
         with contextlib.suppress(_NoFormula, KeyError):

@@ -38,7 +38,7 @@ from fxpipe.utils.progress import progress
 
 @dataclass(frozen=True, slots=True)
 class SymbolicRun:
-    """What the run has shown."""
+    """The result of a symbolic run."""
 
     env: ShapeEnv
     symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
@@ -116,13 +116,13 @@ def _observe_node(
 
 
 def _first_line(error: Exception) -> str:
-    """What torch has to say; the advice that follows is for people who compile."""
+    """Returns the first line of what torch has to say; the advice that follows is for people who compile."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".strip(": ")
 
 
 @dataclass(slots=True)
 class _Knowledge:
-    """What attempts have taught those after them."""
+    """The facts that attempts have taught those after them."""
 
     traced: Traced
     unknown_nodes: dict[fx.Node, Exception] = field(default_factory=dict)  # by fake tensors, and why: not asked again
@@ -268,10 +268,10 @@ class _Attempt:
         self.fixed_by.update(dict.fromkeys(fixed, node))
         return bool(fixed)
 
-    # -- what fake tensors do not tell -------------------------------------------------------------------------------
+    # -- values that fake tensors do not tell ------------------------------------------------------------------------
 
     def _seen(self, node: fx.Node) -> Any:
-        """What a node makes, as real runs have shown."""
+        """Builds the value that a node makes, as real runs have shown it."""
         groups = self._groups(node)
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)

@@ -66,7 +66,7 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
 
 
 def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
-    """Which dimensions a squeeze takes out if they are of size 1."""
+    """Lists the dimensions that a squeeze takes out if they are of size 1."""
     given: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
     if not given:
         return list(range(dims))
@@ -252,7 +252,7 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
 
 
 def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
-    """What the model read of a size, where it depends on the batch.
+    """Returns the condition that a read of a size puts on the batch size, where it depends on the batch.
 
     Raises:
         TraceError: it went on computing with it.
@@ -281,7 +281,7 @@ def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
 
 
 def _assumed_conditions(traced: Traced, batch: int) -> Iterator[BatchCondition]:
-    """What was assumed of sizes, where they turn out to be that of the batch."""
+    """Yields the conditions that were assumed of sizes, where they turn out to be that of the batch."""
 
     def size(place: int) -> Any:
         leaf, dim = traced.leaves[place], traced.in_dims[place]

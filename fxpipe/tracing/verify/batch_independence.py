@@ -140,7 +140,7 @@ def _compare_all_samples(traced: Traced, asked: ComparedOutputs, leaves: Sequenc
 def _run_samples(
     traced: Traced, asked: ComparedOutputs, leaves: Sequence[Any], *bounds: tuple[int, int], expected: int | None = None
 ) -> OutputValues | None:
-    """What is asked of these samples; None if forward does not take them."""
+    """Computes what is asked of these samples; None if forward does not take them."""
     pieces = [take_samples(traced, leaves, *bound) for bound in bounds]
     dims = traced.in_dims
     given = [

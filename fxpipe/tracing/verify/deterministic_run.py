@@ -54,7 +54,7 @@ def _named_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
 def run_deterministically(
     traced: Traced, asked: ComparedOutputs, sample: Sequence[Any], expected: int | None = None
 ) -> dict[int, torch.Tensor]:
-    """What is asked, by place.
+    """Runs the graph deterministically and returns what is asked, by place.
 
     Args:
         expected: the number of samples, if values are to be of the sizes that they have of so many.
@@ -107,7 +107,7 @@ def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) 
 
 
 def _run_deterministic_node(node: fx.Node, values: NodeValues) -> Any:
-    """What a node makes where nothing is random and batch norm looks at no batch."""
+    """Runs a node so that nothing is random and batch norm looks at no batch."""
 
     def given(names: Sequence[str]) -> dict[str, Any]:
         found: dict[str, Any] = fx.map_arg(_named_arguments(node, names), values.__getitem__)

@@ -1,4 +1,4 @@
-"""What every node shares and changes: storages, in-place writes, changed buffers. Watched, not guessed.
+"""Effects of every node: shared storages, in-place writes, changed buffers. Watched, not guessed.
 
 The graph is run for real, once for each size that will occur, and after each node one looks: which storages do its
 tensors have, which of the tensors it read have a new version, which buffers have new values (batch norm changes its
@@ -76,7 +76,7 @@ class RunResult:
 
 @dataclass(slots=True)
 class ObservedEffects:
-    """What the nodes did in one run of the graph. A storage is named by a number, which another run may use again."""
+    """The effects of nodes in one run of the graph. A storage is named by a number, which another run may use again."""
 
     storages: dict[fx.Node, list[int]] = field(default_factory=dict)  # of the tensors in the value
     changed: dict[fx.Node, set[int]] = field(default_factory=dict)  # storages; of nodes that work
@@ -162,7 +162,7 @@ def observe_run(
 
 
 def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
-    """What holds of the nodes in any of these runs, one for each size that will occur."""
+    """Merges what holds of the nodes in any of these runs, one for each size that will occur."""
     nodes = traced.nodes
     place = {n: -1 for n in traced.graph.nodes if n.op == "placeholder"} | {n: p for p, n in enumerate(nodes)}
     last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in traced.graph.nodes}
@@ -205,7 +205,7 @@ def _run_observed(
     draws: DrawStream,
     saves: bool,
 ) -> tuple[Any, set[int]]:
-    """What a node makes, and the storages that it changes."""
+    """Runs a node and returns its value and the storages that it changes."""
     read = list({id(t): t for source in node.all_input_nodes for t in tensors_in(values[source])}.values())
     versions = [version_of(t) for t in read]
     before = {key: buffers[key][1].clone() for key in map(storages.name, read) if key in buffers}
@@ -219,7 +219,7 @@ def _run_observed(
 
 
 def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
-    """What a working node makes, where draws come from their stream."""
+    """Runs a working node, where draws come from their stream."""
     value = run_node(node, values)
     return draws.take(lambda: run_node(node, values)) if node.meta.get("draw") else value
 

@@ -199,7 +199,7 @@ def excuse_reads(
 
 
 def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
-    """Whether model and graph do the same with so many of these samples. A model that raises has none such."""
+    """Tells whether model and graph do the same with so many of these samples. A model that raises has none such."""
     batch = traced.batch_of(leaves)
     seed = torch.default_generator.initial_seed() % 2**31
     sample = sample_within_guards(traced, leaves, size, batch, seed)
@@ -218,7 +218,7 @@ def agrees_at_size(traced: Traced, leaves: Sequence[Any], size: int) -> bool:
 
 
 def effects_unverified(traced: Traced, leaves: Sequence[Any]) -> Effects:
-    """What the nodes are seen to do, with no comparison."""
+    """Observes the effects of the nodes in one run, with no comparison."""
     return effects_of(traced, [watch_seeded(traced, leaves, 0)[1]])
 
 

@@ -1,4 +1,4 @@
-"""What a graph that others have made may have lost, and only the model's own run shows.
+"""Checks an imported graph for what it may have lost and only the model's own run shows.
 
 Export and symbolic tracing drop hooks on tensors, what forward keeps in attributes, and numbers that were drawn while
 they looked. The recorder sees all of it; for its own graphs there is nothing to look for. Gradients and state of every
@@ -153,7 +153,7 @@ def _run_model(traced: Traced, leaves: Sequence[Any]) -> _ModelRun:
 
 
 def _generators_after_graph(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
-    """Where torch's random generators stand after it."""
+    """Returns the states of torch's random generators after a run of the graph."""
     inputs = list(map(copy_as_leaf, leaves))
 
     def given(node: fx.Node) -> Any:

@@ -56,7 +56,7 @@ def sizes_of_micro_batches(batch: int, chunks: int) -> frozenset[int]:
 def holds_for_micro_batches(
     traced: Traced, leaves: Sequence[Any], sizes: Collection[int], is_told: bool = False
 ) -> bool:
-    """Whether the graph holds for these inputs in micro-batches of these sizes; what it finds is remembered.
+    """Tells whether the graph holds for these inputs in micro-batches of these sizes, and remembers what it finds.
 
     Args:
         is_told: the user says how outputs go together (`out_dims`), whatever they are for the mini-batch.
@@ -178,7 +178,7 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
 
 
 def _micro_batch_bounds(batch: int, sizes: Collection[int]) -> list[tuple[int, int]]:
-    """Where micro-batches of these sizes, of each of them one at least, begin and end: the larger ones come first."""
+    """Computes the bounds of micro-batches of these sizes, of each of them one at least: the larger ones come first."""
     least, most = min(sizes), max(sizes)
     count = batch // most + 1 if most > least else -(-batch // most)
     larger = batch - least * count if most > least else count
@@ -240,11 +240,11 @@ def _first_size_line(traced: Traced) -> str:
     return next(iter(places), "len(x), range(len(x))")
 
 
-# -- Compares a graph with its model once more, for micro-batches that nobody had thought of when it was traced ------
+# -- A graph compared with its model once more, for micro-batches not known when it was traced -----------------------
 
 
 def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> bool:
-    """Whether micro-batches of these sizes are the graph's, as far as inputs and model have values to see it by."""
+    """Tells whether the graph holds for micro-batches of these sizes, as far as values of inputs and model show it."""
     if not all(traced.holds_at(size) for size in sizes):
         return False
     with _checking_mode(traced, args, kwargs) as leaves:
@@ -254,7 +254,7 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
 def recheck_micro_batches(
     traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Collection[int], is_told: bool
 ) -> bool:
-    """Whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
+    """Tells whether the graph holds for these inputs in micro-batches of these sizes; see `holds_for_micro_batches`.
 
     Raises:
         ArgumentError: the micro-batches do not make as many rows as the mini-batch.

@@ -63,7 +63,7 @@ GRADIENT_FACTOR = 4 / 3  # by which gradients are scaled to see how they round; 
 
 @dataclass(frozen=True, slots=True)
 class _GradientSummary:
-    """What is kept of a gradient."""
+    """A summary of a gradient, kept in its place."""
 
     scale: float  # its largest number
     sums: tuple[torch.Tensor, ...]  # along its first dimension, and along all others; a small one is kept as it is
@@ -105,7 +105,7 @@ _GradientSummaries = dict[str, _GradientSummary | None]
 
 @dataclass(frozen=True, slots=True)
 class _CallResult:
-    """What one call has made, and left behind."""
+    """The outputs of one call, and the state and gradients that it has left behind."""
 
     outputs: list[Any]
     state: dict[str, torch.Tensor]  # by name: what the model holds that is no parameter
@@ -374,7 +374,7 @@ def _detached(value: Any, own: set[int]) -> Any:
 
 
 def _model_state(traced: Traced, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the model holds by name and is no parameter, and what is in these tensors in lists, tuples and dicts.
+    """Copies the tensors that the model holds by name, parameters aside, and `held`: those in lists, tuples and dicts.
 
     Not what requires grad and no graph reads: it is made anew by each forward, as weight_norm does.
     """
@@ -422,7 +422,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Where gradients end: tensors of the model and inputs, by name.
+    """Collects the leaves at which gradients end: tensors of the model and inputs, by name.
 
     `sample`: the inputs before forward. One that it has written a computed value to requires grad, and ends nothing.
     """

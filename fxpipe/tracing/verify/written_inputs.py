@@ -132,7 +132,7 @@ def _input_path(traced: Traced, node: fx.Node) -> str:
 
 
 def _writing_line(traced: Traced, node: fx.Node) -> str:
-    """Where forward writes to an input first."""
+    """Finds the line at which forward first writes to an input."""
     effects = traced.effects
     assert effects is not None
     alias = effects.alias[node]
