@@ -61,7 +61,7 @@ def interleaved_1f1b(m: int, p: int, v: int) -> Rows:
 def _micro_batch_groups(m: int, p: int) -> list[range]:
     """The micro-batches in groups of p or, where that does not come out even, a few more; of fewer than p, one group.
 
-    >>> _groups(7, 3)
+    >>> _micro_batch_groups(7, 3)
     [range(0, 4), range(4, 7)]
     """
     count = max(1, m // p)

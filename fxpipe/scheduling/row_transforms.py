@@ -88,7 +88,7 @@ StageGroups = tuple[tuple[int, ...], ...]  # of stages, in order
 def neighbour_groups(placement: tuple[int, ...]) -> StageGroups:
     """The longest runs of stages on one device.
 
-    >>> neighbours((0, 0, 1, 0))
+    >>> neighbour_groups((0, 0, 1, 0))
     ((0, 1), (2,), (3,))
     """
     return tuple(tuple(run) for _, run in groupby(range(len(placement)), key=lambda j: placement[j]))

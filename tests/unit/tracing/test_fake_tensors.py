@@ -210,7 +210,9 @@ class Reads(nn.Module):
 def test_a_value_that_is_read_is_named_with_its_line(read):
     with torch.device("meta"):
         model = nn.Sequential(Reads(read))
-    with pytest.raises(TraceError, match=r"module '0' needs the values of tensors .*test_fake\.py:\d+; trace it with"):
+    with pytest.raises(
+        TraceError, match=r"module '0' needs the values of tensors .*test_fake_tensors\.py:\d+; trace it with"
+    ):
         fxpipe.trace(model, (torch.randn(4, 4),))
 
 

@@ -39,8 +39,8 @@ CASES: dict[str, tuple[Callable[[Any], float], Callable[[], Any], str]] = {
     "numpy.random.RandomState": (lambda m: m.rng.rand(), lambda: np.random.RandomState(1), r"'1\.rng'"),
     "MT19937": (lambda m: m.rng.random(), lambda: np.random.Generator(np.random.MT19937(1)), r"'1\.rng'"),
     "in a list": (lambda m: m.rng[1].random(), lambda: [None, random.Random(1)], r"'1\.rng\[1\]'"),
-    "a global": (lambda m: GLOBAL.random(), lambda: None, r"'test_own_dice\.GLOBAL'"),
-    "in a global": (lambda m: TABLE["any"][0].random(), lambda: None, r"\"test_own_dice\.TABLE\['any'\]\[0\]\""),
+    "a global": (lambda m: GLOBAL.random(), lambda: None, r"'test_forward_rng\.GLOBAL'"),
+    "in a global": (lambda m: TABLE["any"][0].random(), lambda: None, r"\"test_forward_rng\.TABLE\['any'\]\[0\]\""),
 }
 
 

@@ -714,7 +714,7 @@ def test_a_graph_prints_readably():
             return self.head(x.mean((2, 3)).view(x.shape[0], -1)) + torch.zeros(2, device=x.device)
 
     lines = [
-        " ".join(line.split()).replace(" test_tracing.py", " t").rpartition(":")[0]
+        " ".join(line.split()).replace(" test_trace.py", " t").rpartition(":")[0]
         for line in str(trace(Net(), (torch.randn(4, 3, 8, 8),))).splitlines()
     ]
     assert lines[3:] == [

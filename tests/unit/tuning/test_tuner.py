@@ -27,6 +27,29 @@ from fxpipe.tuning.candidates import (
 )
 
 
+@pytest.fixture(scope="module")
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    return torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def profile(model: Net, x: torch.Tensor) -> Profile:
+    """Milliseconds instead of what these small nodes take, with a fixed part, so that small micro-batches cost more."""
+    found = fxpipe.profile(fxpipe.trace(model, (x,)), (x,), hardware="cpu")
+    nodes = []
+    for place, cost in enumerate(found.nodes):
+        times = 1 + place % 3
+        forward = Seconds(1e-4 * times, 4e-4 * times)
+        nodes.append(replace(cost, forward=forward, backward=forward + forward, weight=forward))
+    return replace(found, nodes=tuple(nodes), estimated_for="")
+
+
 def test_numbers_of_micro_batches_double_and_divide_the_batch_where_they_can() -> None:
     assert chunks_for_batch(32, most=1000) == (1, 2, 4, 8, 16, 32)
     assert chunks_for_batch(32, most=8) == (1, 2, 4, 8)

@@ -107,10 +107,10 @@ def test_names_and_sources_are_the_models(way: Way) -> None:
     assert "tied.weight" not in attributes  # one tensor, one name
     norm = next(n for n in traced.nodes if n.target is F.batch_norm)
     assert norm.meta["module"] == "norm"
-    assert "test_other_ways.py" in norm.meta["source"]
+    assert "test_importers.py" in norm.meta["source"]
     assert next(n for n in traced.nodes if n.target is F.dropout).meta["random"]
     assert {n.meta["state"].grad for n in traced.nodes} == {True, False}
-    assert "test_other_ways.py" in str(traced)
+    assert "test_importers.py" in str(traced)
     assert f"traced by {traced.tracer}" in str(traced)
 
 
@@ -304,11 +304,11 @@ class Decides(nn.Module):
 
 def test_a_decision_on_a_value_names_the_line(capfd: pytest.CaptureFixture[str]) -> None:
     model = Forward(lambda m, a: m.lin(a) if a.sum() > 0 else a)
-    with pytest.raises(TraceError, match=r"torch\.export does not take the model: .*test_other_ways\.py:\d+") as caught:
+    with pytest.raises(TraceError, match=r"torch\.export does not take the model: .*test_importers\.py:\d+") as caught:
         trace_by_export(model, (x(),), {})
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is not None
-    with pytest.raises(TraceError, match=r"symbolic tracing .*test_other_ways\.py:\d+"):
+    with pytest.raises(TraceError, match=r"symbolic tracing .*test_importers\.py:\d+"):
         trace_symbolically(Decides(), (x(),), {})
     assert capfd.readouterr() == ("", "")  # a way that fails is silent: another may do
 

@@ -54,7 +54,7 @@ def test_equal_blocks_are_run_once(runs):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_shapes_are_those_of_running_each_call(name, monkeypatch):
+def test_symbolic_shapes_are_those_of_running_each_call(name, monkeypatch):
     (case,) = [case for case in CASES if case.name == name]
     model, (args, kwargs) = case.make(), case.inputs(4)
     ours = told(trace(model, args, kwargs))

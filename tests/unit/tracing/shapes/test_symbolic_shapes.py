@@ -99,7 +99,7 @@ BAD_INPUTS: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str]] = {
     "no samples": (lambda lin, x: lin(x), (torch.randn(0, 6),), {}, "holds no samples"),
     "features only": (
         lambda lin, x: lin(x), (torch.randn(6),), {},
-        r"cannot vary: args\[0\] \(size 6, fixed by lin at .*test_shapes.py:\d+\)",
+        r"cannot vary: args\[0\] \(size 6, fixed by lin at .*test_symbolic_shapes.py:\d+\)",
     ),
     "size written down": (
         lambda lin, x: lin(x.view(4, 6)), (torch.randn(4, 6),), {}, r"cannot vary.*fixed by view.*x.shape\[0\]",
@@ -210,7 +210,9 @@ def test_size_that_depends_on_values_is_a_value_that_is_read():
     graph = traced(lambda lin, x: lin(x) if x[x > 0].shape[0] > 3 else x)
     assert [(g.expected, g.text.split()[0]) for g in graph.guards.guards] == [(True, "gt")]
     graph = traced(lambda lin, x: lin(x) if (h := lin(x))[h > 0].shape[0] > 3 else x)
-    assert re.search(r"reads a size \(gt\) that depends on the inputs and .* at .*test_shapes.py:\d+", graph.why[0])
+    assert re.search(
+        r"reads a size \(gt\) that depends on the inputs and .* at .*test_symbolic_shapes.py:\d+", graph.why[0]
+    )
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
