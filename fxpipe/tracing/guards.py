@@ -274,7 +274,10 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
-    """Returns the error of a read that cannot be answered before a step, or None. `known`: what reads depend on."""
+    """Returns the error of a read that cannot be answered before a step; None for another.
+
+    `known` is what all reads depend on.
+    """
     needed = _dependencies_of_read(read)
     sources = set(_source_names(traced, needed))
     attributes = {str(n.target): n for n in traced.graph.nodes if n.op == "get_attr"}

@@ -6,7 +6,7 @@
    itself, or most of it, recording goes as far as it can, and the rest of forward is one node (`graph_break`).
 4. `torch.export`, where that fails, or keeps more than half of the parameters in one piece; the finer graph wins. Not
    where the user wants modules whole (`leaf_modules`): export keeps none.
-5. Recording, with values that only the stages know compared there (`expectations_of`).
+5. Recording, with values that only the stages know compared there (`guards.expect`).
 
 Each graph is finished by the same passes (shapes, guards, the comparison with the model): one that is not the model's
 is an error of its way, and the next one is tried. What no graph could carry, and what the model itself raises, ends

@@ -75,7 +75,7 @@ class BatchCondition:
 
 @dataclass(frozen=True, slots=True)
 class RecordingOptions:
-    """Options of a recording where something stands in the way of a plain one. Other recordings may take them too."""
+    """Options for what stands in the way of a plain recording. Another recording of the model may take them too."""
 
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
     graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call

@@ -1,8 +1,8 @@
 """Plain numbers that depend on the batch size: found by comparing recordings at several sizes.
 
 A model that computes with `len(x)`, `int(x.shape[0])` or `1 / x.shape[0]` has left the sizes that a recording follows
-(`sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at another
-size, the model is recorded again on other numbers of samples, as it is:
+(`recorded_sizes`): its graph holds a plain number where the batch size should be. So where a graph turns out wrong at
+another size, the model is recorded again on other numbers of samples, as it is:
 
     4 samples   view(lin, 4, 2, 3)   div(view, 4.0)   sqrt: mul(div, 2.0)
     5 samples   view(lin, 5, 2, 3)   div(view, 5.0)         mul(div, 2.236...)

@@ -26,7 +26,8 @@ mini-batch's in the graph, and each micro-batch's own in such a node) must not b
 (`calls_before_effects`), and one that draws, or writes to a value that it was given, must not run twice: then the rest
 stays in one piece. A run that calls other modules than the recording did is an error.
 
-The alternative, to keep the whole module as one node (`whole`), leaves nothing to cut where the module is the model.
+The alternative, to keep the whole module as one node (`leaf_module`), leaves nothing to cut where the module is the
+model.
 """
 
 from __future__ import annotations

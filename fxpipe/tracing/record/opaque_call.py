@@ -1,9 +1,9 @@
 """Python that runs in every step: each call of it is one node of the graph.
 
-Functions that the user marks as leaves, hooks, what `torch.func` makes of a function, modules kept whole (`whole`).
-Such a node is a function of the tensors among its arguments, in whatever structure they come. That it uses nothing else
-is verified: the autograd graph of its first run must end in what it was given, it may touch no other tensor that
-forward or the model has, and nothing else of the model may have changed.
+Functions that the user marks as leaves, hooks, what `torch.func` makes of a function, modules kept whole
+(`leaf_module`). Such a node is a function of the tensors among its arguments, in whatever structure they come. That it
+uses nothing else is verified: the autograd graph of its first run must end in what it was given, it may touch no other
+tensor that forward or the model has, and nothing else of the model may have changed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A mini-batch may be large, and to run a model on it a few times may take minutes; what runs later are micro-batches. So
 the model is recorded on the samples of one micro-batch; and once more on them, on the mini-batch and on one sample more
-without arithmetic, on `uncomputed_tensors` or, on a GPU, on fake ones. Where all these recordings are the same, to
-the last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
+without arithmetic, on `uncomputed_tensors` or, on a GPU, on fake ones. Where all these recordings are the same, to the
+last number and to the last value that forward reads, forward does the same for each of these sizes: no loop over
 samples, no branch on their number. The graph is then compared with the model, on real values, at the sizes of
 micro-batches.
 
@@ -76,7 +76,7 @@ def record_small_batch(
         def without_arithmetic(inputs: Any) -> Traced:
             if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
                 return record_on(*inputs, hollow=True)
-            with with_fake_tensors(model, inputs, always=True) as fakes:  # a hollow tensor would take memory of the GPU
+            with with_fake_tensors(model, inputs, always=True) as fakes:  # uncomputed ones would take GPU memory
                 return record_on(*fakes)
 
         start = time.perf_counter()

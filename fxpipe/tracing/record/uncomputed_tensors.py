@@ -5,12 +5,12 @@ without arithmetic, but libraries see that they are fake and take other ways, an
 are real, and just not computed:
 
     ids ──▶ ids > 0 ──▶ .all()            depends on inputs and buffers alone: computed, and may be read
-     └────▶ embedding(weight, ids) ──▶ …  depends on a parameter: *hollow*, memory that nobody has written to
+     └────▶ embedding(weight, ids) ──▶ …  depends on a parameter: *uncomputed*, memory that nobody has written to
 
-Shapes and strides of a hollow tensor are those that fake tensors say. A view is the real one, and so is memory that two
-tensors share; what is written in place stays as it was. Memory that is not touched takes none of a CPU's. What forward
-reads of a mini-batch is therefore what it would read, and that is all that a graph may depend on (`guards`): to read a
-hollow tensor is refused.
+Shapes and strides of an uncomputed tensor are those that fake tensors say. A view is the real one, and so is memory
+that two tensors share; what is written in place stays as it was. Memory that is not touched takes none of a CPU's. What
+forward reads of a mini-batch is therefore what it would read, and that is all that a graph may depend on (`guards`): to
+read an uncomputed tensor is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class UncomputedMode(TorchDispatchMode):
         super().__init__()
         self._fakes = FakeTensorMode()
         self._outer: UncomputedMode | None = None
-        self._storages: dict[int, StorageWeakRef] = {}  # hollow ones, by names that no other gets meanwhile
+        self._storages: dict[int, StorageWeakRef] = {}  # uncomputed ones, by names that no other gets meanwhile
         self._told: dict[Hashable, Any] = {}  # by call: what it makes. Equal blocks make equal calls
         for parameter in model.parameters():
             self._hollow_out(parameter)
@@ -80,7 +80,7 @@ class UncomputedMode(TorchDispatchMode):
         _current.mode = self._outer
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Is it hollow?"""
+        """Is it uncomputed?"""
         return tensor.layout == torch.strided and storage_address(tensor) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

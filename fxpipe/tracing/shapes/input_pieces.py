@@ -49,7 +49,7 @@ class InputPieces:
         return cls(traced, device, tuple(program.nodes), {place: copies[handed_out[place]] for place in places})
 
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
-        """By place, of the mini-batch with these flattened inputs."""
+        """Computes the pieces, by place, of the mini-batch with these flattened inputs."""
 
         def given(node: fx.Node) -> Any:
             if "number" in node.meta:

@@ -4,7 +4,7 @@ Each candidate for a batch dimension is a symbol of its own (`duck_shape=False`)
 a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad` and `F.interpolate` would
 bake the batch in.
 
-What fake tensors cannot tell is seen in real runs (`observed_shapes`), and equal calls are run once (`alike`).
+What fake tensors cannot tell is seen in real runs (`observed_shapes`), and equal calls are run once (`node_cache`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Symbolic shapes: which dimension of which value holds the batch, and every size as a formula in the batch size `b`.
 
-The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic`). Operations
-unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape [T, T]
-turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the batch.
+The graph is run once on fake tensors whose batch dimensions are symbols, one for each input (`symbolic_run`).
+Operations unify the symbols of inputs that meet; a symbol that meets a fixed size becomes that number: a mask of shape
+[T, T] turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the
+batch.
 
 Other dimensions are fixed: inputs of another length are another graph.
 """
