@@ -1,13 +1,13 @@
 """Costs of nodes to stages: pure Python on plain numbers, which knows neither torch nor graphs.
 
-By time alone: `block.py` (the algorithm, and why it ends), `manual_cuts.py` (what is known of the nodes),
-`manual_cuts.py` and `pins.py` (what the user says), `cutting.py` (all of it together: `partition`).
+By time alone: `block.py` (the algorithm, and why it ends), `manual_cuts.py` (what is known of the nodes, and the
+user's cuts), `pins.py` (the user's pins), `cutting.py` (all of it together: `partition`).
 
-With transfers, memory and unequal devices: `chain.py` (the graph in numbers), `chain.py` (what a stage comes to),
-`optimal.py` (what the best cut is, and the way to it), `search_candidates.py` (the way itself), `number_ranges.py`
-(loads of any stage, quickly), `memory_limit_error.py` (why nothing fits, and what would).
+With transfers, memory and unequal devices: `chain.py` (the graph in numbers, and the loads of a stage),
+`optimal.py` (what the best cut is, the way to it, and why nothing fits), `search.py` (the way itself), `intervals.py`
+(loads of any stage, quickly), `partial_recompute.py` (stages of which only a part recomputes).
 
-`cut_least_misplaced.py` cuts a later graph of the same model like the first.
+`cut_least_misplaced` cuts a later graph of the same model like the first.
 """
 
 from fxpipe.partitioning.block import block_partition

@@ -89,16 +89,16 @@ class StageSite:
     state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter
 
 
-# -- What a stage comes to on the device where it would run: seconds, and bytes of memory, for any start and end -----
+# -- The load of a stage on the device where it would run: seconds, and bytes of memory, for any start and end -------
 #
 # All of it is for one micro-batch, on a stage that holds the places start to end - 1 of a chain.
 #
 # **Seconds.** The stage computes its forward and its backward (its forward twice if it recomputes), and it receives:
 #
 # - each flow that an earlier stage makes and that has a user here, once, over the link into this stage, whoever sends
-# it: a portal, too, is billed where it arrives. Inputs of the model come by themselves. - a gradient for each returning
-# flow that is made or used here and has a user in a later stage, over the link into the next stage, backwards:
-# gradients go from a user to the next earlier user, and from the first one to the maker.
+#   it: a portal, too, is billed where it arrives. Inputs of the model come by themselves.
+# - a gradient for each returning flow that is made or used here and has a user in a later stage, over the link into the
+#   next stage, backwards: gradients go from a user to the next earlier user, and from the first one to the maker.
 #
 # What is received takes `latency + bytes / bytes_per_second`. The caller of the model is no stage: what goes to and
 # comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both:

@@ -268,7 +268,7 @@ class StageMemory:
 
 
 def bits_of(places: Iterable[int]) -> int:
-    """A set of places."""
+    """Encodes a set of places as bits."""
     bits = 0
     for place in places:
         bits |= 1 << place
@@ -294,12 +294,12 @@ def _users_in_chain(flow: Flow, chain: Chain) -> list[int]:
 
 
 def _crossings_between(places: Sequence[int], value: int) -> Iterator[CrossingEntry]:
-    """A thing of several places, at all starts behind the first: known by the next place."""
+    """Yields crossings of a thing of several places, at all starts behind the first: known by the next place."""
     return ((range(a + 1, b + 1), b, value) for a, b in pairwise(places))
 
 
 def _saved_but_not_used(maker: int, users: Sequence[int], savers: Sequence[int], value: int) -> Iterator[CrossingEntry]:
-    """A flow that counts from its next saver to its next user, at the starts from which the saver comes first."""
+    """Yields crossings of a flow from its next saver to its next user, at the starts where the saver comes first."""
     for earlier, saver in pairwise([maker, *savers]):
         known = bisect_right(users, saver)
         starts = range(max(earlier, users[known - 1] if known else maker) + 1, saver + 1)

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
 from fxpipe.partitioning.block import check_cost
 
-# -- What a cut needs to know of the nodes of a graph, and how to speak of them in errors ----------------------------
+# -- The nodes of a graph as a cut needs to know them, and their names in errors -------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _out_of_order_message(before: str, end: int, name: str, place: int, nodes: N
 
 
 def _raise_problems(problems: Iterable[str]) -> None:
-    """Says all that is wrong at once."""
+    """Raises one error that says all that is wrong."""
     match list(problems):
         case []:
             return

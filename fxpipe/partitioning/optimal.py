@@ -1,17 +1,16 @@
 """Cuts a chain so that the step waits for as little as possible: the exact least bottleneck, within memory.
 
-The question: n nodes stand in a row, and stage j will run on site j. What stages come to there, in seconds with all
-that they receive and in bytes, says `chain.py`. Cut the row into stages, none empty. In order of priority:
+The question: n nodes stand in a row, and stage j will run on site j. `chain.py` says what stages come to there, in
+seconds with all that they receive and in bytes. Cut the row into stages, none empty. In order of priority:
 
 1. every stage fits into its memory; it recomputes if it must, or if it may and does not fit otherwise;
 2. the *bottleneck*, the largest `seconds` of a stage, is the least possible. So a cut is moved rather than a stage
-made
-   to recompute where that is faster;
+   made to recompute where that is faster;
 3. of such cuts, as few stages as possible recompute;
 4. of those, the stages are even: from the first on, each ends where the larger of its seconds and the mean of what is
    left for each later stage is least, among the ends from which (1) to (3) can still be had.
 
-(1) to (3) are exact, by integers (`number_ranges.py`), and tested against every cut of small chains.
+(1) to (3) are exact, by integers (`intervals.py`), and tested against every cut of small chains.
 
 The way (`search.py`): a limit L on seconds is tested by going from stage to stage with the set of places
 where the next one can start.
@@ -74,7 +73,7 @@ SHORTAGE_HEADERS = (
 
 @dataclass(frozen=True, slots=True)
 class RemedyTrial:
-    """Something else to do."""
+    """Another chain or other sites to try, with their description."""
 
     words: str  # "use 4 devices"
     chain: Chain
@@ -273,7 +272,7 @@ def optimal_partition(
         chain: at least one node.
         sites: one for each stage, in order.
         names: of the nodes, for errors; or none.
-        remedies: what is tried where no cut fits into memory, and offered if it would; see `memory_limit_error.py`.
+        remedies: what is tried where no cut fits into memory, and offered if it would; see `memory_limit_error`.
         explains: say why no cut fits, which takes several times as long as to find that none does.
 
     Raises:

@@ -135,7 +135,7 @@ class _PartialSearch:
         return front + self._memory(j, kept_first, middle, end) <= self._most[j]
 
     def _last(self, start: int, stop: int, nearby: int, fits: Callable[[int], bool]) -> int | None:
-        """Going from the number `start` towards `stop`, the last place that fits if those before it do."""
+        """Finds, from the number `start` towards `stop`, the last place that fits if those before it do."""
         step = 1 if stop > start else -1
         low, high = -1, abs(stop - start)  # the one fits, the other does not
         while high - low > 1:
@@ -175,7 +175,7 @@ class _PartialSearch:
         return [self.least(stage.index, stage.start, stage.end) or stage for stage in found]
 
     def _kept_within(self, limit: float) -> list[_SplitStage] | None:
-        """Stages that take no longer than that, each as long as it can be."""
+        """Finds stages that take no longer than `limit`, each as long as it can be; None if there are none."""
         found, start, count = list[_SplitStage](), 0, len(self._sites)
         for j in range(count):
             if j == count - 1:
@@ -190,7 +190,7 @@ class _PartialSearch:
         return found
 
     def _longest(self, j: int, start: int, limit: float, left: int) -> _SplitStage | None:
-        """`left`: stages behind it, each of which needs a place to start."""
+        """Finds the longest stage from `start` within `limit`. `left`: stages behind it; each needs a place."""
         first, stop = _places_within(self._places, start, self._n)
         low, high, found = first - 1, stop - left + 1, None
         while high - low > 1:

@@ -119,7 +119,7 @@ class CutSearch:
         self._set_spare(0.0)
 
     def with_spare(self, spare: float) -> CutSearch:
-        """The same, but every limited memory is this number of bytes larger."""
+        """Returns the same search with every limited memory larger by this number of bytes."""
         other = copy.copy(self)
         other._set_spare(spare)
         return other

@@ -167,7 +167,7 @@ def _operations_by_size(
 
 
 def _counts(traced: Traced, effects: Effects, leaves: Sequence[Any], micro_batch: int, anywhere: bool) -> GraphCounts:
-    """`anywhere`: for hardware that is not here nothing has to run, where the model can do without values."""
+    """Counts FLOPs and bytes. `anywhere`: for other hardware nothing has to run where the model needs no values."""
     if anywhere and not is_faked():
         with contextlib.suppress(Exception), with_fake_tensors(traced.model, leaves, always=True) as fakes:
             return count_flops_and_bytes(traced, effects, fakes, micro_batch)

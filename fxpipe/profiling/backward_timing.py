@@ -160,7 +160,7 @@ def naming_node(node: fx.Node) -> Iterator[None]:
         raise
 
 
-# -- What a node calls, ready to be timed: nothing but the function itself runs between two looks at the clock -------
+# -- Calls of nodes, ready to be timed: nothing but the function itself runs between two looks at the clock ----------
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def formula_of(coefficients: Sequence[int | Fraction], batch: sympy.Symbol) -> s
 
 
 def coefficients_to_json(coefficients: Sequence[int | Fraction]) -> list[int | str]:
-    """Numbers that JSON keeps as they are: a fraction as text."""
+    """Makes numbers that JSON keeps as they are: a fraction becomes text."""
     return [c if isinstance(c, int) else f"{c.numerator}/{c.denominator}" for c in coefficients]
 
 

@@ -39,7 +39,7 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
 
 
 def _recurrent_flops(name: str, args: Sequence[Any]) -> int:
-    """Each weight meets each step of each sequence."""
+    """Counts the FLOPs of a recurrent layer: each weight meets each step of each sequence."""
     weights = args[1:3] if name.startswith("mkldnn") else [w for w in args[1] if w.dim() > 1]
     rows = args[0].numel() // args[0].shape[-1]
     return int(2 * rows * sum(w.numel() for w in weights))

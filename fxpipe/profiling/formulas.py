@@ -58,7 +58,7 @@ def _node_bytes(node: fx.Node) -> sympy.Expr:
     return bytes_formula(node.meta["shapes"])
 
 
-# -- what was counted at some sizes ------------------------------------------------------------------------------------
+# -- counts and seconds at some sizes ----------------------------------------------------------------------------------
 
 # of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
 MAX_FIT_DEGREE = 2

@@ -2,10 +2,11 @@
 
 The graph runs once with the samples of one micro-batch, and at two other sizes, the smallest ones that it holds for.
 What is saved is as seen in the first run: whether `reshape` copies depends on the size, and so do kernels. How much it
-is comes from shapes where a value shows it, else from what was counted at all sizes (`formulas.fitted`).
+is comes from shapes where a value shows it, else from what was counted at all sizes (`fit_counts`).
 
-Values do not count, so on the CPU zeros do for products (`products`), and in the other runs one node of each kind does
-for all. Where something depends on values after all, such a run comes to an end, and another one computes everything.
+Values do not count, so on the CPU zeros do for matrix products (`SkipMatmul`), and in the other runs one node of each
+kind does for all. Where something depends on values after all, such a run comes to an end, and another one computes
+everything.
 
 What cannot be exact:
 
@@ -101,7 +102,7 @@ def working_bytes_of(
 
 @functools.lru_cache(maxsize=8192)
 def sum_formulas(formulas: tuple[sympy.Expr, ...]) -> sympy.Expr:
-    """Their sum. Equal nodes ask for equal sums."""
+    """Sums formulas. Equal nodes ask for equal sums."""
     return sympy.Add(*formulas)
 
 
@@ -124,7 +125,7 @@ def larger_formula(left: sympy.Expr, right: sympy.Expr, batch: sympy.Symbol, sam
 
 
 def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
-    """Found in one walk from the end: what a node that is read was given is read as well, and so is its memory."""
+    """Finds the nodes in one walk from the end: what a read node was given is read as well, and so is its memory."""
     found: set[fx.Node] = set()
     read: set[fx.Node] = set()
     memory: set[int | None] = set()  # alias classes
@@ -166,7 +167,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
         leaves: flattened inputs, with any number of samples.
         samples: of one micro-batch.
 
-    To be used in a block of `tracing.fake.faked`.
+    To be used in a block of `with_fake_tensors`.
 
     Raises:
         Exception: what a node raises with so many samples, with a note.
@@ -279,7 +280,7 @@ def _storage(
 
 
 def _saved_storage(seen: ObservedStorage, storage: StorageLifetime) -> SavedStorage:
-    """A stage writes to a clone of what it receives, so what it keeps is made by the node that has written last."""
+    """Makes what a stage keeps. It writes to clones of what it receives, so the node that wrote last is the maker."""
     writers = [w for w in seen.writers if w <= seen.savers[0]]
     return SavedStorage(storage.bytes, max((storage.maker, *writers)), storage.savers)
 

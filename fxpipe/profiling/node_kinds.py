@@ -110,7 +110,7 @@ def timing_kind(
     values: Mapping[fx.Node, NodeValue],
     written: Collection[fx.Node] = (),
 ) -> Hashable:
-    """The same for nodes that take the same time; `arguments` are those that it is called with.
+    """Returns a key that is the same for nodes that take the same time; `arguments` are those that it is called with.
 
     `written`: those of its inputs whose memory it changes, which may be more than one where they share it.
     """
@@ -136,7 +136,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 def _frozen(value: Any) -> Hashable:
-    """Numbers and texts by what they are; anything else is itself alone."""
+    """Returns a key of a value: numbers and texts by what they are; anything else is itself alone."""
     if type(value) in (*PLAIN_TYPES, type(None)):
         return type(value), repr(value)
     if type(value) in (tuple, list):
@@ -174,7 +174,7 @@ class NodeKinds:
         return node.op, function_key(node.target), repr(args), node.meta["state"]
 
     def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
-        """Identifies a value by what can be told of it. In memory that is written to that may change (`unsqueeze_`)."""
+        """Identifies a value by what can be told of it, which a write to its memory may change (`unsqueeze_`, grad)."""
         if node not in self._likes or self._effects.alias[node] in self._written:
             described = repr(pytree.tree_map_only(torch.Tensor, _describe_tensor, values[node]))
             self._likes[node] = self._numbers.setdefault(described, ("like", len(self._numbers)))

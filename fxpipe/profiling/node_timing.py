@@ -15,9 +15,9 @@ device can be measured on one. Nothing is timed but the nodes.
 
 The first sample of a kind of nodes warms up and is dropped. A kind has enough when its samples agree, or once the
 budget is spent and it has one; its nodes then only make their values, or take that of another node of their kind
-(`alike`). So twelve equal blocks are measured in little more than one round, in which few of them run, and the samples
-of a node without equals lie apart in time: a short disturbance misses most. Of a node that takes long fewer samples are
-enough, and the first counts.
+(`ValueReuse`). So twelve equal blocks are measured in little more than one round, in which few of them run, and the
+samples of a node without equals lie apart in time: a short disturbance misses most. Of a node that takes long fewer
+samples are enough, and the first counts.
 
 What a node writes to it gets as a copy while it is timed; then it runs once more, without gradients, on the values
 themselves. The model is only read.
@@ -141,7 +141,7 @@ class TimingRounds:
         self._alike = ValueReuse(self.traced, self.effects)
 
     def round(self) -> bool:
-        """One more round, if any node needs another sample; was there one?"""
+        """Runs one more round, if any node needs another sample; returns whether there was one."""
         try:
             return self._round()
         except Exception:
@@ -391,7 +391,7 @@ def _have_equal_signatures(left: NodeValue, right: NodeValue) -> bool:
 # -- Seconds of every node of a graph, forward and backward apart, measured node by node on real values --------------
 #
 # Rounds over the graph at several micro-batch sizes take turns, so that a machine which slows down does so for all of
-# them. How one round goes, `rounds` says; when there are enough, `node_kinds`.
+# them. `TimingRounds` says how one round goes; `node_kinds`, when there are enough.
 
 
 def measure(

@@ -106,7 +106,7 @@ class Profile:
 
     @property
     def seconds(self) -> tuple[float, ...]:
-        """Forward and backward of each node: what partitioning balances."""
+        """Seconds of each node, forward and backward: what partitioning balances."""
         return tuple((n.forward + n.backward).at(self.micro_batch) for n in self.nodes)
 
     @property
@@ -132,7 +132,7 @@ class Profile:
 
     @property
     def flops(self) -> sympy.Expr:
-        """Forward and backward."""
+        """FLOPs, forward and backward."""
         return _formula_sum(n.flops + n.backward_flops for n in self.nodes)
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ def estimate(
 
 
 def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
-    """So many samples: those of the inputs, again and again."""
+    """Resizes inputs to so many samples: their own, again and again."""
     found = []
     with torch.no_grad():
         for leaf, dim in zip(leaves, traced.in_dims, strict=True):
@@ -134,7 +134,7 @@ class _EstimateRun:
         return found
 
     def _hold(self) -> None:
-        """Inputs and the model's tensors: copies of what a node will write to."""
+        """Holds inputs and the model's tensors: copies of what a node will write to."""
         written = set().union(*self.effects.written_classes)
         places = {node: place for place, node in self.traced.placeholders.items()}
         for node in self.traced.graph.nodes:
@@ -188,7 +188,7 @@ class _EstimateRun:
     # -- one kind ------------------------------------------------------------------------------------------------------
 
     def _own(self, node: fx.Node) -> dict[fx.Node, _Value]:
-        """The inputs of a node as leaves of autograd, of its own."""
+        """Returns the inputs of a node as leaves of autograd, of its own."""
         return {n: _detached_like(self.values[n], self.grads[n]) for n in node.all_input_nodes}
 
     def _cost(self, node: fx.Node, own: dict[fx.Node, _Value], written: Sequence[fx.Node]) -> _KindEstimate:
@@ -246,7 +246,7 @@ def _distinct_tensors(tensors: Iterator[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Roofline(TorchDispatchMode):
-    """While it is active, it takes a note of each operation; `seconds` is what those so far would have taken."""
+    """A mode that takes a note of each operation; `seconds` is what those so far would have taken."""
 
     def __init__(self, hardware: Hardware):
         super().__init__()
@@ -268,7 +268,7 @@ class Roofline(TorchDispatchMode):
         return result
 
     def take(self) -> tuple[OperationCounts, ...]:
-        """The operations since the last time."""
+        """Takes the operations since the last time."""
         noted, self._noted = self._noted, []
         return tuple(noted)
 

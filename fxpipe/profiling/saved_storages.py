@@ -108,7 +108,7 @@ def observe_storages(
         once: run of each kind just one node, and take its value for that of the others. For where nobody reads values,
             and it does not matter which of them share memory.
 
-    To be used in a block of `tracing.fake.running`; the model and random states change as in any forward.
+    To be used in a block of `in_fake_mode`; the model and random states change as in any forward.
 
     Raises:
         ValuesNeededError: not without products, or not with `once`, since values decide what is to be counted.
@@ -176,7 +176,7 @@ class _StorageObserver:
         self.first.setdefault(kind, (node, self.values[node] if self.once else None))
 
     def _release(self, node: fx.Node) -> None:
-        """A value that goes has its last user, or the model's end, behind it."""
+        """Releases a value behind its last user; a value that is handed out has the model's end as a user, too."""
         value = self.values.pop(node, None)
         if node in self._outputs:
             for seen in self._all(tensors_in(value)):

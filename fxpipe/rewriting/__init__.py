@@ -1,7 +1,7 @@
 """Rewriting: stage numbers become stages, skips become portals.
 
-    traced = ordered(traced)
-    program = split(traced, starts=(0, 12), devices=(cpu, cpu))
+    traced = reorder_nodes(traced)
+    program = split_into_stages(traced, starts=(0, 12), devices=(cpu, cpu))
     print(program.stages[1].code)
 
 `reorder_nodes` puts the nodes in an order in which few bytes cross a cut; `forbidden_cuts` says where no cut may stand;

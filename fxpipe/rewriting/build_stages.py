@@ -1,4 +1,4 @@
-"""Cuts a traced graph into stages: pure functions, and a table of who sends what to whom.
+"""Cuts a traced graph into stages: pure functions, and a table of the values that they send to each other.
 
 For each stage, in this order:
 
@@ -47,7 +47,7 @@ _COLUMN = 88
 
 
 def format_stage_code(graph: fx.Graph, index: int) -> str:
-    """A stage as the function it is. Parameters and buffers appear under their names in the model."""
+    """Formats a stage as the function it is. Parameters and buffers appear under their names in the model."""
     received = [n.name for n in graph.nodes if n.op == "placeholder" and "text" not in n.meta]
     lines = [f"def stage{index}({', '.join(received)}):"]
     for node in graph.nodes:

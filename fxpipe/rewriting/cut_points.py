@@ -27,7 +27,7 @@ ForbiddenSpan = tuple[int, int, str]  # first place, last place, why no cut may 
 
 
 def forbidden_cuts(traced: Traced) -> dict[int, str]:
-    """Place -> why no cut may stand before the node at this place."""
+    """Returns place -> why no cut may stand before the node at this place."""
     effects = traced.effects
     assert effects is not None
     found: dict[int, str] = {}
@@ -100,5 +100,5 @@ def _crossing_members(effects: Effects, members: Sequence[fx.Node]) -> Iterator[
 
 
 def _last_writes(effects: Effects) -> dict[int | None, int]:
-    """Alias class -> the last place that changes it."""
+    """Returns alias class -> the last place that changes it."""
     return {alias: place for place, classes in enumerate(effects.written_classes) for alias in classes}

@@ -59,7 +59,7 @@ class LinearOrder:
         )
 
     def moved(self, anchors: Mapping[int, int]) -> LinearOrder:
-        """Each of the items in `anchors` next to the item at that place: before it if it comes from before."""
+        """Moves each of the items in `anchors` next to the item at that place: before it if it comes from before."""
         key = [(anchors.get(item, at), at) for at, item in enumerate(self.order)]
         return LinearOrder.of(self.items, [self.order[at] for _, at in sorted(key)])
 

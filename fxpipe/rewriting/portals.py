@@ -7,8 +7,8 @@
 
 Stages in between hand nothing through, so none holds a value that it does not use. This is how a skip travels:
 
-1. `split_into_stages` has a table of who receives what from whom; `skips_of` reads the skips off it. A program lists
-   them (`Program.skips`).
+1. `split_into_stages` has a table of what each stage receives from which; `skips_of` reads the skips off it. A program
+   lists them (`Program.skips`).
 2. In the code of its maker `stash` stands around the value, in that of each user `pop`: marks for people, which do
    nothing.
 3. The maker's F gives what it returns to `Exchange.send` (`fxpipe.runtime.exchange`), which sends each value to every
@@ -47,7 +47,7 @@ def skips_of(table: Sequence[Mapping[fx.Node, int]]) -> Iterator[Skip]:
                 yield Skip(node.name, source, target)
 
 
-# -- What stands in stage code ---------------------------------------------------------------------------------------
+# -- Marks in stage code ---------------------------------------------------------------------------------------------
 
 
 def stash(value: T, name: str) -> T:

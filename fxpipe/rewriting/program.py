@@ -124,7 +124,7 @@ def sent_bytes(program: Program, sizes: Mapping[str, float]) -> float:
     return sum(sizes[value.name] for stage in program.stages for value in stage.receives if value.source != PIPE_INPUT)
 
 
-# -- What a stage is run for -----------------------------------------------------------------------------------------
+# -- The context in which a stage runs -------------------------------------------------------------------------------
 
 
 class StageContext(threading.local):
@@ -168,7 +168,7 @@ class WeightGradientTape:
         return found
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """B has been; the edges would keep alive what is left of its graph."""
+        """Takes the gradients at the edges after B; the edges would keep alive what is left of its graph."""
         self.edges, self.gradients = [], list(gradients)
 
     def weight_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:

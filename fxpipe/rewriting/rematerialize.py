@@ -1,7 +1,8 @@
 """Cheap values that stages compute for themselves instead of receiving them: masks, position ids, tables of angles.
 
 `rematerializable_nodes` says which nodes may be computed again, and of what: a node is a *copy* in a stage that is not
-its own. `choose_rematerialization` says for which that takes less time than to receive their values; `split` does it.
+its own. `choose_rematerialization` says for which that takes less time than to receive their values;
+`split_into_stages` does it.
 
     stage 0     ids ─▶ mask ─▶ bias ──────────────▶ attention        receives nothing; sends `hidden` alone
     stage 1     ids ─▶ mask ─▶ bias (copies) ─────▶ attention        `ids` is an input of the model and comes by itself

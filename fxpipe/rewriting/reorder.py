@@ -1,8 +1,8 @@
 """Puts the nodes of a graph in an order in which few bytes cross any cut, and which computes the same, bit for bit.
 
-    traced = ordered(traced)
+    traced = reorder_nodes(traced)
 
-`reorder` says what of the order must stay, `reorder_moves` finds the order; here the one is asked about the other. The
+`OrderConstraints` says what of the order must stay, `reorder_moves` finds the order within these constraints. The
 result depends on the graph alone, not on the number of samples in the example, nor on measured times: the same model
 gives the same order in every run, and a plan finds its graph again.
 """
@@ -26,14 +26,14 @@ from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced, TracedGraph
 from fxpipe.tracing.verify.effects import Effects
 
-# -- What the order of a graph must keep, beside that a value is made before it is used ------------------------------
+# -- Constraints on the order of a graph, beside that a value is made before it is used ------------------------------
 #
 # - Nodes that touch memory which is written to: all of one alias class keep their order. So what is read is what was
 #   read, and views that autograd makes anew after a write are made in the same order.
 # - Nodes that use one value or parameter that requires grad. Autograd runs backward in the reverse order of forward,
-# and adds the gradients of a value in the order in which they come: in another order, they have other last bits. -
-# Nodes that may do more than they return: Python that runs as it is (modules kept whole, hooks, functions that are not
-# torch's), values that are compared, numbers drawn for decisions.
+#   and adds the gradients of a value in the order in which they come: in another order, they have other last bits.
+# - Nodes that may do more than they return: Python that runs as it is (modules kept whole, hooks, functions that are
+#   not torch's), values that are compared, numbers drawn for decisions.
 #
 # A random function of torch is free: it draws from a seed of its own, by the ordinal that it was recorded with.
 #
@@ -278,5 +278,5 @@ def _node_bytes(node: fx.Node) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _assumed_bytes(formula: sympy.Expr) -> int:
-    """Bytes for SAMPLES; a size that depends on values is taken for as many."""
+    """Computes the bytes at ASSUMED_SAMPLES; a size that depends on values is taken for as many."""
     return int(formula.subs(dict.fromkeys(formula.free_symbols, ASSUMED_SAMPLES)))

@@ -8,13 +8,13 @@ last user has run. Wherever the row is cut, all that is alive there has to be se
     with `embed` next to its use     encode encode encode  embed  decode
     alive                                                       e
 
-What an order costs (`rows`) is a sum over all places where a cut may stand. To find the least is a linear arrangement
-problem, and hard. Two ideas get near to it:
+The cost of an order (`linear_order`) is a sum over all places where a cut may stand. To find the least is a linear
+arrangement problem, and hard. Two ideas get near to it:
 
-1. Whole branches run one after another, the one that leaves the least first (`cones`).
-2. Single items, with what depends on them, sink to their first user or are hoisted to what they need (`reorder_moves`).
-Moves
-   that hang together are a group, done or left out as a whole, and done only where the cost of the whole row gets less.
+1. Whole branches run one after another, the one that leaves the least first (`dominators`).
+2. Single items, with what depends on them, sink to their first user or are hoisted to what they need. Moves that
+   depend on each other are a group, done or left out as a whole, and done only where the cost of the whole row gets
+   less.
 
 Rounds of both go on while the row gets clearly better. So no order gets worse; and the end is a fixed point: what is
 arranged stays as it is when it is arranged again.

@@ -113,7 +113,7 @@ def seeded_function(
     return chosen
 
 
-# -- what can be done with a function --------------------------------------------------------------------------------
+# -- properties of functions -----------------------------------------------------------------------------------------
 
 
 def is_from_torch(function: Callable[..., Any] | str) -> bool:
@@ -205,7 +205,7 @@ def _lend_generator(generator: torch.Generator, call: Callable[[], Any]) -> Any:
 
 
 def _lend_generators(generators: Sequence[torch.Generator], call: Callable[[], Any]) -> Any:
-    """The same for several generators, always in the same order, around Python that may do anything."""
+    """Lends several generators, always in the same order, around Python that may do anything."""
     outer, _thread_generators.lent_generators = _thread_generators.lent_generators, generators
     try:
         for generator in reversed(generators):
@@ -321,7 +321,7 @@ class _NoRandomNumbers(TorchDispatchMode):
 
 
 def forbid_random_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Python that runs as it is, and drew no random numbers while it was traced.
+    """Wraps an opaque call that drew no random numbers while it was traced: in a step that recomputes it may not.
 
     Its numbers come from torch's generator and not from the seed of the micro-batch, so it may not be run again.
     """

@@ -1,10 +1,10 @@
 """A stage whose backward is split: its gradients of weights come not in B but later, in W.
 
-Which parameters? Those all of whose uses in the stage are as the weight or the bias of a node that `tape` knows how to
-split: linear, convolutions, matrix products, embeddings. A parameter that something else uses too (a norm of it in the
-loss, a cast, a reparametrization) stays with B, and so do the nodes that use it and the other parameters of these: the
-gradient of a parameter is then made in one piece and summed over its uses in autograd's order, which is that of the
-uses, backwards.
+Which parameters? Those all of whose uses in the stage are as the weight or the bias of a node that `weight_gradients`
+knows how to split: linear, convolutions, matrix products, embeddings. A parameter that something else uses too (a norm
+of it in the loss, a cast, a reparametrization) stays with B, and so do the nodes that use it and the other parameters
+of these: the gradient of a parameter is then made in one piece and summed over its uses in autograd's order, which is
+that of the uses, backwards.
 
 `x @ w.t()` is `linear(x, w)`, where nobody else uses `w.t()`. Autograd adds such a gradient up when it comes through
 the transposition, not through the product; so with more than one other use, where the order matters, `w` stays with B.
@@ -137,7 +137,7 @@ def splittable_nodes(
     parameters: ParameterNames,
     admits: Callable[[fx.Node, SplittableNode], bool] = lambda node, use: True,
 ) -> dict[fx.Node, SplittableNode]:
-    """The nodes to split. `admits`: may this one be?"""
+    """Finds the nodes to split. `admits`: may this one be split?"""
     found = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
     uses = {node: use for node, use in found.items() if admits(node, use)}
     while True:
@@ -178,7 +178,7 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Gra
     return new
 
 
-# -- how each kind of node is split ------------------------------------------------------------------------------------
+# -- the split of each kind of node ------------------------------------------------------------------------------------
 
 
 def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNode | None:

@@ -233,7 +233,7 @@ class TappedStage:
         self._shapes: dict[tuple[int, ...], list[tuple[int, ...]]] = {}  # of taps, by what was measured
 
     def __call__(self, tape: WeightGradientTape | None, *args: Any) -> tuple[Any, ...]:
-        """Taps are there without a tape too: what F throws away is then the graph that R makes, compiled once."""
+        """Runs the code, with taps also where no tape is: what F throws away is then R's graph, compiled once."""
         taps = self._taps(args)
         made = self.code(*taps, *args)
         outputs, kept = made[: len(made) - len(taps)], made[len(made) - len(taps) :]
@@ -244,7 +244,7 @@ class TappedStage:
         return outputs
 
     def _taps(self, args: Sequence[Any]) -> list[torch.Tensor | None]:
-        """One for each node that has a gradient to leave to W."""
+        """Makes a tap for each node that has a gradient to leave to W."""
         if not torch.is_grad_enabled():
             return [None] * len(self.places)
         received = args[len(self.attributes) :]

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def with_write_check(function: Callable[..., T], places: Sequence[int], name: str) -> Callable[..., T]:
-    """An opaque call that did not write to these of its arguments while it was traced: now it may not either.
+    """Wraps an opaque call that did not write to these of its arguments while it was traced: now it may not either.
 
     Another stage, another micro-batch or the caller may hold them, and none of them would know.
     """
@@ -40,12 +40,12 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
 
 
 def set_grad(enabled: bool) -> None:
-    """`no_grad`, `enable_grad` and `inference_mode` blocks of the model."""
+    """Enters or leaves a `no_grad`, `enable_grad` or `inference_mode` block of the model."""
     torch.set_grad_enabled(enabled)
 
 
 def set_autocast(device: str, enabled: bool, dtype: torch.dtype, cache: bool) -> None:
-    """Autocast blocks of the model; without the cache of casts, which belongs to the process and not to one worker."""
+    """Sets autocast as a block of the model does; without the cache of casts, which belongs to the process."""
     torch.set_autocast_enabled(device, enabled)
     torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(cache and not enabled)

@@ -223,7 +223,7 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
     return OperatorKind(function.__name__, run, weigh)
 
 
-# -- what stands in the code of a stage --------------------------------------------------------------------------------
+# -- split nodes in the code of a stage --------------------------------------------------------------------------------
 
 
 def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -> Callable[..., torch.Tensor]:

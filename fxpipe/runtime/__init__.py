@@ -3,11 +3,11 @@
 Of the compiler it knows `fxpipe.rewriting.program`, and nothing else: stages are callables, values go by name, and it
 never looks at a graph.
 
-From the bottom: `wiring` (who waits for whom), `bound_program` (a program on devices), `transport` (tensors on their
-way between devices), `exchange` (what goes between stages), `stage_instance` (a stage in a step), `loss_stage`,
+From the bottom: `wiring` (dependencies of actions), `bound_program` (a program on devices), `transport` (tensors on
+their way between devices), `exchange` (what goes between stages), `stage_instance` (a stage in a step), `loss_stage`,
 `caller_context` (what the caller has around it, and the state of a thread between actions), `step` (what each action
-does), `executors` (who drives the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two
-ends; `running_statistics` ends what deferred batch norm has put off. `step_record` is what a step notes of itself,
+does), `executors` (that run the rows), `engine` (whole steps). `microbatches`, `losses` and `commit` are the two ends;
+`running_statistics` ends what deferred batch norm has put off. `step_record` is what a step notes of itself,
 `profiler_ranges` what a profiler sees.
 """
 

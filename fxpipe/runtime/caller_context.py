@@ -157,7 +157,7 @@ def _on_dispatch_stack(mode: TorchDispatchMode) -> Iterator[None]:
         pop_dispatch_mode()
 
 
-# -- where a pipe cannot run ----------------------------------------------------------------------------------------
+# -- contexts in which a pipe cannot run ----------------------------------------------------------------------------
 
 
 def _refuse_transforms() -> None:
@@ -175,7 +175,7 @@ def _refuse_transforms() -> None:
 
 
 def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
-    """Torch's own, which have a key, stand for another kind of tensors: fake, functional, proxies."""
+    """Refuses torch's own modes, which have a key: they stand for other tensors (fake, functional, proxies)."""
     for mode in modes:
         if is_infrastructure_mode(mode):
             raise StateError(

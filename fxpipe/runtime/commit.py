@@ -210,7 +210,7 @@ def gradient_rollback(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
-    """Within a backward that somebody else has called: the same, should it fail from here on.
+    """Rolls gradients back within a backward that somebody else has called, should it fail from here on.
 
     Only where all leaves are on the CPU, and so in the thread of who has called: a thread for a GPU might put gradients
     back later than the exception arrives.
@@ -220,7 +220,7 @@ def roll_back_with_caller(leaves: Sequence[torch.Tensor]) -> None:
 
 
 class _RollbackCallback:
-    """Autograd calls it when a backward has ended well, and drops it without a call when that has failed."""
+    """A callback that autograd calls when a backward has ended well, and drops uncalled when that has failed."""
 
     def __init__(self, before: _GradientSnapshot):
         self._before: _GradientSnapshot | None = before

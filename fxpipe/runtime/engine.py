@@ -56,7 +56,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One step at a time: workers that served two would wait for each other."""
+        """Lets one step run at a time: workers that served two would wait for each other."""
         acquired = False
         try:
             acquired = self._busy.acquire(blocking=False)
@@ -285,7 +285,7 @@ def write_back_results(
 
 
 def _divided(gradient: torch.Tensor, divisor: Any) -> torch.Tensor:
-    """The divisor is where the loss is."""
+    """Divides a gradient by the divisor, which is where the loss is."""
     return gradient / (divisor.to(gradient.device) if isinstance(divisor, torch.Tensor) else divisor)
 
 
@@ -302,7 +302,7 @@ def _scatter_target(target: tuple[Any, ...], batch: int, count: int, device: tor
 
 @atexit.register
 def _stop_at_exit() -> None:
-    """A thread that is inside torch when the interpreter ends, a worker or another, aborts the process."""
+    """Stops all engines: a thread inside torch when the interpreter ends, a worker or another, aborts the process."""
     close_all_executors()
     stop_planning_threads()  # before the engines: a first step plans
     for engine in list(_engines):

@@ -55,14 +55,14 @@ class Exchange:
                 self._enter(name, [part[place] for part in inputs], wants[place])
 
     def _by_device(self, users: Sequence[int]) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
-        """A value is sent to each device once."""
+        """Groups users by device: a value is sent to each device once."""
         found: dict[torch.device, list[int]] = {}
         for user in users:
             found.setdefault(self._devices[user], []).append(user)
         return tuple((device, tuple(those)) for device, those in found.items())
 
     def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
-        """An input goes the way of all values, but is sent only when it is asked for."""
+        """Enters an input, which goes the way of all values, but is sent only when it is asked for."""
         parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
         for user in self.assembly.wiring.users.get((PIPE_INPUT, name), ()):
             for i, part in enumerate(parts):
@@ -115,7 +115,7 @@ class Exchange:
         return found
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
-        """The drop-in: the gradients of an output, one for each micro-batch. They are sent when they are asked for."""
+        """Enters the gradients of a drop-in's output, one for each micro-batch. They are sent when asked for."""
         link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
             key = (link.gradient_target, link.value.name, i)

@@ -164,7 +164,7 @@ class LossHistory:
         return (self.is_cheap or self.is_due) and not self.is_mistaken
 
     def count_pass(self, is_mistaken: bool = False) -> None:
-        """A step has ended well."""
+        """Counts a step that has ended well."""
         self.passes += 1
         self.is_mistaken |= is_mistaken
 
@@ -178,12 +178,12 @@ class LossHistories:
     def of(
         self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], assembly: BoundProgram
     ) -> LossHistory:
-        """The kind of a loss of `forward_backward`."""
+        """Returns the kind of a loss of `forward_backward`."""
         leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
         return self._kind((_loss_identity(loss_fn), reduction, tuple(leaves), assembly.out_dims), assembly)
 
     def for_drop_in(self, assembly: BoundProgram) -> LossHistory:
-        """The drop-in knows nothing of the loss but what the model itself takes."""
+        """Returns the kind of a drop-in's loss, of which nothing is known but what the model itself takes."""
         return self._kind(assembly.out_dims, assembly)
 
     def _kind(self, key: Any, assembly: BoundProgram) -> LossHistory:

@@ -50,7 +50,7 @@ class LossWeightingCheck:
 
     @classmethod
     def of(cls, assembly: BoundProgram, is_on: bool) -> LossWeightingCheck:
-        """`is_on`: else it looks at nothing; nor at outputs of which the user has said how they go together."""
+        """Makes the check. `is_on`: else it looks at nothing; nor at outputs that the user has said how to combine."""
         reduced = {
             (output.source, output.name)
             for place, (output, how) in enumerate(zip(assembly.program.outputs, assembly.out_dims, strict=True))
@@ -64,7 +64,7 @@ class LossWeightingCheck:
         return reductions_under(node, number) if self.is_on else []
 
     def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
-        """The gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
+        """Notes the gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
         for ordinal, (reduction, gradient) in enumerate(zip(found, gradients, strict=True)):
             if gradient is not None:
                 self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
@@ -77,7 +77,7 @@ class LossWeightingCheck:
         roots: Sequence[GradientEdge],
         arrived: Sequence[torch.Tensor | None],
     ) -> None:
-        """The same for the outputs that stage j has reduced, whose gradients have arrived and will go on after this."""
+        """Notes the same for outputs that stage j has reduced, whose gradients have arrived and will go on."""
         for name, root, gradient in zip(names, roots, arrived, strict=True) if self.is_on else ():
             if (
                 (j, name) in self.reduced
@@ -166,7 +166,7 @@ def _count_of(node: Any) -> Any:
 
 
 def _floats(values: Sequence[Any]) -> list[float]:
-    """0-dim tensors of one device are asked at once: on a GPU each asking waits for it."""
+    """Reads numbers; 0-dim tensors of one device at once, since on a GPU each reading waits for it."""
     if all(isinstance(value, torch.Tensor) for value in values):
         return list(torch.stack(tuple(values)).tolist())
     return [float(value) for value in values]

@@ -155,7 +155,7 @@ def ambiguous_output_message(one: UndeterminedOutput) -> str:
 
 
 def checked_loss(value: Any, where: str) -> tuple[torch.Tensor, Any]:
-    """(loss, None), or (total, weight) with a weight that sums do not overflow in."""
+    """Returns (loss, None), or (total, weight) with a weight that sums do not overflow in."""
     loss, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss, None if loss is value else _checked_weight(weight, where)
@@ -246,7 +246,7 @@ def _rng_device_type(device: torch.device) -> str:
 
 
 def are_bitwise_equal(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> bool:
-    """Bit for bit, NaN being NaN."""
+    """Compares bit for bit, NaN being NaN."""
     return all(
         a is b if a is None or b is None else torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
         for a, b in zip(some, others, strict=True)

@@ -24,7 +24,7 @@ def scatter(leaves: Sequence[Any], dims: Sequence[int | None], count: int) -> li
 
 
 def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
-    """Parts are as dense as the whole: forward may `view` them."""
+    """Splits a leaf into parts as dense as the whole: forward may `view` them."""
     parts = leaf.tensor_split(count, dim)
     return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
 

@@ -25,7 +25,7 @@ def profiler_range(action: Action) -> AbstractContextManager[Any]:
 
 
 def warn_of_unseen_workers() -> None:
-    """Called where a step starts: is this thread profiled, and no other?"""
+    """Warns, where a step starts, if this thread is profiled and no other."""
     if sees_this_thread_only():
         warnings.warn(
             "the profiler sees only the thread that started it, and none of the pipe's workers; let it see all: "

@@ -56,7 +56,7 @@ def updated_running_statistics(
 
 
 def check_same_norm_calls(first: Sequence[BatchStatistics], other: Sequence[BatchStatistics]) -> None:
-    """Have two micro-batches called batch norm alike? In modules kept whole they need not.
+    """Checks that two micro-batches have called batch norm alike. In modules kept whole they need not.
 
     Raises:
         StateError: they have not.
@@ -91,7 +91,7 @@ def merge_statistics(
 def _merge_weights(
     counts: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """n / N, (n - 1) / (N - 1), n / (N - 1). They are the same in every step: a GPU need not wait for them again."""
+    """Computes n / N, (n - 1) / (N - 1), n / (N - 1). They are the same in every step: a GPU need not wait again."""
     n = torch.tensor(counts, dtype=torch.float64).repeat_interleave(torch.tensor(widths), dim=1)
     total = n.sum(0)
     return (n / total).to(device), ((n - 1) / (total - 1)).to(device), (n / (total - 1)).to(device)

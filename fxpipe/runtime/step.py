@@ -6,8 +6,8 @@ B  goes back through that graph, in the worker; gradients of values go on to oth
    summed.
 W  computes the gradients of those weights that B has left to it, where the schedule splits backward.
 
-What stages hand each other is in `exchange`; what a stage does with it in `opened`. Whatever an action makes lives
-until its last reader has taken it:
+What stages hand each other is in `exchange`; what a stage does with it in `stage_instance`. Whatever an action makes
+lives until its last reader has taken it:
 
 - `saved`       from F to R
 - `pending`     from F or R to B
@@ -46,7 +46,7 @@ from fxpipe.scheduling.actions import Action, ActionKind
 from fxpipe.utils.clone import clone
 from fxpipe.utils.random_generators import mix_seed
 
-# -- Where in the pipeline an exception was raised, in the user's words ----------------------------------------------
+# -- The place in the pipeline where an exception was raised, in the user's words ------------------------------------
 
 
 def failure_note(action: Action, stages: int, device: str, node: str, location: SourceLocation | None) -> str:
@@ -71,7 +71,7 @@ class RecomputeInputs:
 
 
 class Step:
-    """One mini-batch. `perform(action)` is all that whoever drives a row has to call, once `is_ready(action)`."""
+    """One mini-batch. An executor has only to call `perform(action)`, once `is_ready(action)`."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Step:
     def micro_batches(self) -> int:
         return len(self.weights)
 
-    # -- for whoever drives a row --------------------------------------------------------------------------------------
+    # -- for executors -----------------------------------------------------------------------------------------------
 
     def in_row(self) -> AbstractContextManager[None]:
         """A block of a thread, in which it performs a row or a part of one."""
@@ -143,7 +143,7 @@ class Step:
         self._fences.wait(action)
 
     def fail(self, error: BaseException) -> None:
-        """The first failure counts. All fences open, so that every row comes to its end."""
+        """Notes the first failure and opens all fences, so that every row comes to its end."""
         with self._failing:
             if self.failure is None:
                 self.failure = error

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from fxpipe.runtime.exchange import TransferNote
 
 
-# -- What is noted while a step runs, by all workers at once: as little as can be, since each action pays for it -----
+# -- Notes that all workers make at once while a step runs: as little as can be, since each action pays for it -------
 #
-# `record` makes what people read of it, when they ask. An action on a CPU is timed by the host's clock. One on a GPU
-# has only been queued when the host is through with it: events on its stream are queued around it, and asked for their
-# times once the step is read. So no step waits for a GPU because it is timed.
+# `step_record_of` makes what people read of it, when they ask. An action on a CPU is timed by the host's clock. One on
+# a GPU has only been queued when the host is through with it: events on its stream are queued around it, and asked for
+# their times once the step is read. So no step waits for a GPU because it is timed.
 
 TimeMark: TypeAlias = "float | torch.cuda.Event"  # a time of the host's clock, or a place in a stream
 
 
 def mark_time(stream: torch.cuda.Stream | None) -> TimeMark:
-    """Now: None for the host."""
+    """Marks the present time of a stream; None for the host."""
     if stream is None:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -73,7 +73,7 @@ class HostClock:
 
     @staticmethod
     def _common(device: torch.device) -> tuple[float, torch.cuda.Event]:
-        """Read when the GPU has nothing left to do, so that it is at the event when the host is."""
+        """Reads both clocks when the GPU has nothing left to do, so that it is at the event when the host is."""
         torch.cuda.synchronize(device)
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))

@@ -54,8 +54,8 @@ from fxpipe._torch.operators import neg_view
 # - what is dense in any order of its dimensions, or overlaps itself (`expand`, `unfold`), goes as the piece of storage
 #   that it covers, byte for byte;
 # - what has gaps (a slice of columns, one part of a `chunk`) is gathered, and spread out again behind the copy: its
-# gaps belong to others, and may be larger than itself; - that a tensor is to be read as conjugate or negative is noted,
-# not carried out.
+#   gaps belong to others, and may be larger than itself;
+# - that a tensor is to be read as conjugate or negative is noted, not carried out.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class PackedTensor:
     is_neg: bool
 
     def at(self, memory: torch.Tensor) -> PackedTensor:
-        """The same with its memory elsewhere."""
+        """Returns the same with its memory elsewhere."""
         return replace(self, memory=memory)
 
     def unpack(self) -> torch.Tensor:
@@ -155,7 +155,7 @@ class DeviceBackend(Protocol):
         """A block in which these are the current streams; the last one's device is the current device."""
 
     def record(self, stream: Any, for_host: bool = False) -> Any:
-        """An event behind all that the stream has been given."""
+        """Records an event behind all that the stream has been given."""
 
     def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
         """Starts a copy on the current streams, into memory of the current stream, or into pinned memory."""
@@ -164,7 +164,7 @@ class DeviceBackend(Protocol):
         """Memory of the CPU that GPUs can read meanwhile: itself or a copy."""
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
-        """The tensor's memory is not used anew before this stream is done with it."""
+        """Keeps the tensor's memory from being used anew before this stream is done with it."""
 
 
 class CudaBackend:
@@ -235,7 +235,7 @@ def forced_copies() -> Iterator[None]:
 class Transport:
     """The streams and copies of one step. Made in the caller's thread, used by the workers.
 
-    `ship` starts a copy, `open` ends it, each in the worker of its stage. Where nothing has to be copied, both do
+    `start_copy` starts a copy, `open` ends it, each in the worker of its stage. Where nothing has to be copied, both do
     nothing.
     """
 
@@ -244,7 +244,7 @@ class Transport:
         found = dict.fromkeys(devices)
         self._compute = {d: self._machine.current(d) for d in found if d.type == "cuda"}
         self._forced = _forced
-        # Where stages and inputs are all on the CPU, `ship` and `open` need not be called.
+        # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
         self.may_copy = _forced or any(d.type != "cpu" for d in found)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
@@ -305,7 +305,7 @@ class Transport:
         return self._send(value, source, target)
 
     def open(self, value: Any, target: torch.device) -> Any:
-        """Returns what has been shipped, for the reader's stage to use. What has not been shipped comes now."""
+        """Returns what has been sent, for the reader's stage to use. What has not been sent comes now."""
         if not isinstance(value, PendingCopy):
             value = self.start_copy(value, target)
             if not isinstance(value, PendingCopy):

@@ -71,7 +71,7 @@ def wire_program(program: Program) -> Wiring:
 def _fences_before(
     links: tuple[tuple[ValueLink, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
 ) -> dict[Fence, tuple[Fence, ...]]:
-    """F waits for the makers of what it receives; B for everyone who still sends it a gradient."""
+    """Finds the fences: F waits for the makers of what it receives; B for all who still send it a gradient."""
     found: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
         rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
@@ -85,7 +85,7 @@ def _fences_before(
     return found
 
 
-# -- What stands between two actions on different devices: the second does not start before the first has passed -----
+# -- Fences between actions on different devices: the second does not start before the first has passed --------------
 #
 # Most fences are open when somebody comes to them, and those of one row always are. So what has passed is noted in a
 # set, and an event is made only by who has to wait. That misses no opening: who passes notes it first and then looks
