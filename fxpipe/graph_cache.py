@@ -129,7 +129,7 @@ class PipelineState:
         return None
 
     def schedule_for(self, batch: int) -> Schedule:
-        """Of a step of `forward_backward`; it must have a plan."""
+        """Makes the schedule of a step of `forward_backward`; there must be a plan."""
         settings, demands = self.settings, None
         if is_searched(settings.schedule):
             assert self.plan is not None

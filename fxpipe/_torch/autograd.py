@@ -32,7 +32,7 @@ _DelayedError: Any = optional_name("torch", "_C._functions.DelayedError")
 
 
 def has_no_way_back(error: RuntimeError) -> bool:
-    """Does torch raise this since no training step goes back through a function at all?
+    """Returns True if torch raises this since no training step goes back through a function at all.
 
     It has no derivative, or forward has written to what its backward needs. Planning, which goes back through every
     node, takes such a backward to cost nothing: the model may be there for evaluation only.
@@ -62,7 +62,7 @@ def gradients_of(
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Has autograd call `function` when the backward that runs in this thread has ended well.
+    """Registers `function` for autograd to call when the backward that runs in this thread has ended well.
 
     Raises:
         TorchVersionError: torch has no engine that takes such calls.
@@ -82,7 +82,7 @@ def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
 
 
 def takes_gradient(tensor: torch.Tensor) -> bool:
-    """Does a gradient go in at a tensor? A view made without gradients says that it requires grad if its base does."""
+    """Returns True if a gradient goes in at a tensor. A view made without gradients has its base's requires_grad."""
     if not tensor.requires_grad or tensor.grad_fn is not None:
         return tensor.requires_grad
     return not (tensor._base is not None and tensor._base.requires_grad)
@@ -94,12 +94,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor, or a view of its memory, was written to; raises for inference tensors."""
+    """Returns how often a tensor, or a view of its memory, was written to. Inference tensors have none and raise."""
     return tensor._version
 
 
 def has_gradient_hooks(leaf: Any) -> bool:
-    """Does autograd call somebody when it hands out the gradient of this leaf?"""
+    """Returns True if autograd calls somebody when it hands out the gradient of this leaf."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
@@ -199,7 +199,7 @@ def saved_total_weight(node: Any) -> torch.Tensor:
 
 @functools.cache
 def _require_saved_reduction() -> None:
-    """Other nodes have no reduction, so that a renamed one would go unseen: the class of one that has it is asked."""
+    """Checks the class of a node that has a reduction: others have none, so that a renamed one would go unseen."""
     with required_names():
         functions: Any = torch._C._functions
         require_attributes(functions.NllLossBackward0, "_saved_reduction", "_saved_total_weight")
@@ -225,10 +225,10 @@ def backward_id() -> int:
 
 
 def is_jit_tracing() -> bool:
-    """Is `torch.jit.trace` at work in this thread?"""
+    """Returns True if `torch.jit.trace` is at work in this thread."""
     return _get_tracing_state() is not None
 
 
 def is_in_forward_mode() -> bool:
-    """Is this within `torch.autograd.forward_ad.dual_level`?"""
+    """Returns True within `torch.autograd.forward_ad.dual_level`."""
     return forward_ad._current_level >= 0

@@ -35,10 +35,10 @@ _handlers: list[
 
 
 class ApplicationObserver(Protocol):
-    """Is told of applications that only C sees."""
+    """Observes applications that only C sees."""
 
     def is_watching(self) -> bool:
-        """Is this one to be told of? Asked often, also in other threads."""
+        """Returns True if applications are to be reported to this observer. Called often, also in other threads."""
 
     def forward(
         self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
@@ -50,7 +50,7 @@ class ApplicationObserver(Protocol):
 
 
 def has_context(function: FunctionClass) -> bool:
-    """Is the first argument of its forward the context?"""
+    """Returns True if the first argument of its forward is the context."""
     return function.setup_context is _SETUP_CONTEXT
 
 

@@ -24,7 +24,7 @@ Replay = Callable[[Callable[..., Any]], Callable[..., Any] | None]
 
 
 def can_replay_checkpoints() -> bool:
-    """Does torch have what `CheckpointReplay` takes over?"""
+    """Returns True if torch has what `CheckpointReplay` takes over."""
     return _NAME is not None
 
 

@@ -13,7 +13,7 @@ from fxpipe._torch.versions import optional_name
 
 
 def is_compiler_loaded() -> bool:
-    """May there be anything compiled in this process?"""
+    """Returns True if there may be anything compiled in this process."""
     return "torch._dynamo" in sys.modules
 
 

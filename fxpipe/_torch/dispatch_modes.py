@@ -52,7 +52,7 @@ def dispatch_modes_suspended() -> AbstractContextManager[Any]:
 
 
 def is_infrastructure_mode(mode: TorchDispatchMode) -> bool:
-    """Is it one of torch's own, which stands for another kind of tensors: fake, functional, proxies?
+    """Returns True for torch's own modes that stand for another kind of tensors: fake, functional, proxies.
 
     Raises:
         TorchVersionError: torch no longer tells these by a key.

@@ -31,7 +31,7 @@ def overload_writes(overload: OpOverload, args: tuple[Any, ...], kwargs: dict[st
 
 
 def is_torch_nn_leaf(module: nn.Module) -> bool:
-    """Is it a module of torch.nn that computes by itself?"""
+    """Returns True for a module of torch.nn that computes by itself."""
     return type(module).__module__.startswith("torch.nn.") and not own_children(module)
 
 
@@ -51,7 +51,7 @@ def label_of(path: str, name: str, args: tuple[Any, ...], is_all_of_module: bool
 
 
 def is_tensor_method(func: Any, name: str) -> bool:
-    """Is it a method of tensors, which a graph calls by its name?"""
+    """Returns True for a method of tensors, which a graph calls by its name."""
     return (
         getattr(torch.Tensor, name, None) is func
         or type(func).__name__ in ("method_descriptor", "wrapper_descriptor")
@@ -61,7 +61,7 @@ def is_tensor_method(func: Any, name: str) -> bool:
 
 
 def takes_only_arrays(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Does a function make a tensor of arrays only?"""
+    """Returns True if a function makes a tensor of arrays only."""
     values = pytree.tree_leaves((tuple(args), dict(kwargs)))
     return any(type(v).__module__ == "numpy" and getattr(v, "shape", ()) for v in values) and not any(
         isinstance(v, torch.Tensor) for v in values
@@ -99,5 +99,5 @@ CONSTANT_TYPES = (type(None), type(Ellipsis), torch.dtype, torch.device, torch.l
 
 
 def leaves_no_node(name: str) -> bool:
-    """Does a function of this name simply run?"""
+    """Returns True if a function of this name simply runs, without a node."""
     return name in _NODELESS or name in _STATE_FUNCTIONS or (name.startswith("is_") and name != "is_nonzero")

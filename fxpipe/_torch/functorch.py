@@ -22,7 +22,7 @@ PREDISPATCH_MODULE = "torch._functorch.predispatch"  # of functions that stand f
 
 
 def is_in_functorch_transform() -> bool:
-    """Does this code run inside a transform of `torch.func`?"""
+    """Returns True if this code runs inside a transform of `torch.func`."""
     return _peek_interpreter_stack() is not None
 
 

@@ -15,5 +15,5 @@ EXPORT_LOGGERS = ("torch.export", "torch._export", "torch.fx.experimental.symbol
 
 
 def takes_input_leaves(graph: fx.Graph) -> bool:
-    """Is it a graph of export's, whose placeholders are the leaves of the model's arguments?"""
+    """Returns True for a graph of export's, whose placeholders are the leaves of the model's arguments."""
     return getattr(graph._codegen, "pytree_info", None) is not None

@@ -75,12 +75,12 @@ def forward_pre_hooks_with_kwargs(module: nn.Module) -> Iterator[tuple[Any, bool
 
 
 def has_legacy_backward_hook(module: nn.Module) -> bool:
-    """Has it hooks by `register_backward_hook`?"""
+    """Returns True if the module has hooks by `register_backward_hook`."""
     return bool(module._backward_hooks) and module._is_full_backward_hook is False
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Is it what `torch.compile` has made of another module?"""
+    """Returns True if the module is what `torch.compile` has made of another module."""
     return type(module).__module__ == "torch._dynamo.eval_frame"
 
 
@@ -93,9 +93,9 @@ def original_module(module: nn.Module) -> nn.Module:
 
 
 def module_flags(model: nn.Module) -> tuple[Any, ...]:
-    """Of each module of a model: which it is, its `training` flag, its hooks (by torch's numbers).
+    """Returns the flags of each module of a model: its identity, its `training` flag, its hooks (by torch's numbers).
 
-    And which attributes, parameters and buffers it has: forward may ask, and one set later hides that of the class.
+    And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
     """
     found: list[Any] = []
     for m in all_modules(model):

@@ -1,4 +1,4 @@
-"""Is a profiler on, and what does it see? All of it is optional.
+"""The state of torch's profiler: is one on, and what does it see? All of it is optional.
 
 From torch 2.11 to 2.14 it is all there. Without the flag of the process actions have no ranges; without the rest nobody
 is warned of a profiler that sees one thread only.
@@ -19,7 +19,7 @@ _kineto = optional_name("torch", "_C._profiler.ActiveProfilerType.KINETO")
 
 
 def is_profiler_on() -> bool:
-    """Is a profiler on in the process?"""
+    """Returns True if a profiler is on in the process."""
     return profiler._is_profiler_enabled
 
 
@@ -32,7 +32,7 @@ if optional_name("torch.autograd.profiler", "_is_profiler_enabled") is None:
 
 
 def sees_this_thread_only() -> bool:
-    """Is a profiler on that was started in this thread, and sees no other? False where torch does not tell."""
+    """Returns True if a profiler that sees only this thread was started in it. False where torch does not tell."""
     if not is_profiler_on() or None in (_is_on_in_thread, _profiler_type, _kineto):
         return False
     return bool(_is_on_in_thread() and _profiler_type() == _kineto)  # a profiler of all threads is none of this one

@@ -58,7 +58,7 @@ def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
 
 
 def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool = False) -> tuple[torch.device, ...]:
-    """One device for each worker. None: all CUDA devices, or two CPU workers where there is none.
+    """Returns one device for each worker. None: all CUDA devices, or two CPU workers where there is none.
 
     `anywhere`: they need not be here.
     """
@@ -266,7 +266,7 @@ def parse_compile(given: Any) -> dict[str, Any] | None:
 
 
 def _never_called() -> None:
-    """To be compiled, and never called."""
+    """Exists to be compiled, and is never called."""
 
 
 # -- Limits of memory as users write them: `"70GiB"`, a number of bytes, or one of these for each device -------------

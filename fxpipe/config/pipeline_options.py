@@ -46,7 +46,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """Not checked yet; what they mean says `fxpipe.pipeline`."""
+    """The options as given, not checked yet; `fxpipe.pipeline` says what they mean."""
 
     devices: Sequence[str | torch.device] | None = None
     chunks: int | str = AUTO
@@ -71,7 +71,7 @@ class PipelineOptions:
 
     @classmethod
     def among(cls, arguments: Mapping[str, Any], but: Sequence[str] = ()) -> PipelineOptions:
-        """Those among the arguments of a function; `but` for some, which mean something else there."""
+        """Picks the options among the arguments of a function; `but` for some, which mean something else there."""
         return cls(**{name: arguments[name] for name in OPTION_DEFAULTS if name in arguments and name not in but})
 
 
@@ -152,11 +152,11 @@ class Settings:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """For each stage its device."""
+        """The device of each stage."""
         return tuple(self.workers[k] for k in self.placement)
 
     def micro_batches(self, batch: int) -> int:
-        """Of a mini-batch of so many samples: fewer than `chunks` where there are fewer samples."""
+        """Returns the number of micro-batches of so many samples: fewer than `chunks` where there are fewer samples."""
         return min(self.chunks, batch)
 
     def largest_micro_batch(self, batch: int) -> int:

@@ -84,7 +84,7 @@ def chunks_of_schedule(schedule: ScheduleLike, chunks: int | str) -> int | str:
 def place_stages(
     workers: int, per_device: int | None, schedule: ScheduleLike, chunks: int, plan: Plan | None
 ) -> tuple[int, ...]:
-    """For each stage its worker: as the schedule has it, or the plan.
+    """Places each stage on a worker: as the schedule has it, or the plan.
 
     Raises:
         ArgumentError: the schedule cannot have stages there.

@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what `argv` says and return the exit status: 0, 2 where the user has something to mend, 130 if interrupted."""
+    """Does what `argv` says and returns the exit status: 0, 2 for what the user has to mend, 130 if interrupted."""
     try:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def set_up_process() -> None:
-    """To be called before torch is loaded, whose OpenMP reads the environment then."""
+    """Sets up the process; to be called before torch is loaded, whose OpenMP reads the environment then."""
     # Threads that wait for each other spin for milliseconds; beside other work on the same cores they keep it, and each
     # other, from going on, and all takes twice as long.
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -59,5 +59,5 @@ def set_up_process() -> None:
 
 
 def finish_process() -> None:
-    """To be called at the end: the system takes all at once, and to look for garbage in it takes another second."""
+    """Skips the last garbage collection, which takes another second; to be called at the end: the system frees all."""
     gc.freeze()

@@ -41,7 +41,7 @@ class MovedNodes:
 
 @dataclass(frozen=True, slots=True)
 class StageChange:
-    """One stage; the figures of a plan that has no such stage are None."""
+    """The changes of one stage; the figures of a plan that has no such stage are None."""
 
     stage: int
     figures: tuple[Change, ...]  # nodes, forward_seconds, backward_seconds, parameter_bytes, memory_bytes, sent_bytes
@@ -49,7 +49,7 @@ class StageChange:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """From a plan to another."""
+    """The difference from a plan to another."""
 
     choices: tuple[Change, ...]  # that differ: schedule, chunks, checkpoint ...
     has_same_graph: bool
@@ -81,7 +81,7 @@ def compare_plans(before: Plan, after: Plan) -> PlanDifference:
 
 
 def _stage_of_nodes(plan: Plan) -> dict[str, int]:
-    """For each node its stage."""
+    """Maps each node to its stage."""
     return {name: stage.index for stage in plan.stages for name in stage.nodes}
 
 
@@ -219,7 +219,7 @@ def _totals_table(totals: Sequence[Change]) -> str:
 
 
 def _stages_table(stages: Sequence[StageChange]) -> str:
-    """Only stages in which something changes."""
+    """Formats the table of the stages in which something changes."""
     rows = [
         (str(s.stage), *map(_change_cell, s.figures)) for s in stages if not all(figure.is_same for figure in s.figures)
     ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def findings_document(found: Findings) -> dict[str, Any]:
-    """All that was found out as JSON-able data. Keys stay; new ones may come. Units are seconds and bytes.
+    """Makes JSON-able data of all findings. Keys stay; new ones may come. Units are seconds and bytes.
 
     The keys of `plan_document`, where there is a plan, and
         inputs               list of texts, as for --input: those that nobody gave and that were drawn
@@ -187,7 +187,7 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
 
 
 def difference_document(found: PlanDifference) -> dict[str, Any]:
-    """From a saved plan to the plan.
+    """Makes the document of the difference from a saved plan to the plan.
 
     is_nothing           the same plan
     is_one_graph         of the same model, mode and inputs

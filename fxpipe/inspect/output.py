@@ -58,7 +58,7 @@ def _write_output(found: Findings, option: str, path: Path) -> None:
 
 
 def _answer_texts(found: Findings, request: Request) -> list[str]:
-    """To questions that were asked."""
+    """Formats the answers to the questions that were asked."""
     texts = []
     if found.sweep:
         from fxpipe.inspect.sweep import sweep_table
@@ -87,7 +87,7 @@ def _plan_texts(found: Findings, out: TextIO) -> list[str]:
 
 
 def _timeline_text(simulation: Simulation, out: TextIO) -> str:
-    """As wide as the window, or as all that is printed here."""
+    """Formats the timeline, as wide as the window, or as all that is printed here."""
     from fxpipe.utils.text_table import TEXT_WIDTH
     from fxpipe.viz.terminal import plain_timeline, shows_colours, timeline_text
 

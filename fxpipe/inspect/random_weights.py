@@ -80,7 +80,7 @@ class RepeatedRandomWeights(TorchDispatchMode):
 
 
 def _can_wait(tensor: torch.Tensor) -> bool:
-    """Is it large, and all of its storage?"""
+    """Returns True for a tensor that is large, and all of its storage."""
     if tensor.device.type != "cpu" or tensor.numel() <= DRAWN_NUMBERS or not tensor.is_contiguous():
         return False
     if storage_of_weak_reference is None:  # it could not be found again

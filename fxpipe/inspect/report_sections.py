@@ -95,7 +95,7 @@ def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
 
 
 def _short_reason(schedule: str, error: str) -> str:
-    """In short, where it is the number of stages."""
+    """Shortens the reason of an error, where it is the number of stages."""
     from fxpipe.scheduling import SCHEDULES
 
     recipe = SCHEDULES.get(schedule)
@@ -108,7 +108,7 @@ LONG_TABLE_ROWS = 24  # from here on a table scrolls by itself
 
 
 def section_markup(name: str, title: str, body: str) -> str:
-    """With an anchor of that name; nothing where there is no body."""
+    """Makes a section with an anchor of that name; nothing where there is no body."""
     return f'<section id="{name}">\n<h2>{escape_markup(title)}</h2>\n{body}\n</section>' if body else ""
 
 
@@ -166,7 +166,7 @@ def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float)
 
 
 def _portals_cell(plan: Plan, source: int | None = None, target: int | None = None) -> HtmlCell:
-    """Those from a stage, or to a stage."""
+    """Makes the cell of the portals from a stage, or to a stage."""
     found = [portal for portal in plan.portals if portal.source == source or portal.target == target]
     return bytes_cell(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing_cell()
 
@@ -229,7 +229,7 @@ OUTCOME_HEADERS = ("step", "bubble", "peak memory")
 
 
 def outcome_cells(run: StepSummary, least: float) -> tuple[HtmlCell, HtmlCell, HtmlCell]:
-    """For `OUTCOME_HEADERS`; the least step of those that fit is marked."""
+    """Makes the cells for `OUTCOME_HEADERS`; the least step of those that fit is marked."""
     fits = not run.over_bytes
     return (
         HtmlCell(human_seconds(run.step_seconds), run.step_seconds, is_marked=fits and run.step_seconds == least),
@@ -239,7 +239,7 @@ def outcome_cells(run: StepSummary, least: float) -> tuple[HtmlCell, HtmlCell, H
 
 
 def least_step_seconds(runs: Iterable[StepSummary]) -> float:
-    """Of those that fit."""
+    """Returns the shortest step of the runs that fit."""
     return min((run.step_seconds for run in runs if not run.over_bytes), default=0.0)
 
 

@@ -36,7 +36,7 @@ class OutputFile:
 
 
 def check_outputs(outputs: Sequence[OutputFile]) -> None:
-    """Nothing is written.
+    """Checks that the output files can be written; writes nothing.
 
     Raises:
         ArgumentError: for the first that could not be: its suffix, its place, what it takes to draw it.
@@ -77,7 +77,7 @@ class Request:
 
     @property
     def needs_plan(self) -> bool:
-        """Is anything asked for that takes a plan that fits?"""
+        """Returns True if anything is asked for that takes a plan that fits."""
         return bool(self.json or self.code is not None or self.diff or self.outputs)
 
 

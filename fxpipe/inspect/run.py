@@ -48,7 +48,7 @@ class LoadedModel:
 
 
 def devices_for(request: Request) -> tuple[str, ...]:
-    """For each worker its device."""
+    """Returns the device of each worker."""
     hardware = request.options.get("hardware")
     return resolve_devices(request.devices) if hardware is None else planned_devices(request.devices, hardware)
 
@@ -177,7 +177,7 @@ class Findings:
 
 
 def run_request(request: Request) -> Findings:
-    """Do the work. Files are looked at first: a mistake should not show after a minute."""
+    """Runs a request. Files are looked at first: a mistake should not show after a minute."""
     check_outputs(request.outputs)
     before = None if request.diff is None else load_plan(request.diff, "--diff")
     if isinstance(request.subject, PlanFile) and request.tune:
@@ -269,7 +269,7 @@ def _tune_model(request: Request, loaded: LoadedModel, devices: tuple[str, ...])
 
 
 def _tune_plan(plan: Plan, request: Request) -> Tuning:
-    """Of a plan, whose stages stay."""
+    """Tunes a plan, whose stages stay."""
     import fxpipe
     from fxpipe.plans.simulate_plan import vary_plan
 

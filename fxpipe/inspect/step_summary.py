@@ -58,7 +58,7 @@ def summarize_step(simulation: Simulation, plan: Plan) -> StepSummary:
 
 
 def mode_text(plan: Plan) -> str:
-    """One mode; `some` where stages differ."""
+    """Formats the checkpoint mode of a plan; `some` where stages differ."""
     modes = {*plan.modes}
     return modes.pop() if len(modes) == 1 else "some"
 

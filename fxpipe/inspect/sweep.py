@@ -29,7 +29,7 @@ PlanFor: TypeAlias = "Callable[[int, str], Plan]"  # (devices, schedule)
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One number of devices and one schedule."""
+    """The result for one number of devices and one schedule."""
 
     devices: int
     schedule: str

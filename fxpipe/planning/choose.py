@@ -75,7 +75,7 @@ def cut_of(
 
 
 def _bottleneck(loads: Sequence[StageLoad], settings: Settings) -> float:
-    """Of the slowest stage; parts of a stage on its device are one."""
+    """Computes the seconds of the slowest stage; neighbouring stages on one device count as one."""
     groups = neighbour_groups(settings.placement)
     if len(groups) > len(settings.workers):
         return max(load.seconds for load in loads)
@@ -83,7 +83,7 @@ def _bottleneck(loads: Sequence[StageLoad], settings: Settings) -> float:
 
 
 def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[int]) -> Iterator[Transfer]:
-    """One for each pair of stages and direction, of all values together."""
+    """Yields one transfer for each pair of stages and direction, of all values together."""
 
     def stage_of(place: int) -> int:
         return min(bisect_right(starts, place), len(sites)) - 1
@@ -119,7 +119,7 @@ def _simulate_cut(
 
 
 def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
-    """For each stage, how much of its backward makes gradients of parameters."""
+    """Computes the seconds of each stage's backward that make gradients of parameters."""
     found, samples = [], case.settings.largest_micro_batch(case.batch)
     for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
         cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
@@ -149,7 +149,7 @@ def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
 
 
 def _with_asked_balance(case: CutProblem, chain: Chain, settings: Settings) -> Chain:
-    """With the cuts of `balance="block"`, if that is what was asked for."""
+    """Adds the cuts of `balance="block"` as required ones, if that is what was asked for."""
     if settings.balance != "block":
         return chain
     nodes = replace(case.nodes, costs=node_costs_of(chain))
@@ -168,7 +168,7 @@ def _more_devices(case: CutProblem) -> Iterator[RemedyTrial]:
 
 
 def _with_devices(settings: Settings, count: int) -> Settings:
-    """With so many devices, the further ones like the last one."""
+    """Extends the settings to so many devices, the further ones like the last one."""
     workers, limits = settings.workers, settings.memory_limits
     more = count - len(workers)
     return replace(
@@ -263,7 +263,7 @@ def _share_by_needs(
 
 
 def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[float | None]:
-    """For each stage the sum over all that share with it; None where there is no limit."""
+    """Sums the figures of all stages that share a memory, for each stage; None where there is no limit."""
     found = {pool: math.fsum(f or 0.0 for f, p in zip(figures, pools, strict=True) if p == pool) for pool in pools}
     return [None if own is None else found[pool] for own, pool in zip(figures, pools, strict=True)]
 
@@ -303,7 +303,7 @@ def choose_cut(
 
 
 def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
-    """Of the ways to satisfy pins the last one has the most stages, and so comes nearest to fitting."""
+    """Picks the error to show: the last way to satisfy pins has the most stages, and so comes nearest to fitting."""
     return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
 
 
@@ -336,7 +336,7 @@ def _candidate_cuts(case: CutProblem, explains: bool) -> Iterator[Cut]:
 
 
 def _may_split_stages(case: CutProblem) -> bool:
-    """Are checkpoint modes and the number of stages left to planning, and does the schedule go with any?"""
+    """Returns True if modes and the number of stages are left to planning, and the schedule goes with any number."""
     settings = case.settings
     return (
         settings.checkpoint == "auto"

@@ -111,7 +111,7 @@ class PlannedWorker:
 
 
 def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
-    """One device of each kind among these, in order of appearance: what has to be profiled."""
+    """Returns one device of each kind among these, in order of appearance: what has to be profiled."""
     found: dict[str, torch.device] = {}
     for device in devices:
         found.setdefault(device_kind(device), device)
@@ -119,7 +119,7 @@ def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
 
 
 def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:
-    """Of the kinds of devices that were profiled, those that some worker still is of: kind there -> kind before."""
+    """Maps the kinds of devices that some worker still is of to those that were profiled: kind now -> kind before."""
     if before.hardware is not None:
         return (0,)
     names = [device_kind(device) for device in device_kinds(before.workers)]
@@ -164,7 +164,7 @@ def stage_devices_of(settings: Settings, batch: int) -> tuple[StageSite, ...]:
 
 
 def memory_pools(settings: Settings) -> tuple[int, ...]:
-    """For each stage the number of the memory that is its: its worker's, or its device's where no limit was given."""
+    """Returns the number of each stage's memory: its worker's, or its device's where no limit was given."""
     workers = settings.workers
     if settings.memory_limits is not None or settings.hardware is not None:
         return settings.placement

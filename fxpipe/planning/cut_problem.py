@@ -25,7 +25,7 @@ from fxpipe.utils.units import count_text
 
 @dataclass(frozen=True, slots=True)
 class CutProblem:
-    """One graph with all conditions, and stages on their devices."""
+    """The problem of a cut: one graph with all conditions, and stages on their devices."""
 
     traced: Traced
     chain: Chain
@@ -42,7 +42,7 @@ class CutProblem:
 def cut_problems(
     traced: Traced, profiles: Sequence[Profile], batch: int, settings: Settings
 ) -> Iterator[Callable[[], CutProblem]]:
-    """For each way of placing stages what makes its case; it raises `PartitionError` where there is none."""
+    """Yields, for each way of placing stages, a function that makes its cut problem, or raises `PartitionError`."""
     chain = chain_of(traced, profiles, settings.largest_micro_batch(batch), forbidden_cuts(traced))
     nodes = _partition_nodes(traced, chain)
     for way in _fitting_checkpoint(_pinned_placements(settings, nodes), settings):
@@ -50,7 +50,7 @@ def cut_problems(
 
 
 def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
-    """Does the user say where to cut? Then nodes stay in the order in which forward runs them."""
+    """Returns True if the user says where to cut: then nodes stay in the order in which forward runs them."""
     return bool(settings.pins or traced.marks) or not isinstance(settings.balance, str)
 
 
@@ -87,7 +87,7 @@ def _pinned_placements(settings: Settings, nodes: NodeSequence) -> tuple[PinnedP
 
 
 def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tuple[PinnedPlacement, ...]:
-    """Those ways of pins in which stages are where the schedule can have them."""
+    """Filters ways of pins by the schedule: those in which stages are where it can have them."""
     found, failures = list[PinnedPlacement](), list[ArgumentError]()
     for way in ways:
         placement = _with_placement(settings, way.placement).placement
@@ -102,7 +102,7 @@ def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tu
 
 
 def _fitting_checkpoint(ways: Sequence[PinnedPlacement], settings: Settings) -> Sequence[PinnedPlacement]:
-    """Those ways of pins that have as many stages as there are checkpoint modes."""
+    """Filters ways of pins by the checkpoint modes: those that have as many stages."""
     if isinstance(settings.checkpoint, str):
         return ways
     found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
@@ -178,7 +178,7 @@ def _check_required(places: set[int], traced: Traced, stages: int, nodes: NodeSe
 
 
 def _with_placement(settings: Settings, placement: Sequence[int]) -> Settings:
-    """With these stages, and no worker that has none."""
+    """Changes settings to these stages, and drops workers that have none."""
     used = sorted(set(placement))
     workers = tuple(settings.workers[k] for k in used)
     limits = settings.memory_limits

@@ -60,7 +60,7 @@ FITTED_SIZES = (1, 2, 3, 4)  # at which the stages are looked at, beside that of
 
 
 def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[StageBytes]:
-    """For each stage; `samples` are those of the planned micro-batch, for which the figures are exact."""
+    """Computes the memory of each stage; `samples` are of the planned micro-batch, for which the figures are exact."""
     sizes = sorted({*FITTED_SIZES, samples})
     counted = {size: _stage_bytes_at(cut, chain_of(cut.traced, profiles, size, {})) for size in sizes}
     batch = cut.traced.batch
@@ -75,7 +75,7 @@ def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[Sta
 
 
 def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
-    """For each stage the numbers of a `StageBytes`, at one size."""
+    """Computes the numbers of a `StageBytes` for each stage, at one size."""
     loads = stage_loads(chain, cut.sites, cut.starts, cut.recompute)
     return [
         (
@@ -91,7 +91,7 @@ def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
 
 
 def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
-    """Of what a node returns. `samples` are those of the planned micro-batch, for which it is right in any case.
+    """Computes the bytes of a node's value, right in any case for `samples`, those of the planned micro-batch.
 
     A size that depends on values (nonzero) counts as 0.
     """
@@ -110,7 +110,7 @@ def _value_bytes(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> Poly
 
 
 def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
-    """Of these nodes, forward and backward."""
+    """Sums the FLOPs of these nodes, forward and backward."""
     total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
     return polynomial_of(coefficients_of(total, profile.batch))
 
@@ -172,14 +172,14 @@ _SHARE_DIGITS = 5  # a share is looked at, not computed with; a plan has one for
 
 
 def time_shares(costs: Sequence[NodeCost], samples: int) -> tuple[float, ...]:
-    """For each node the part of the seconds of all of them, forward and backward; none where nothing takes time."""
+    """Computes the share of each node in the seconds of all, forward and backward; none where nothing takes time."""
     seconds = [(cost.forward + cost.backward).at(samples) for cost in costs]
     total = math.fsum(seconds)
     return tuple(round(part / total, _SHARE_DIGITS) for part in seconds) if total else ()
 
 
 def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tuple[str, ...], ...]:
-    """For each stage the nodes that it had better compute for itself than receive; none where nothing is sent."""
+    """Finds the nodes that each stage had better compute for itself than receive; none where nothing is sent."""
     if all(site.link is None for site in cut.sites):
         return ((),) * len(cut.sites)
     receive = [None if site.link is None else _receive_seconds(site.link) for site in cut.sites]
@@ -290,7 +290,7 @@ def plan_of_cut(
 
 
 def value_sizes(traced: Traced, samples: int) -> dict[str, int]:
-    """By name of a node: bytes of its value."""
+    """Computes the bytes of the value of each node, by name."""
     nodes: Sequence[fx.Node] = list(traced.graph.nodes)
     return {n.name: bytes_at(bytes_formula(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
 
@@ -302,7 +302,7 @@ def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]
 
 
 def _sent_formulas(traced: Traced, program: Program, samples: int) -> dict[str, Polynomial]:
-    """By name: bytes of all values that are sent."""
+    """Computes the bytes of all values that are sent, by name."""
     names = {value.name for stage in program.stages for value in stage.receives}
     return {n.name: value_bytes(n, traced.batch, samples) for n in traced.graph.nodes if n.name in names}
 
@@ -310,7 +310,7 @@ def _sent_formulas(traced: Traced, program: Program, samples: int) -> dict[str, 
 def _planned_transfers(
     traced: Traced, program: Program, formulas: Mapping[str, Polynomial], settings: Settings, samples: int
 ) -> tuple[PlannedTransfer, ...]:
-    """All that goes between stages, by pairs of them; the outputs go to the caller, and are not among it."""
+    """Yields the transfers between stages, by pairs of them; outputs go to the caller, and are not among them."""
     effects = traced.effects
     assert effects is not None
     returns = {node.name for node, requires_grad in effects.requires_grad.items() if requires_grad}
@@ -336,7 +336,7 @@ def _planned_transfers(
 
 
 def _stage_work(costs: Sequence[NodeCost], copied: Sequence[NodeCost], places: dict[Operation, int]) -> StageWork:
-    """Of a stage, with `places` of operations that grow as needed."""
+    """Counts the operations of a stage, with `places` of operations that grow as needed."""
 
     def counted(operations: Iterable[Operation]) -> tuple[tuple[int, int], ...]:
         return tuple(Counter(places.setdefault(one, len(places)) for one in operations).items())

@@ -91,7 +91,7 @@ def plan(
 
 
 def _planned_devices(stages: int, options: PipelineOptions) -> list[str]:
-    """One for each worker that so many stages take: GPUs where they are planned for such, else the CPU."""
+    """Returns one device for each worker that so many stages take: GPUs where planned for such, else the CPU."""
     from fxpipe.config.parse import parse_hardware_option, parse_stages_per_device
     from fxpipe.config.pipeline_options import AUTO, DEFAULT_SCHEDULE
     from fxpipe.config.stage_placement import parse_training_schedule, worker_count_for
@@ -113,7 +113,7 @@ def prepare(
     given: Plan | None = None,
     seed: int = 0,
 ) -> PreparedGraph:
-    """All passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
+    """Runs all passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
 
     `seed` is that of the numbers that forward draws and reads.
     """

@@ -31,8 +31,8 @@ def refusal_of_evaluation(
 ) -> tuple[FxpipeError | None, tuple[UndeterminedOutput, ...]]:
     """Predicts why `model.eval()` under `no_grad` will be refused: the error, and why its outputs cannot be combined.
 
-    Neither for a model that does not train, or that was not recorded, and for what the model itself raises, which it
-    raises without a pipe too. The model is left as it is.
+    Returns neither for a model that does not train, or that was not recorded, and for what the model itself raises,
+    which it raises without a pipe too. The model is left as it is.
     """
     import torch
 

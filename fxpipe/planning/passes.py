@@ -42,7 +42,7 @@ class ProfiledModel:
     fingerprint: str  # of the graph
 
     def holds_for(self, settings: Settings) -> bool:
-        """Are the seconds those of the workers that the settings ask for? See `profile_again`."""
+        """Returns True if the seconds are those of the workers that the settings ask for; see `profile_again`."""
         from fxpipe.planning.cost_model import device_kind
 
         if settings.hardware != self.hardware:
@@ -54,7 +54,7 @@ class ProfiledModel:
         return names <= {*self.kinds} and threads in (None, _worker_threads(settings.workers))
 
     def profiles_for(self, settings: Settings) -> list[Profile]:
-        """One for each kind among the settings' workers, in order."""
+        """Returns one profile for each kind among the settings' workers, in order."""
         from fxpipe.planning.cost_model import device_kind, device_kinds
 
         if self.hardware is not None:
@@ -320,7 +320,7 @@ def prepare_additional_graph(
 
 
 def _misplacement_costs(first: PreparedGraph, traced: Traced) -> list[list[float]]:
-    """For each node and stage: bytes of parameters that would be elsewhere; least of all, a node with a known name."""
+    """Computes, by node and stage, the bytes of parameters that would be elsewhere; least, a node with a known name."""
     from fxpipe.tracing.tensors import tensor_bytes
     from fxpipe.tracing.traced import attribute_tensor
 

@@ -39,11 +39,11 @@ class StageBytes:
     portals_again: Polynomial = ZERO  # of `again`, what came through portals
 
     def kept(self, recomputes: bool) -> Polynomial:
-        """Of what other stages made."""
+        """Returns the bytes kept of what other stages made."""
         return self.received + self.again if recomputes else self.received
 
     def through_portals(self, recomputes: bool) -> Polynomial:
-        """Of what is `kept`."""
+        """Returns the bytes that came through portals, of what is `kept`."""
         return self.portals + self.portals_again if recomputes else self.portals
 
 
@@ -108,7 +108,7 @@ class Portal:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTransfer:
-    """All that goes from a stage to another for one micro-batch: to a later one values, to an earlier one gradients."""
+    """A transfer from a stage to another for one micro-batch: values to a later one, gradients to an earlier one."""
 
     source: int
     target: int
@@ -191,21 +191,21 @@ class PlanData:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """For each worker its device."""
+        """The device of each worker."""
         return tuple(self.devices[self.placement.index(k)] for k in range(max(self.placement) + 1))
 
     @property
     def micro_batches(self) -> int:
-        """Of a step: fewer than `chunks` where the mini-batch has fewer samples."""
+        """The number of micro-batches of a step: fewer than `chunks` where the mini-batch has fewer samples."""
         return self.chunks if self.batch is None else min(self.chunks, self.batch)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """For each stage its checkpoint mode."""
+        """The checkpoint mode of each stage."""
         return (self.checkpoint,) * len(self.stages) if isinstance(self.checkpoint, str) else self.checkpoint
 
     def recomputes(self, stage: int) -> bool:
-        """Does a stage run forward again before its backward, for all micro-batches or all but the last?"""
+        """Returns True if a stage runs forward again before its backward, for all micro-batches or all but the last."""
         return self.modes[stage] != "never"
 
     def in_flight(self, stage: int) -> int:

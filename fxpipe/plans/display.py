@@ -98,7 +98,7 @@ def _line_suffix(line: str) -> str:
 
 
 def _checkpoint_text(plan: PlanData) -> str:
-    """One mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
+    """Formats one mode, or that of most stages and where there are others: `never (always in stages 1-2, 5)`."""
     most, *others = sorted({*plan.modes}, key=lambda mode: -plan.modes.count(mode))
     where = []
     for mode in others:
@@ -142,7 +142,7 @@ def _portal_cell(figures: StageFigures) -> str:
 
 
 def _portal_table(portals: tuple[Portal, ...]) -> str:
-    """All portals or, where they are many, the largest of them and the sum of the others. A row for each value."""
+    """Formats the table of portals, a row for each value: all or, where there are many, the largest and a sum."""
     by_value: dict[tuple[str, int, int], list[Portal]] = {}
     for portal in portals:
         by_value.setdefault((portal.name, portal.source, portal.bytes), []).append(portal)
@@ -156,7 +156,7 @@ def _portal_table(portals: tuple[Portal, ...]) -> str:
 
 
 def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
-    """Of a value; bytes are those that go to each of the stages."""
+    """Makes the row of a value; bytes are those that go to each of the stages."""
     portal = same[0]
     return (
         shorten_name(portal.name),

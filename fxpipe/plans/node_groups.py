@@ -51,7 +51,7 @@ def node_groups_of(stage: StagePlan, most: int, least: float) -> tuple[NodeGroup
 
 
 def short_group_name(name: str, width: float, size: float) -> str:
-    """As many of its last parts as fit: `transformer.h.0.attn` -> `…0.attn`; if they say nothing, both its ends."""
+    """Shortens a name to the last parts that fit: `transformer.h.0.attn` -> `…0.attn`; or, if vague, to both ends."""
     first, to, last = name.partition(RANGE_DASH)
     for depth in range(max(first.count("."), last.count(".")), -1, -1):
         found = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
@@ -106,7 +106,7 @@ class _NodeRun:
 
 
 def _stage_nodes(stage: StagePlan) -> list[_Node]:
-    """With even shares where the plan has none, and without modules where it does not know them."""
+    """Lists the nodes of a stage, with even shares where the plan has none, and without modules it does not know."""
     shares = stage.shares or (1 / max(1, len(stage.nodes)),) * len(stage.nodes)
     modules = stage.modules or ("",) * len(stage.nodes)
     return [

@@ -54,12 +54,12 @@ def _resize_stage(stage: StagePlan, samples: int, times: float, recomputes: bool
 
 
 def _resize_bytes(formula: Polynomial, known: int, samples: int, times: float) -> int:
-    """By the formula; in proportion where a plan (an older file, one made by hand) has none."""
+    """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
     return formula(samples) if formula.coefficients else math.ceil(known * times)
 
 
 def _resize_transfer(way: PlannedTransfer, samples: int, growth: float) -> PlannedTransfer:
-    """With the seconds that so many bytes take on the way that the plan knew."""
+    """Resizes a transfer, with the seconds that so many bytes take on the way that the plan knew."""
     size = _resize_bytes(way.size, way.bytes, samples, growth)
     times = size / way.bytes if way.bytes else 1.0
     return replace(way, bytes=size, seconds=_scale_seconds(way.seconds, way.fixed_seconds, times))
@@ -120,7 +120,7 @@ def retarget_plan(plan: Plan, hardware: Hardware) -> Plan:
 
 
 def transfer_over_link(way: PlannedTransfer, link: Link | None) -> PlannedTransfer:
-    """With the seconds that it takes over this link; None: it is handed over."""
+    """Returns the transfer with the seconds that it takes over this link; None: it is handed over."""
     if link is None:
         return replace(way, seconds=0.0, fixed_seconds=0.0)
     fixed = way.values * link.latency

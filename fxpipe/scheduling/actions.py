@@ -46,7 +46,7 @@ class Action(NamedTuple):  # as a key it hashes and compares three times as fast
 
     @property
     def range_name(self) -> str:
-        """As profilers and traces call it: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
+        """The name of the action in profilers and traces: `1F3` -> `fxpipe F stage 1 micro-batch 3`."""
         return f"fxpipe {self.kind} stage {self.stage} micro-batch {self.micro_batch}"
 
     @classmethod
@@ -63,7 +63,7 @@ Rows: TypeAlias = tuple[tuple[Action, ...], ...]  # for each device its actions,
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """For each device the actions it runs, in order. `print` shows the rows."""
+    """The actions that each device runs, in order. `print` shows the rows."""
 
     name: str
     stages: int

@@ -71,7 +71,7 @@ def _micro_batch_groups(m: int, p: int) -> list[range]:
 
 
 def _interleaved_row(groups: list[range], stages: range, later: int) -> tuple[Action, ...]:
-    """Of a device with these stages, which `later` others come after."""
+    """Makes the row of a device with these stages, which `later` others come after."""
     forward = [Action(ActionKind.FORWARD, j, i) for group in groups for j in stages for i in group]
     backward = [Action(ActionKind.BACKWARD, j, i) for group in groups for j in reversed(stages) for i in group]
     ahead = min((len(stages) - 1) * len(groups[0]) + 2 * later, len(forward))
@@ -94,7 +94,7 @@ def _interleaved_row(groups: list[range], stages: range, later: int) -> tuple[Ac
 
 
 def clock_cycles(m: int, n: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """For each clock k = 0 ... m + n - 2 the pairs (micro-batch i, stage j) with i + j = k, j ascending.
+    """Yields for each clock k = 0 ... m + n - 2 the pairs (micro-batch i, stage j) with i + j = k, j ascending.
 
     >>> for cycle in clock_cycles(m=3, n=2): print(*cycle)
     (0, 0)
@@ -107,7 +107,7 @@ def clock_cycles(m: int, n: int) -> Iterator[tuple[tuple[int, int], ...]]:
 
 
 def gpipe(m: int, n: int) -> Rows:
-    """All forwards by the clock cycle, then all backwards by its exact reverse."""
+    """Makes rows of all forwards by the clock cycle, then all backwards by its exact reverse."""
     forward = inference(m, n)
     return tuple(
         (*row, *(Action(ActionKind.BACKWARD, a.stage, a.micro_batch) for a in reversed(row))) for row in forward

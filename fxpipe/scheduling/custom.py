@@ -46,7 +46,7 @@ def parse_schedule(text: str, name: str = "custom") -> Schedule:
 
 
 def read_schedule(text: str, name: str) -> Schedule:
-    """As `parse_schedule`, but not validated."""
+    """Reads a schedule as `parse_schedule` does, but does not validate it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     head = _HEAD.fullmatch(lines[0]) if lines else None
     rows = tuple(_parse_row(d, line) for d, line in enumerate(lines[1:] if head else lines))
@@ -135,6 +135,6 @@ def _parse_actions(row: str | Iterable[Action | str]) -> tuple[Action, ...]:
 
 
 def placement_of(schedule: Schedule) -> Placement:
-    """For each stage the device in whose row it is."""
+    """Returns for each stage the device in whose row it is."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     return tuple(device_of[j] for j in range(schedule.stages))

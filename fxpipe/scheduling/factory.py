@@ -69,7 +69,7 @@ def make_schedule(
 
 
 def is_searched(schedule: ScheduleLike) -> bool:
-    """Does it depend on what stages cost?"""
+    """Returns True if the schedule depends on what stages cost."""
     return isinstance(schedule, str) and schedule in SCHEDULES and SCHEDULES[schedule].search_rows is not None
 
 
@@ -103,7 +103,7 @@ def _make_schedule(
 
 
 def _default_placement(given: ScheduleLike, n: int) -> Placement | None:
-    """Of a schedule that is known by name; one of one's own says itself where stages are."""
+    """Returns the placement of a schedule that is known by name; one of the user's own says itself where stages are."""
     if not isinstance(given, str):
         return None
     recipe = SCHEDULES[given]
@@ -191,7 +191,7 @@ def _check_known(argument: str, given: str, known: Iterable[str]) -> str:
 
 
 def _check_count(argument: str, given: SupportsIndex) -> int:
-    """As an int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
+    """Converts a count to int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
     count = whole_number(given)
     if count is None:
         raise ArgumentTypeError(f"{argument}={given!r} is no number of {argument}: give an integer of at least 1")

@@ -248,7 +248,7 @@ def _wait_cycle(waits: dict[int, tuple[Action, int]]) -> list[int]:
 
 @lru_cache(maxsize=16)  # who prints a plan asks once for each stage
 def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage the most micro-batches that are between the start of F and the end of their last backward.
+    """Counts for each stage the most micro-batches that are between the start of F and the end of their last backward.
 
     Where backward is split the last piece is W. Where nothing goes back a micro-batch is there during its F only.
 
@@ -274,7 +274,7 @@ def micro_batches_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each stage of how many micro-batches it has all that backward needs, at most.
+    """Counts for each stage of how many micro-batches it has all that backward needs, at most.
 
     That is from F on or, where the micro-batch is recomputed, from R on. Where backward is split it is to the end of W,
     which needs less than all: what weights were applied to, and the gradients of what came out.

@@ -92,7 +92,7 @@ class StageState:
         )
 
     def can(self, kind: ActionKind) -> bool:
-        """Has what the next action of that kind needs been made?"""
+        """Returns True if what the next action of that kind needs has been made."""
         if kind is ActionKind.WEIGHT:
             return self.weights < self.backwards
         if kind is ActionKind.BACKWARD:
@@ -196,7 +196,7 @@ def zero_bubble_auto(m: int, demands: Sequence[StageTimes]) -> Rows:
 
 
 def candidate_schedules(m: int, demands: Sequence[StageTimes]) -> Iterator[PartialSchedule]:
-    """All that are compared, and within the limits."""
+    """Yields all candidate schedules that are compared, and within the limits."""
     by_hand = [schedule_rows(rows(m, len(demands)), m, demands) for rows in (zero_bubble, zero_bubble_2p)]
     limits = [
         stage.most if demand.limit is None else demand.limit

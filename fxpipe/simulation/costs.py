@@ -134,7 +134,7 @@ def stage_times_of(
     modes: Sequence[str] | None = None,
     limits: Sequence[float | None] | None = None,
 ) -> tuple[StageTimes, ...]:
-    """For each stage, on a device of its own.
+    """Computes the `StageTimes` of each stage, as on a device of its own.
 
     As the runtime does it, a device copies what it receives before it computes; so transfers are a part of F and B.
     Where bytes are not known, a micro-batch counts as one unit of memory. A limit that does not hold a single

@@ -22,7 +22,7 @@ from fxpipe.simulation.timeline import Span
 
 @dataclass(frozen=True, slots=True)
 class DependencyEdge:
-    """From an action to one of the same kind and micro-batch that needs it."""
+    """The dependency of an action on one of the same kind and micro-batch."""
 
     user: int  # stage
     seconds: float = 0.0
@@ -68,7 +68,7 @@ def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> Depen
 
 
 def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies]]:
-    """For F and B, for each stage: all that comes, one after the other."""
+    """Sums the copies that each stage receives before F and before B: all that comes, one after the other."""
     found = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
     for kind, by_stage in ways.items():
         for way in (way for leaving in by_stage for way in leaving):
@@ -79,7 +79,7 @@ def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies
 
 
 def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list[int]]:
-    """For each stage and micro-batch how many ways lead there."""
+    """Counts for each stage and micro-batch the ways that lead there."""
     counts = [0] * len(by_stage)
     for way in (way for leaving in by_stage for way in leaving):
         counts[way.user] += 1
@@ -87,7 +87,7 @@ def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list
 
 
 def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[ActionKind, list[float]]:
-    """For each kind of action, for each stage: how long it takes."""
+    """Computes the seconds of each kind of action, for each stage."""
     split = {action.stage for row in schedule.rows for action in row if action.kind is ActionKind.WEIGHT}
     weight = [float(s.backward / 2 if s.weight is None else s.weight) for s in stages]
     own = {
@@ -101,7 +101,7 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
 
 
 def device_by_stage(schedule: Schedule) -> list[int]:
-    """For each stage its device."""
+    """Returns the device of each stage."""
     found = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
     return [found[j] for j in range(schedule.stages)]
 
@@ -144,7 +144,7 @@ class EventSimulation:
     _order: int = 0
 
     def run(self) -> list[list[StartedAction]]:
-        """For each device its actions in order."""
+        """Runs the simulation, and returns the actions of each device in order."""
         schedule = self.schedule
         m, d = schedule.micro_batches, len(schedule.rows)
         self._device_of = device_by_stage(schedule)

@@ -49,7 +49,7 @@ class CriticalLeg:
 
 
 def critical_legs(begun: Sequence[Sequence[StartedAction]]) -> tuple[CriticalLeg, ...]:
-    """In order of time."""
+    """Finds the legs of the critical path, in order of time."""
     legs: list[CriticalLeg] = []
     device = max((d for d, row in enumerate(begun) if row), key=lambda d: begun[d][-1].span.end)
     place = len(begun[device]) - 1
@@ -96,7 +96,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True, slots=True)
 class DeviceComparison:
-    """One device."""
+    """The comparison of one device."""
 
     name: str
     busy: ComparedFigure
@@ -116,7 +116,7 @@ class StepComparison:
 
     @property
     def core_share(self) -> float:
-        """Of the seconds of all actions, those in which their workers had a core; less than 1 on a busy machine."""
+        """The share of all actions' seconds in which their workers had a core; less than 1 on a busy machine."""
         took = sum(pair.measured for pair in self.kinds.values())
         return 1.0 if self.on_core is None or not took else self.on_core.measured / took
 
@@ -130,7 +130,7 @@ class StepComparison:
         return "\n".join([self.schedule, text_table(rows, headers, left=("seconds", "")), *self._busy()])
 
     def _busy(self) -> Iterator[str]:
-        """That the machine was, and what is left of the difference without that."""
+        """Yields lines that say that the machine was busy, and what is left of the difference without that."""
         if self.on_core is not None and self.core_share < QUIET_CORE_SHARE:
             measured, simulated, ratio = _figure_cells(self.on_core)
             yield f"The actions had a core for {self.core_share:.0%} of their time: others wanted it, too."
@@ -202,7 +202,7 @@ class Simulation(TimelineMixin):
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each device the seconds in which it computes or, where that does not overlap, copies."""
+        """The seconds in which each device computes or, where that does not overlap, copies."""
         seconds = [0.0] * len(self.schedule.rows)
         for span in self.spans:
             seconds[span.device] += span.seconds
@@ -210,7 +210,7 @@ class Simulation(TimelineMixin):
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each device the share of the step, 0 to 1, in which it idles."""
+        """The share of the step, 0 to 1, in which each device idles."""
         step = self.step_seconds
         return tuple(max(0.0, 1 - busy / step) if step else 0.0 for busy in self.busy)  # rounding may go below 0
 
@@ -221,7 +221,7 @@ class Simulation(TimelineMixin):
 
     @property
     def memory(self) -> tuple[MemoryTimeline, ...]:
-        """For each device the bytes in use over time, of all its stages together."""
+        """The bytes in use over time on each device, of all its stages together."""
         spans: list[list[Span]] = [[] for _ in self.schedule.rows]
         for span in self.spans:
             spans[span.device].append(span)
@@ -229,7 +229,7 @@ class Simulation(TimelineMixin):
 
     @property
     def fits(self) -> tuple[bool | None, ...]:
-        """For each device whether it has the memory that it takes; None where no limit is known."""
+        """True for each device that has the memory that it takes, else False; None where no limit is known."""
         return tuple(
             None if limit is None else memory.peak <= limit
             for memory, limit in zip(self.memory, self.limits, strict=True)
@@ -253,7 +253,7 @@ class Simulation(TimelineMixin):
 
     @property
     def critical_shares(self) -> dict[str, float]:
-        """For each kind of leg ("F", "B", ..., "sending", "waiting") its share, 0 to 1, of the critical path; the
+        """The share, 0 to 1, of each kind of leg ("F", "B", ..., "sending", "waiting") in the critical path; the
         largest first."""
         seconds: defaultdict[str, float] = defaultdict(float)
         for leg in self.legs:
@@ -274,7 +274,7 @@ class Simulation(TimelineMixin):
         return dict(sorted(sent.items()))
 
     def as_step(self, *, has_memory: bool = True) -> StepTimeline:
-        """In one form with what is measured; without memory over time where nobody asks for it."""
+        """Returns the step in one form with what is measured; without memory over time where nobody asks for it."""
         has_bytes = any(
             cost.static_bytes or cost.saved_bytes or cost.input_bytes or cost.portal_bytes or cost.working_bytes
             for cost in self.stages
@@ -292,7 +292,7 @@ class Simulation(TimelineMixin):
         )
 
     def arrows(self) -> Iterator[TransferArrow]:
-        """All that goes from stage to stage, micro-batch by micro-batch."""
+        """Yields all transfers from stage to stage, micro-batch by micro-batch."""
         kinds = {span.action.kind for span in self.spans}
         for transfer in self.transfers:
             kind = ActionKind.BACKWARD if transfer.is_gradient else ActionKind.FORWARD
@@ -302,7 +302,7 @@ class Simulation(TimelineMixin):
                     yield TransferArrow(maker, user, transfer.bytes)
 
     def compared(self, record: HasTimeline) -> StepComparison:
-        """Beside a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
+        """Compares with a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.
 
         Raises:
             ArgumentError: it ran others.
@@ -327,7 +327,7 @@ class Simulation(TimelineMixin):
         return "\n".join([head + samples, *lines, total + update, *([f"critical path: {shares}"] if shares else [])])
 
     def _memory_in_words(self) -> list[str]:
-        """For each device; nothing where no bytes are known."""
+        """Describes the memory of each device; nothing where no bytes are known."""
         peaks = [memory.peak for memory in self.memory]
         if not any(peaks):
             return [""] * len(peaks)

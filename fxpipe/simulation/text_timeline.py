@@ -18,7 +18,7 @@ TIMELINE_COLUMNS = 100  # a plain timeline is no wider, unless asked
 def timeline_lines(
     spans: Sequence[Span], devices: int, seconds: float, *, columns: int = TIMELINE_COLUMNS
 ) -> list[str]:
-    """For each device a line, as wide as the step is long.
+    """Draws a line for each device, as wide as the step is long.
 
     Drawn as wide as the shortest action needs for its name; where that would be wider than `columns`, as wide as those,
     and an action that is too short for its name shows the letter of its kind only.
@@ -34,7 +34,7 @@ def timeline_lines(
 
 
 def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
-    """For each device the places of its spans in `spans`."""
+    """Returns the places in `spans` of the spans of each device."""
     rows: list[list[int]] = [[] for _ in range(devices)]
     for k, span in enumerate(spans):
         rows[span.device].append(k)
@@ -42,14 +42,14 @@ def span_rows(spans: Sequence[Span], devices: int) -> list[list[int]]:
 
 
 def span_names(spans: Sequence[Span]) -> list[str]:
-    """Of each span, as short as it is clear on the row of its device."""
+    """Names each span, as short as it is clear on the row of its device."""
     if has_looped_stages(spans):
         return [str(span.action) for span in spans]
     return [f"{span.action.kind}{span.action.micro_batch}" for span in spans]
 
 
 def has_looped_stages(spans: Sequence[Span]) -> bool:
-    """Has a device several stages, so that the number of a micro-batch alone would not name an action?"""
+    """Returns True if a device has several stages, so that the number of a micro-batch would not name an action."""
     return len({(span.device, span.action.stage) for span in spans}) > len({span.device for span in spans})
 
 

@@ -107,7 +107,7 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
 
 @dataclass(frozen=True, slots=True)
 class TransferArrow:
-    """From the action that makes a value, or its gradient, to one of another stage that needs it."""
+    """A transfer from the action that makes a value, or its gradient, to one of another stage that needs it."""
 
     maker: Action
     user: Action
@@ -136,7 +136,7 @@ class StepTimeline:
 
     @property
     def rows(self) -> tuple[tuple[Span, ...], ...]:
-        """For each device its spans, in order."""
+        """The spans of each device, in order."""
         rows: list[list[Span]] = [[] for _ in self.devices]
         for span in self.spans:
             rows[span.device].append(span)
@@ -149,7 +149,7 @@ class StepTimeline:
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """For each device the share of the step, 0 to 1, in which it idles."""
+        """The share of the step, 0 to 1, in which each device idles."""
         return tuple(max(0.0, 1 - busy / self.seconds) if self.seconds else 0.0 for busy in self.busy)
 
     @property
@@ -174,5 +174,5 @@ class HasTimeline(Protocol):
         ...
 
     def arrows(self) -> Iterator[TransferArrow]:
-        """All that goes from stage to stage."""
+        """Yields all transfers from stage to stage."""
         ...

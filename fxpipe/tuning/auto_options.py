@@ -1,4 +1,4 @@
-"""Options left to planning (`chunks="auto"`, `schedule="auto"`), chosen by the tuner once a model has been studied.
+"""Chooses by the tuner what was left to planning (`chunks="auto"`, `schedule="auto"`), once a model has been studied.
 
 The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
 the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
@@ -121,7 +121,7 @@ def with_best_chunks(
 
 
 def with_best_schedule(plan: Plan, settings: Settings) -> Settings:
-    """With the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
+    """Sets the schedule that suits the stages of a plan best; the usual one where none fits into memory."""
     batch = plan.batch or settings.chunks * plan.micro_batch
     modes = None if settings.checkpoint == "auto" else (settings.checkpoint,)
     rows = search_candidates(

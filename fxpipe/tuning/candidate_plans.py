@@ -42,7 +42,7 @@ class PlanSource(Protocol):
         """
 
     def has(self, candidate: Candidate) -> bool:
-        """Is its plan for stages that do not recompute there already?"""
+        """Returns True if its plan for stages that do not recompute is there already."""
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
         """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
@@ -144,7 +144,7 @@ class ModelPlans:
         return replace(settings, memory_limits=(None,) * len(settings.workers))
 
     def _key(self, settings: Settings) -> tuple[object, ...]:
-        """All that a cut depends on. The schedule matters only where memory is limited, and pins depend on it."""
+        """Returns all that a cut depends on: the schedule too where memory is limited, or where there are pins."""
         is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
         samples = settings.largest_micro_batch(self.studied.batch)
@@ -225,7 +225,7 @@ def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
 
 
 def memory_limits_of(plan: Plan) -> list[float | None]:
-    """For each worker what its stages may take."""
+    """Returns the memory that the stages of each worker may take."""
     found: list[float | None] = []
     for k in range(len(plan.workers)):
         limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]

@@ -30,7 +30,7 @@ TRIED_STAGES_PER_DEVICE = (1, 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to train: all that is free before stages are cut, but for what is recomputed."""
+    """A candidate, one way to train: all that is free before stages are cut, but for what is recomputed."""
 
     schedule: ScheduleLike  # a name, or the user's own
     chunks: int
@@ -40,7 +40,7 @@ class Candidate:
 def candidates_of_model(
     schedules: Sequence[ScheduleLike], chunks: Sequence[int], stages_per_device: Sequence[int]
 ) -> Iterator[Candidate]:
-    """All that a schedule can have."""
+    """Yields the candidates of a model: all that a schedule can have."""
     for schedule in schedules:
         for each in stages_per_device:
             if isinstance(schedule, str) and not _goes_with(schedule, each):
@@ -55,7 +55,7 @@ def _goes_with(schedule: str, each: int) -> bool:
 
 
 def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[int]) -> Iterator[Candidate]:
-    """All that the stages of a plan can have where they are."""
+    """Yields the candidates of a plan: all that its stages can have where they are."""
     each = max(map(plan.placement.count, plan.placement))
     for schedule in schedules:
         with contextlib.suppress(ArgumentError):
@@ -115,7 +115,7 @@ class CandidateResult:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For `fxpipe.pipeline`: the plan, and beside it what a plan does not say."""
+        """Returns the arguments for `fxpipe.pipeline`: the plan, and beside it what a plan does not say."""
         return {"plan": self.plan, "schedule": self.schedule, **self.others}
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class CandidateResult:
 
 
 def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Those that fit, the best first: the shortest step; of about equally long ones that with least memory.
+    """Ranks those that fit, the best first: the shortest step; of about equally long ones that with least memory.
 
     Where some were run, these are all there is, by what was measured.
     """
@@ -144,7 +144,7 @@ def rank_fitting(rows: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def order_for_table(rows: Iterable[CandidateResult]) -> tuple[CandidateResult, ...]:
-    """As a table has them: what fits, what is too slow to look at, what does not fit, what cannot be."""
+    """Sorts rows as a table has them: what fits, what is too slow to look at, what does not fit, what cannot be."""
 
     def order(row: CandidateResult) -> tuple[float, ...]:
         kind = (0 if row.fits else 2) if row.plan is not None else (1 if row.step_seconds else 3)

@@ -42,11 +42,11 @@ class LossArguments:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """It may have parameters, which get gradients, and buffers, which change."""
+        """The loss module, if there is one: it may have parameters, which get gradients, and buffers, which change."""
         return (self.loss_fn,) if isinstance(self.loss_fn, nn.Module) else ()
 
     def arguments(self, batch: int) -> dict[str, Any]:
-        """For mini-batches of so many samples."""
+        """Returns the arguments for mini-batches of so many samples."""
         if self.loss_fn is None and self.target is None:
             return {"loss_fn": default_loss}
         return {"loss_fn": self.loss_fn, "target": _target_of_size(self.target, batch), "reduction": self.reduction}
@@ -160,7 +160,7 @@ def _inputs_of_size(
 
 
 def _target_of_size(target: Any, batch: int) -> Any:
-    """With so many samples in dimension 0."""
+    """Resizes a target to so many samples in dimension 0."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.shape[0] == batch:

@@ -24,7 +24,7 @@ from typing import Any
 
 
 def call_in_forked_child(function: Callable[[], object]) -> None:
-    """Has every forked child call it, before anything else runs there; not where there are no forks (Windows)."""
+    """Makes every forked child call `function` before anything else; does nothing where no forks exist (Windows)."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 

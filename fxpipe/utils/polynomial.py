@@ -67,7 +67,7 @@ def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
 
 
 def polynomial_of(coefficients: Iterable[Any]) -> Polynomial:
-    """Of any numbers, whole ones as ints."""
+    """Makes a polynomial of any numbers, whole ones as ints."""
     found = [int(c) if c == int(c) else float(c) for c in coefficients]
     while found and found[-1] == 0:
         found.pop()

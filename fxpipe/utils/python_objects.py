@@ -51,7 +51,7 @@ def builtin_base_of(kind: type[Any]) -> type[Any] | None:
 
 
 def is_empty_object(value: Any) -> bool:
-    """Is an object nothing but itself?"""
+    """Returns True if an object is nothing but itself."""
     return not _attributes(value) and not (isinstance(value, (dict, list, tuple)) and value)
 
 
@@ -118,7 +118,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def contains_any(value: Any, wanted: Callable[[Any], bool], in_functions: bool = True) -> bool:
-    """Is there anything `wanted` inside a value of any kind, also where it could not be taken apart?
+    """Returns True if anything inside a value of any kind is `wanted`, also where it could not be taken apart.
 
     What modules hold is their own. `in_functions`: also in what functions were made over, or are bound to?
     """

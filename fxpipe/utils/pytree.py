@@ -87,7 +87,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Not in functions: the recorder finds out whether forward uses what those hold."""
+    """Returns True if a value holds tensors, functions aside: the recorder finds out whether forward uses theirs."""
     return contains_any(value, lambda item: isinstance(item, torch.Tensor), in_functions=False)
 
 
@@ -104,7 +104,7 @@ def refuse_hidden_tensors(what: str, leaf: Any) -> None:
 
 
 def is_plain_layout(tensor: torch.Tensor) -> bool:
-    """Is it a tensor that can be cut along a dimension: neither nested nor sparse?"""
+    """Returns True for a tensor that can be cut along a dimension: neither nested nor sparse."""
     return tensor.layout == torch.strided and not tensor.is_nested
 
 
@@ -226,7 +226,7 @@ def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None
 
 
 def _class_of(spec: pytree.TreeSpec) -> Any:
-    """Of the objects that have this structure at their top."""
+    """Returns the class of the objects that have this structure at their top."""
     if spec.is_leaf():
         return torch.Tensor
     return spec.context.kind if spec.type is _Object else spec.context if _is_named(spec) else spec.type
@@ -279,7 +279,7 @@ def _is_named(spec: pytree.TreeSpec) -> bool:
 
 
 class _Unnamed:
-    """Of what `prefix` does not name."""
+    """The type of `UNNAMED`, which stands for what `prefix` does not name."""
 
     def __repr__(self) -> str:
         return "found"
@@ -289,7 +289,7 @@ UNNAMED = _Unnamed()
 
 
 def broadcast_prefix(prefix: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """For each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
+    """Returns for each leaf of a structure what `prefix` says of it; a leaf of `prefix` speaks of all below it.
 
     A dict speaks of fields by name, also of a dataclass, a named tuple or any mapping: of the others it says `UNNAMED`.
 
@@ -328,7 +328,7 @@ def _fields_of(spec: pytree.TreeSpec) -> list[Any] | None:
 
 
 def _may_have(spec: pytree.TreeSpec, name: Any) -> bool:
-    """Has the output a field of this name in other calls, as one of transformers has a loss where there are labels?"""
+    """Returns True if the output may have a field of this name in other calls, as transformers have a loss."""
     kind = spec.type
     return kind not in (_Object, *_DICTS) and dataclasses.is_dataclass(kind) and name in kind.__dataclass_fields__
 

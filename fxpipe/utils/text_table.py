@@ -35,7 +35,7 @@ def text_table(
 
 
 def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:
-    """At most `length` characters; the middle goes, since names begin with a module path and end with a number."""
+    """Shortens a name to `length` characters, in the middle: names begin with a module path and end with a number."""
     if len(name) <= length:
         return name
     tail = (length - 3) // 2
@@ -43,12 +43,12 @@ def shorten_name(name: str, length: int = MAX_NAME_LENGTH) -> str:
 
 
 def wrap_text(line: str) -> str:
-    """In as many lines as it takes, the others indented."""
+    """Wraps a line into as many lines as it takes, the others indented."""
     return textwrap.fill(line, TEXT_WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def shorten_source_line(line: str) -> str:
-    """Of a path and a line number, the end: it says which file and line."""
+    """Shortens a path and a line number to the end, which says the file and line."""
     if len(line) <= MAX_SOURCE_LINE_LENGTH:
         return line
     end = line[3 - MAX_SOURCE_LINE_LENGTH :]

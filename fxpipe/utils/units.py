@@ -51,7 +51,7 @@ def three_digits(number: float) -> str:
 
 
 def whole_number(given: Any) -> int | None:
-    """As an int, so that there is one form of whatever stands for an integer (numpy's, too); None if nothing does.
+    """Converts to int, so that whatever stands for an integer (numpy's, too) has one form; None if nothing does.
 
     True stands for none: it is given by mistake.
 

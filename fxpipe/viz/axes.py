@@ -15,7 +15,7 @@ MINUTE_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 1
 
 
 def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
-    """At most `most` + 1 places from 0 to `seconds`, and what to write there: `20 ms`, `1:30 min`."""
+    """Chooses at most `most` + 1 places from 0 to `seconds`, and what to write there: `20 ms`, `1:30 min`."""
     if seconds <= 0:
         return ((0.0, "0"),)
     least = seconds / max(1, most)
@@ -25,7 +25,7 @@ def time_ticks(seconds: float, most: int) -> tuple[tuple[float, str], ...]:
 
 
 def byte_ticks(size: float, most: int) -> tuple[tuple[float, str], ...]:
-    """At most `most` + 1 places from 0 to `size`."""
+    """Chooses at most `most` + 1 places from 0 to `size`, and what to write there."""
     if size <= 0:
         return ((0.0, "0"),)
     unit = 1024.0 ** max(0, min(4, math.floor(math.log(size, 1024))))
@@ -52,7 +52,7 @@ def _time_label(at: float, step: float, seconds: float) -> str:
 
 
 def _rounded_number(value: float, step: float) -> str:
-    """As many places as the steps need."""
+    """Formats a number with as many decimal places as the steps need."""
     places = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{value:.{places}f}"
 
@@ -92,7 +92,7 @@ class LegendEntry:
 
 
 def legend_items(entries: Sequence[LegendEntry], x: float, y: float, width: float) -> list[Item]:
-    """In one line, whose base is at `y`; what has no room in `width` is left out."""
+    """Draws a legend in one line, whose base is at `y`; what has no room in `width` is left out."""
     items: list[Item] = []
     at = x
     for entry in entries:

@@ -49,7 +49,7 @@ NAME_SLACK = 1.6  # points beside a name
 
 
 def action_boxes(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> Iterator[Item]:
-    """From `top` downwards; a row is `height` high, and begins `pitch` below the one before."""
+    """Draws the boxes of actions from `top` downwards; a row is `height` high and begins `pitch` below the last."""
     if len(step.spans) > MAX_BOXES:
         for d, row in enumerate(step.rows):
             yield from _merged_boxes(row, d, frame, top + d * pitch, height)
@@ -77,7 +77,7 @@ class BoxNames:
 
 
 def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, height: float) -> BoxNames:
-    """In the boxes of a kind on a device one sort of name: the longest and largest that has room in nearly all.
+    """Chooses one sort of name for the boxes of a kind on a device: the longest and largest with room in nearly all.
 
     `F3`, or `2F3` where a device has several stages; then `3`, or 2 above 3. Where no sort has room, as of a measured
     step whose actions are of all lengths, names stand where they have.
@@ -115,7 +115,7 @@ def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, hei
 
 
 def text_size_for(height: float) -> float:
-    """In a box of that height."""
+    """Returns the size of text in a box of that height."""
     return min(11.0, height * 0.68)
 
 
@@ -130,7 +130,7 @@ def _fitting_names(names: Sequence[tuple[str, ...]], size: float, rooms: Sequenc
 
 
 def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, height: float) -> Iterator[Item]:
-    """All of a kind as one shape."""
+    """Draws all boxes of a kind as one shape."""
     by_colour: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     seconds: defaultdict[ActionKind, list[float]] = defaultdict(list)
     for span in row:
@@ -284,7 +284,7 @@ def _time_ticks(frame: TimeAxis, axis: float, grid: Sequence[tuple[float, float]
 
 
 def _time_width(step: StepTimeline, letters: float) -> float:
-    """As wide as names need: most in letters of the usual size, nearly all in small ones."""
+    """Computes the width that names need: most in letters of the usual size, nearly all in small ones."""
     taking = sorted(span.seconds - span.receiving for span in step.spans if span.seconds > span.receiving)
     if not taking:
         return NARROWEST_GANTT

@@ -55,7 +55,7 @@ def seconds_cell(value: float) -> HtmlCell:
 
 
 def percent_cell(value: float) -> HtmlCell:
-    """Of a share, 0 to 1."""
+    """Makes the cell of a share, 0 to 1."""
     return HtmlCell(units.percent(value), value)
 
 
@@ -138,7 +138,7 @@ _PICTURE_STYLE = "overflow-x:auto;max-width:100%;background:#fff;border-radius:4
 
 
 def notebook_fragment(parts: Sequence[str]) -> str:
-    """All that is shown of one value."""
+    """Joins the parts of the view of one value."""
     return "<div>" + "".join(parts) + "</div>"
 
 
@@ -153,7 +153,7 @@ def notebook_note(line: str) -> str:
 
 
 def notebook_picture(svg: str) -> str:
-    """On white, whatever the page has."""
+    """Puts a picture on white, whatever the page has."""
     return f'<div style="{_PICTURE_STYLE}">{svg}</div>'
 
 

@@ -45,7 +45,7 @@ class _ByteScale:
 
     @property
     def entries(self) -> list[LegendEntry]:
-        """Of the legend."""
+        """The entries of the legend."""
         levels = sorted({limit for limit in self.limits if limit is not None})
         if not levels:
             return []
@@ -60,7 +60,7 @@ def memory_chart(
     frame: TimeAxis,
     y: float,
 ) -> MemoryChart:
-    """Of the devices, whose names are `labels`, from `y` downwards."""
+    """Draws the memory chart of the devices, whose names are `labels`, from `y` downwards."""
     scale = _byte_scale([one.peak for one in memory], limits or (None,) * len(memory))
     draw = _draw_panels if len(memory) <= MAX_PANELS else _draw_lines
     return draw(memory, labels, scale, frame, y)
@@ -116,7 +116,7 @@ def _stacked_areas(
 def _draw_lines(
     memory: Sequence[MemoryTimeline], labels: Sequence[str], scale: _ByteScale, frame: TimeAxis, y: float
 ) -> MemoryChart:
-    """One chart with a line for each device, from light to dark, and a name for the one that needs most."""
+    """Draws one chart with a line for each device, from light to dark, and a name for the one that needs most."""
     head, base = y + CHART_HEAD, y + CHART_HEAD + CHART_HEIGHT
     peaks = [one.peak for one in memory]
     most = max(range(len(memory)), key=peaks.__getitem__)
@@ -150,7 +150,7 @@ def _limit_line(limit: float, frame: TimeAxis, y: float) -> Line:
 
 
 def _thin_steps(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, MemoryParts]]:
-    """Of all steps that fall on one point of the picture the greatest and the last: what one would see of them."""
+    """Keeps the greatest and the last of all steps on one point of the picture: what one would see of them."""
     kept: list[tuple[float, MemoryParts]] = []
     for found in _steps_by_grain(memory, frame, 1.0):
         highest = max(found, key=lambda step: step[1].total)
@@ -199,7 +199,7 @@ BARS_TEXT_SIZE = 11.0  # of the letters
 
 
 def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequence[float | None]) -> Scene:
-    """For each device its name, what it holds at its peak, and what it may hold, where that is known."""
+    """Draws for each device its name, what it holds at its peak, and what it may hold, where that is known."""
     height = 16.0 if len(names) > 20 else 24.0
     held = [kind for kind in MEMORY_COLOURS if any(getattr(found, kind) for found in parts)]
     peak = max(found.total for found in parts)

@@ -100,7 +100,7 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferArrow]) -> Itera
 
 
 def _flow_events(arrow: TransferArrow, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
-    """From within the maker's event, at its end, to the start of the user's: an end belongs to the event it lies in."""
+    """Yields the flow from within the maker's event, at its end, to the user's start: an end lies in its event."""
     maker, user = at[arrow.maker], at[arrow.user]
     start, end = _nanoseconds(maker)
     kind = "gradient" if arrow.is_gradient else "value"

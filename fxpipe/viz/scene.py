@@ -106,7 +106,7 @@ class Scene:
 
 
 def flatten_items(items: tuple[Item, ...]) -> Iterator[Rect | Bars | Line | Curve | Area | Text]:
-    """All of them in the order of drawing, those of groups too."""
+    """Yields all items in the order of drawing, those of groups too."""
     for item in items:
         if isinstance(item, Group):
             yield from flatten_items(item.items)

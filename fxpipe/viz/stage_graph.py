@@ -68,7 +68,7 @@ class PortalBundle:
 
 
 def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
-    """By their ends; the largest first."""
+    """Bundles portals by their ends; the largest bundle first."""
     found: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
     for portal in portals:
         found[portal.source, portal.target].append(portal)
@@ -140,7 +140,7 @@ class GraphLayout:
         return 58.0 + stage * (self.lane_height + self.between)
 
     def length(self, stage: StagePlan) -> float:
-        """Of its boxes; one that takes no time is still there."""
+        """Returns the length of a stage's boxes; one that takes no time is still there."""
         return max(LEAST_BOX_WIDTH, LONGEST_BAR * (stage_seconds(stage) / self.slowest if self.slowest else 1.0))
 
     @property
@@ -357,7 +357,7 @@ def _lane_items(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[It
 
 
 def _device_colours(plan: Plan, stage: StagePlan) -> tuple[str, str, str]:
-    """By device, where devices have several stages; where each lane has its own, colours would tell nothing."""
+    """Returns the colours by device, where devices have several stages; else one for all: they would tell nothing."""
     device = plan.placement[stage.index] if len(plan.workers) < len(plan.stages) else 0
     return DEVICE_COLOURS[device % len(DEVICE_COLOURS)]
 
@@ -424,7 +424,7 @@ def _group_title(group: NodeGroup, stage: StagePlan) -> str:
 
 
 def _next_stage_arrow(plan: Plan, stage: StagePlan, frame: GraphLayout) -> Iterator[Item]:
-    """To the next stage."""
+    """Draws the arrow to the next stage."""
     if not stage.sent_bytes:
         return
     x, y, end = GRAPH_MARGIN + LANE_HEAD + 24, frame.top(stage.index) + frame.lane_height, frame.top(stage.index + 1)

@@ -49,7 +49,7 @@ def contrast(one: str, other: str) -> float:
 
 
 def mix_colours(one: str, other: str, share: float) -> str:
-    """From `one` (share 0) to `other` (share 1)."""
+    """Mixes two colours, from `one` (share 0) to `other` (share 1)."""
     parts = zip(_rgb(one), _rgb(other), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in parts)
 
@@ -100,7 +100,7 @@ UNPRINTABLE = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 
 def text_width(text: str, size: float, *, is_bold: bool = False) -> float:
-    """In the unit of `size`."""
+    """Returns the width of a text in the unit of `size`."""
     widths = BOLD_WIDTHS if is_bold else REGULAR_WIDTHS
     return (
         sum(widths[ord(c) - 32] if " " <= c <= "~" else OTHER_WIDTHS.get(c, WIDEST_LETTER) for c in text) * size / 100

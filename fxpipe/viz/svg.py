@@ -27,7 +27,7 @@ def svg_of(scene: Scene) -> str:
 
 
 def escape_markup(text: str) -> str:
-    """For content and attributes alike."""
+    """Escapes text for content and attributes alike."""
     return printable(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 

@@ -175,7 +175,7 @@ def _part_spans(cells: list[TerminalCell], owners: Sequence[int | None], kinds: 
 
 
 def _paint_cells(cells: Sequence[TerminalCell]) -> str:
-    """With codes only where colours change."""
+    """Joins cells, with codes only where colours change."""
     parts: list[str] = []
     ink = shade = None
     for cell in cells:

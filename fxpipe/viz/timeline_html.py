@@ -66,7 +66,7 @@ a double click or 0 shows all.</p>
 
 
 def timeline_script() -> str:
-    """For the end of a page with such figures."""
+    """Returns the script for the end of a page with such figures."""
     return Path(__file__).with_name("timeline.js").read_text(encoding="utf-8")
 
 
