@@ -27,7 +27,7 @@ from fxpipe.rewriting.rng import RandomCall, seeded_generator
 
 @torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _dropout_noise(like: Tensor, p: float, ordinal: int) -> Tensor:
-    """Draws the factors by which dropout multiplies `like`, for the running micro-batch and that random node."""
+    """Draws the factors by which dropout multiplies `like`, for the running micro-batch and node `ordinal`."""
     generator = seeded_generator(like.device, ordinal)
     return torch.empty_like(like).bernoulli_(1 - p, generator=generator).div_(1 - p)
 

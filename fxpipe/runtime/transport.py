@@ -86,7 +86,7 @@ class PackedTensor:
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Returns whether it can be packed. Sparse, quantised and nested tensors and subclasses of Tensor cannot."""
+    """Returns whether it can be packed. Sparse, quantised and nested tensors, and subclasses, go by their own `to`."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
