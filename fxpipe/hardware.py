@@ -34,7 +34,7 @@ MEMORY_MARGIN = 0.06  # of a device's memory: fragmentation, the libraries' own,
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of device, and how many of them hang together. Checked when made.
+    """A kind of device, and how many of them are connected. Checked when made.
 
     Raises:
         ArgumentError: a figure is no finite number above 0, or there is no rate for float32.

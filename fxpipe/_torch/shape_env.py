@@ -20,7 +20,7 @@ __all__ = ["LocalSource", "QuietShapeEnv", "enable_python_dispatcher"]
 
 
 class QuietShapeEnv(ShapeEnv):
-    """One that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
+    """A `ShapeEnv` that asks for nobody's line: to know which lines are the user's, torch would import its compiler."""
 
     def _get_user_frame(self) -> None:
         return None

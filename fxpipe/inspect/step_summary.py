@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One way, as simulated. Memory is that of the device that comes closest to its limit, or is furthest over it."""
+    """The summary of a simulated step. Memory is that of the device closest to its limit, or furthest over it."""
 
     schedule: str  # a name
     micro_batches: int

@@ -16,7 +16,7 @@ That leaves four questions, which all stages answer alike, and each answer suits
 4. Is there a W where the gap is too short for it? If not, it is put there all the same where the stage would otherwise
    have idled longer than any so far.
 
-So there are sixteen plays, and before them the two schedules made by hand, where they keep to the limits. They are
+So there are sixteen schedules, and before them the two made by hand, where they keep to the limits. They are
 looked at in an order in which memory mostly grows, and another one is taken only where it is shorter by a thousandth;
 so what is taken is hardly longer than the shortest. The search ends early where none can be shorter. Nothing is random:
 the same demands, the same rows.
@@ -26,7 +26,7 @@ the order of preference, W by the longest idling so far (4), an F at the price o
 only), and to try all answers. There, every stage does an F and a B in each round, and may leave out an F where it is
 two ahead of the next stage. Here time says whose turn it is, for stages that are not alike; and what counts is the step
 from the first start on any device to the last end. Of 540 drawn sets of 2, 4 or 8 uneven stages, steps in the paper's
-rounds were on average 0.3 % longer than in the better of the two orders made by hand; those of these plays 0.6 %
+rounds were on average 0.3 % longer than in the better of the two orders made by hand; those of this search 0.6 %
 shorter, and 11 % at best. The gain is no larger, for mostly the slowest stage is all that a step waits for.
 
 Of 2 or 3 stages, 2 or 3 micro-batches, and a few dozen drawn costs all orders were tried: one was shorter, by 0.5 %.
@@ -49,7 +49,7 @@ from fxpipe.scheduling.builtin import zero_bubble, zero_bubble_2p
 #
 # Each stage has a device of its own, takes micro-batches in order, and splits backward. It needs what its neighbours
 # made: the value of the stage before, the gradient of the stage behind. Both are on their way for a while, on a link
-# for each direction that carries one after the other. (`fxpipe.simulation` plays out any rows, once they are there.)
+# for each direction that carries one after the other. (`fxpipe.simulation` simulates any rows, once they are there.)
 
 
 @dataclass(frozen=True, slots=True)

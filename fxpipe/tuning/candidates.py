@@ -83,7 +83,7 @@ SAME_STEP_TOLERANCE = 0.001  # steps that differ by less are equally long: then 
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """One candidate, and what its step comes to. One without a plan was not cut; `why` says why."""
+    """The result of a candidate: what its step comes to. One without a plan was not cut; `why` says why."""
 
     schedule: str  # a name or, of the user's own, a table as text
     chunks: int
