@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import GraphBreak
     from fxpipe.tracing.verify.effects import Effects
 
-SizeAssumption = tuple[
-    sympy.Basic, Mapping[sympy.Symbol, int]
-]  # a condition; symbol -> place of the input of that size
+# a condition; symbol -> place of the input of that size
+SizeAssumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]
 CALL_OPS = ("call_function", "call_method")
 _PYTHON_KEYS = frozenset(("hook", "whole", "opaque"))  # in `meta`
 

@@ -31,9 +31,8 @@ from fxpipe.tracing.traced import BatchCondition, Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
-COMPARED_AT_ONCE = (
-    1 << 18
-)  # numbers that are compared at a time: what is made for many takes longer to get than to fill
+# numbers that are compared at a time: what is made for many takes longer to get than to fill
+COMPARED_AT_ONCE = 1 << 18
 
 
 def take_samples(traced: Traced, leaves: Sequence[Any], start: int, stop: int) -> list[Any]:
