@@ -89,7 +89,7 @@ def _sum_is_finite(costs: Sequence[float]) -> bool:
 
 
 def is_by_names(balance: Sequence[int] | Sequence[str], stages: int) -> bool:
-    """Tells names from numbers of nodes. An empty list has no wishes: it is names, of which one stage needs none."""
+    """Returns True for names, False for numbers of nodes. An empty list counts as names: one stage needs none."""
     try:
         entries: list[int | str] = [*balance]
     except TypeError:

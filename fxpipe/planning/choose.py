@@ -129,7 +129,7 @@ def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
 
 # -- Memory advice where nothing fits: other cuts, more recomputing, more devices, smaller micro-batches -------------
 
-MAX_DEVICES_FACTOR = 8  # times those that are given, of which one tries whether the model would fit
+MAX_DEVICES_FACTOR = 8  # a remedy tries up to this many times the given number of devices
 
 
 def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:

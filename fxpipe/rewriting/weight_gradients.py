@@ -303,7 +303,7 @@ def _autograd_gradients(
 
 
 def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:
-    """Checks the version of an input as autograd checks that of what it has saved."""
+    """Raises where an input was written to since forward, as autograd does for the tensors that it saves."""
     if version_of(x) != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: the input "

@@ -184,7 +184,7 @@ def _refuse_modes(modes: tuple[TorchDispatchMode, ...]) -> None:
             )
 
 
-# -- The state in which a worker's thread rests, so that an action sets only what it has of its own ------------------
+# -- The default state of worker threads: an action sets only what differs from it -------------------------------------
 #
 # To set the state of a thread and to put it back takes ten microseconds, and it is the same for nearly every action. So
 # a row sets it once: gradients as the caller has them, no autocast, which backward must not have, and no threads of
