@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.case_steps import (
+    BATCH,
+    assert_drop_in_step,
+    assert_training_steps,
+    case_and_pipe,
+    optimizer_of,
+    set_options,
+)
 from helpers.models import BY_NAME, CASES
-from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
+from helpers.oracle import assert_same_gradients, assert_same_state, train_step
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -18,92 +25,31 @@ import fxpipe
 import fxpipe.errors
 from fxpipe.scheduling import CHECKPOINTS
 
-BATCH = 6  # in 4 chunks: 2, 2, 1, 1
-
-
-def _pair(name, stages, chunks, **options):
-    case = BY_NAME[name]
-    torch.manual_seed(1)
-    plain = case.make()
-    args, kwargs = case.inputs(BATCH)
-    pipe = fxpipe.pipeline(
-        copy.deepcopy(plain), ["cpu"] * stages, chunks, example_args=args, example_kwargs=kwargs, **options
-    )
-    return case, plain, pipe
-
-
-def _optimizer(model):
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
-
-
-def _is_random(pipe):
-    return pipe._fxpipe.first.program.is_random
-
-
 MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
 NAMES = [case.name for case in CASES]
-
-
-def _set(pipe, **settings):
-    """Another schedule or checkpoint mode for a planned pipe: planning takes longer than the steps of a test."""
-    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_backward_equals_the_plain_model(name, stages, chunks):
-    case, plain, pipe = _pair(name, stages, chunks)
-    optimizers = [_optimizer(plain), _optimizer(pipe)]
+    case, plain, pipe = case_and_pipe(name, stages, chunks)
     with pipe:
-        for step, (schedule, checkpoint) in enumerate(MODES):
-            _set(pipe, schedule=schedule, checkpoint=checkpoint)
-            args, kwargs = case.inputs(BATCH)
-            target = case.target(BATCH)
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=step % 2 == 0)
-            torch.manual_seed(step)
-            seed = draw_seed(_is_random(pipe))
-            want = train_step(
-                plain, args, kwargs, target, case.loss, chunks=chunks, order=schedule, seed=seed, batch=BATCH
-            )
-            torch.manual_seed(step)
-            have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-            torch.testing.assert_close(have, want)
-            assert not have.requires_grad
-            assert_same_gradients(pipe, plain, case.tied)
-            for optimizer in optimizers:
-                optimizer.step()
-            assert_same_state(pipe, plain, exact=not case.tied)
-            if case.tied:  # else the last bit of one step is a difference in the next
-                plain.load_state_dict(pipe.state_dict())
-                optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        assert_training_steps(case, plain, pipe, MODES, chunks)
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 4])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_drop_in_equals_the_plain_model(name, stages, chunks):
-    case, plain, pipe = _pair(name, stages, chunks)
-    optimizers = [_optimizer(plain), _optimizer(pipe)]
+    case, plain, pipe = case_and_pipe(name, stages, chunks)
+    optimizers = [optimizer_of(plain), optimizer_of(pipe)]
     with pipe:
         for step, checkpoint in enumerate(CHECKPOINTS):
-            _set(pipe, checkpoint=checkpoint)
-            args, kwargs = case.inputs(BATCH)
-            target = case.target(BATCH)
+            set_options(pipe, checkpoint=checkpoint)
             for optimizer in optimizers:
                 optimizer.zero_grad()
-            torch.manual_seed(step)
-            seed = draw_seed(_is_random(pipe))
-            want = train_step(
-                plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH
-            )
-            torch.manual_seed(step)
-            loss = case.loss(pipe(*args, **kwargs), target)
-            loss.backward()
-            torch.testing.assert_close(loss.detach(), want)
-            # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
-            assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+            assert_drop_in_step(case, plain, pipe, step, chunks)
             for optimizer in optimizers:
                 optimizer.step()
             assert_same_state(pipe, plain, exact=False)
@@ -113,7 +59,7 @@ def test_drop_in_equals_the_plain_model(name, stages, chunks):
 @pytest.mark.parametrize("name", NAMES)
 def test_eval_equals_the_plain_model(name, chunks):
     """A graph of its own is recorded for eval, over the same parameters, and leaves buffers alone."""
-    case, plain, pipe = _pair(name, 2, chunks)
+    case, plain, pipe = case_and_pipe(name, 2, chunks)
     with pipe:
         for _ in range(2):
             args, kwargs = case.inputs(BATCH)
@@ -136,7 +82,7 @@ def test_eval_equals_the_plain_model(name, chunks):
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 9])
 def test_other_batch_sizes_need_no_new_graph(batch):
     """Fewer samples than chunks, more, an uneven rest."""
-    case, plain, pipe = _pair("two_branch", 3, 4)
+    case, plain, pipe = case_and_pipe("two_branch", 3, 4)
     with pipe:
         args, kwargs = case.inputs(batch)
         target = case.target(batch)
@@ -147,7 +93,7 @@ def test_other_batch_sizes_need_no_new_graph(batch):
 
 
 def test_gradients_accumulate_over_steps():
-    case, plain, pipe = _pair("unet", 2, 3)
+    case, plain, pipe = case_and_pipe("unet", 2, 3)
     with pipe:
         for _ in range(2):
             args, kwargs = case.inputs(BATCH)
@@ -160,7 +106,7 @@ def test_gradients_accumulate_over_steps():
 
 @pytest.mark.parametrize("drop_in", [True, False])
 def test_inputs_that_require_grad_get_theirs(drop_in):
-    case, plain, pipe = _pair("two_branch", 2, 3)
+    case, plain, pipe = case_and_pipe("two_branch", 2, 3)
     with pipe:
         (x,), kwargs = case.inputs(BATCH)
         target = case.target(BATCH)
@@ -195,7 +141,7 @@ def test_the_gradients_of_what_is_returned_twice_add_up():
 
 
 def test_hooks_of_parameters_fire_once_for_a_step():
-    case, _, pipe = _pair("two_branch", 2, 3)
+    case, _, pipe = case_and_pipe("two_branch", 2, 3)
     calls = []
     pipe.model.shared.weight.register_hook(lambda g: calls.append("hook"))
     pipe.model.shared.weight.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
@@ -209,7 +155,7 @@ def test_hooks_of_parameters_fire_once_for_a_step():
 
 
 def test_autograd_grad_works_on_the_drop_in():
-    case, plain, pipe = _pair("unet", 2, 2)
+    case, plain, pipe = case_and_pipe("unet", 2, 2)
     with pipe:
         args, _ = case.inputs(BATCH)
         target = case.target(BATCH)
@@ -221,7 +167,7 @@ def test_autograd_grad_works_on_the_drop_in():
 
 
 def test_the_pipe_shows_the_models_own_parameters():
-    case, plain, pipe = _pair("gpt", 3, 2)
+    case, plain, pipe = case_and_pipe("gpt", 3, 2)
     with pipe:
         assert [n for n, _ in pipe.named_parameters()] == [n for n, _ in plain.named_parameters()]
         assert [id(p) for p in pipe.parameters()] == [id(p) for p in pipe.model.parameters()]
@@ -239,7 +185,7 @@ def test_same_seed_same_numbers_for_every_cut_and_checkpoint_mode(schedule):
     """A node's random numbers depend on the step's seed, the micro-batch and the node, on nothing else."""
     found = []
     for stages, checkpoint in [(1, "never"), (2, "never"), (3, "always"), (2, "except_last")]:
-        case, _, pipe = _pair("gpt", stages, 3, checkpoint=checkpoint, schedule=schedule)
+        case, _, pipe = case_and_pipe("gpt", stages, 3, checkpoint=checkpoint, schedule=schedule)
         with pipe:
             torch.manual_seed(3)
             args, _ = case.inputs(BATCH)
@@ -251,7 +197,7 @@ def test_same_seed_same_numbers_for_every_cut_and_checkpoint_mode(schedule):
 
 
 def test_a_model_without_random_nodes_leaves_the_generator_alone():
-    case, _, pipe = _pair("unet", 2, 2)
+    case, _, pipe = case_and_pipe("unet", 2, 2)
     with pipe:
         args, _ = case.inputs(BATCH)
         before = torch.get_rng_state()
@@ -373,7 +319,7 @@ def test_recomputing_comes_to_the_same_bits_where_no_grad_takes_other_kernels():
     with fxpipe.pipeline(copy.deepcopy(plain), ["cpu", "cpu"], 3, example_args=(x,), balance=["lstm"]) as pipe:
         train_step(plain, (x,), {}, target, F.mse_loss, chunks=3, order="1f1b", seed=0, batch=BATCH)
         for checkpoint in CHECKPOINTS:
-            _set(pipe, checkpoint=checkpoint)
+            set_options(pipe, checkpoint=checkpoint)
             pipe.zero_grad()
             pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
             assert_same_gradients(pipe, plain)
@@ -411,7 +357,7 @@ def test_a_submodule_that_was_replaced_is_followed():
 
 
 def test_a_program_prints_the_code_of_its_stages():
-    _, _, pipe = _pair("unet", 3, 2)
+    _, _, pipe = case_and_pipe("unet", 3, 2)
     with pipe:
         program = pipe._fxpipe.first.program
         assert str(program) == "\n\n".join(stage.code for stage in pipe.plan.stages)

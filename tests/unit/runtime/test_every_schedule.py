@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from contextlib import closing
 
 import pytest
 import torch
+from helpers.case_steps import BATCH, set_options
 from helpers.models import BY_NAME, CASES
 from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
 
@@ -19,7 +19,6 @@ from fxpipe.runtime import InterleavedExecutor
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
-BATCH = 6
 NAMES = [case.name for case in CASES]
 # With stages on the same devices:
 ALIKE = [("zero_bubble", "zero_bubble_2p", "zero_bubble_auto"), ("interleaved_1f1b",), ("zbv",)]
@@ -38,10 +37,6 @@ def _pipe(case, plain, schedule):
     )
 
 
-def _set(pipe, **settings):
-    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
-
-
 @pytest.mark.parametrize("schedules", ALIKE, ids=lambda names: names[0])
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_equal_the_plain_model(name, schedules):
@@ -54,7 +49,7 @@ def test_steps_equal_the_plain_model(name, schedules):
         for schedule, (chunks, checkpoint) in (
             (s, way) for s in schedules for way in ((4, "never"), (3, "except_last"), (1, "always"))
         ):
-            _set(pipe, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
+            set_options(pipe, schedule=schedule, chunks=chunks, checkpoint=checkpoint)
             plain.zero_grad()
             pipe.zero_grad()
             torch.manual_seed(2)
@@ -81,7 +76,7 @@ def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
     target = case.target(BATCH)
     found = []
     with _pipe(case, case.make(), schedule) as pipe:
-        _set(pipe, checkpoint="except_last")
+        set_options(pipe, checkpoint="except_last")
         before = copy.deepcopy(pipe.state_dict())
         for seed in (None, 0, 1, 2):
             pipe.zero_grad()

@@ -11,8 +11,15 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.models import BY_NAME, CASES, TiedAtBothEnds, token_loss, tokens
-from helpers.oracle import assert_same_gradients, assert_same_state, closing, draw_seed, train_step
+from helpers.case_steps import (
+    BATCH,
+    assert_drop_in_step,
+    assert_training_steps,
+    case_and_pipe,
+    set_options,
+)
+from helpers.models import CASES, TiedAtBothEnds, token_loss, tokens
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
 
 import fxpipe
@@ -21,75 +28,21 @@ from fxpipe.runtime import InterleavedExecutor, ThreadedExecutor
 from fxpipe.scheduling import CHECKPOINTS, make_schedule
 from fxpipe.scheduling.actions import ActionKind
 
-BATCH = 6
 NAMES = [case.name for case in CASES]
 SHAPES = [(2, 2, 4), (1, 3, 3), (3, 2, 4)]  # workers, stages of each, chunks; the last: fewer chunks than stages
 MODES = [(schedule, checkpoint) for schedule in ("1f1b", "gpipe") for checkpoint in CHECKPOINTS]
 
 
-def _pair(name, workers, per_device, chunks, **options):
-    case = BY_NAME[name]
-    torch.manual_seed(1)
-    plain = case.make()
-    args, kwargs = case.inputs(BATCH)
-    pipe = fxpipe.pipeline(
-        copy.deepcopy(plain),
-        ["cpu"] * workers,
-        chunks,
-        stages_per_device=per_device,
-        example_args=args,
-        example_kwargs=kwargs,
-        **options,
-    )
-    return case, plain, pipe
-
-
-def _is_random(pipe):
-    return pipe._fxpipe.first.program.is_random
-
-
-def _set(pipe, **settings):
-    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
-
-
-def _optimizer(model):
-    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
-
-
-def _assert_steps_equal(case, plain, pipe, modes, chunks):
-    """Steps of `forward_backward`, bit for bit."""
-    optimizers = [_optimizer(plain), _optimizer(pipe)]
-    for step, (schedule, checkpoint) in enumerate(modes):
-        _set(pipe, schedule=schedule, checkpoint=checkpoint)
-        args, kwargs = case.inputs(BATCH)
-        target = case.target(BATCH)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        torch.manual_seed(step)
-        seed = draw_seed(_is_random(pipe))
-        want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order=schedule, seed=seed, batch=BATCH)
-        torch.manual_seed(step)
-        have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
-        torch.testing.assert_close(have, want)
-        assert_same_gradients(pipe, plain, case.tied)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_state(pipe, plain, exact=not case.tied)
-        if case.tied:  # else the last bit of one step is a difference in the next
-            plain.load_state_dict(pipe.state_dict())
-            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
-
-
 @pytest.mark.parametrize(("workers", "per_device", "chunks"), SHAPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_backward_equals_the_plain_model(name, workers, per_device, chunks):
-    case, plain, pipe = _pair(name, workers, per_device, chunks)
+    case, plain, pipe = case_and_pipe(name, workers, chunks, stages_per_device=per_device)
     stages = workers * per_device
     by_stage = tuple(CHECKPOINTS[j % 3] for j in range(stages))
     with pipe:
         assert len(pipe.plan.stages) == stages
         assert pipe.plan.placement == tuple(range(workers)) * per_device
-        _assert_steps_equal(case, plain, pipe, [*MODES, ("1f1b", by_stage), ("gpipe", by_stage[::-1])], chunks)
+        assert_training_steps(case, plain, pipe, [*MODES, ("1f1b", by_stage), ("gpipe", by_stage[::-1])], chunks)
         recomputed = {r.action.stage for r in pipe.last_step.actions if r.action.kind is ActionKind.RECOMPUTE}
         expected = {
             j for j, mode in enumerate(by_stage[::-1]) if mode != "never" and (mode, chunks) != ("except_last", 1)
@@ -100,26 +53,14 @@ def test_forward_backward_equals_the_plain_model(name, workers, per_device, chun
 @pytest.mark.parametrize(("workers", "per_device", "chunks"), [(2, 2, 4), (3, 2, 1)])
 @pytest.mark.parametrize("name", ["unet", "gpt", "dict"])
 def test_drop_in_equals_the_plain_model(name, workers, per_device, chunks):
-    case, plain, pipe = _pair(name, workers, per_device, chunks)
+    case, plain, pipe = case_and_pipe(name, workers, chunks, stages_per_device=per_device)
     by_stage = tuple(CHECKPOINTS[j % 3] for j in range(workers * per_device))
     with pipe:
         for step, checkpoint in enumerate([*CHECKPOINTS, by_stage]):
-            _set(pipe, checkpoint=checkpoint)
-            args, kwargs = case.inputs(BATCH)
-            target = case.target(BATCH)
+            set_options(pipe, checkpoint=checkpoint)
             plain.zero_grad()
             pipe.zero_grad()
-            torch.manual_seed(step)
-            seed = draw_seed(_is_random(pipe))
-            want = train_step(
-                plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH
-            )
-            torch.manual_seed(step)
-            loss = case.loss(pipe(*args, **kwargs), target)
-            loss.backward()
-            torch.testing.assert_close(loss.detach(), want)
-            # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
-            assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
+            assert_drop_in_step(case, plain, pipe, step, chunks)
             assert_same_state(pipe, plain)
         pipe.eval()
         plain.eval()
@@ -131,13 +72,13 @@ def test_drop_in_equals_the_plain_model(name, workers, per_device, chunks):
 @pytest.mark.parametrize("placement", [(0, 1, 1, 0), (1, 0, 0, 2), (0, 0, 1, 1), (0, 0, 0, 0)])
 def test_any_placement(placement):
     """As a plan may have it."""
-    case, plain, planned = _pair("unet", 4, 1, 3)
+    case, plain, planned = case_and_pipe("unet", 4, 3, stages_per_device=1)
     plan = dataclasses.replace(planned.plan, placement=placement)
     planned.close()
     args, kwargs = case.inputs(BATCH)
     with fxpipe.pipeline(copy.deepcopy(plain), plan=plan, example_args=args, example_kwargs=kwargs) as pipe:
         assert pipe.plan.placement == placement
-        _assert_steps_equal(case, plain, pipe, MODES, 3)
+        assert_training_steps(case, plain, pipe, MODES, 3)
 
 
 # Drivers
@@ -174,7 +115,7 @@ def test_every_driver_gives_the_same_bits(workers, per_device, order):
         stages_per_device=per_device,
         example_args=(tokens(7)[0],),
     )
-    _set(pipe, checkpoint=modes)
+    set_options(pipe, checkpoint=modes)
     cpus = pipe._fxpipe.settings.workers
     assert len(cpus) == workers
     with closing(ThreadedExecutor(cpus)) as driver:

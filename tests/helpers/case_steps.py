@@ -1,0 +1,80 @@
+"""Steps of a case of `models`, on a pipe and on the plain model, compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+
+import fxpipe
+from helpers.models import BY_NAME
+from helpers.oracle import assert_same_gradients, assert_same_state, draw_seed, train_step
+
+BATCH = 6  # in 4 chunks: 2, 2, 1, 1
+
+
+def case_and_pipe(name: str, workers: int, chunks: int, **options: Any) -> Any:
+    """The case, its plain model, and a pipe of a copy of that on so many CPU workers."""
+    case = BY_NAME[name]
+    torch.manual_seed(1)
+    plain = case.make()
+    args, kwargs = case.inputs(BATCH)
+    pipe = fxpipe.pipeline(
+        copy.deepcopy(plain), ["cpu"] * workers, chunks, example_args=args, example_kwargs=kwargs, **options
+    )
+    return case, plain, pipe
+
+
+def set_options(pipe: Any, **settings: Any) -> None:
+    """Another schedule or checkpoint mode for a planned pipe: planning takes longer than the steps of a test."""
+    pipe._fxpipe.settings = dataclasses.replace(pipe._fxpipe.settings, **settings)
+
+
+def draws_random_numbers(pipe: Any) -> bool:
+    return bool(pipe._fxpipe.first.program.is_random)
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
+
+
+def assert_training_steps(case: Any, plain: Any, pipe: Any, modes: Any, chunks: int) -> None:
+    """Steps of `forward_backward` in these (schedule, checkpoint) equal those of the plain model, bit for bit."""
+    optimizers = [optimizer_of(plain), optimizer_of(pipe)]
+    for step, (schedule, checkpoint) in enumerate(modes):
+        set_options(pipe, schedule=schedule, checkpoint=checkpoint)
+        args, kwargs = case.inputs(BATCH)
+        target = case.target(BATCH)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        torch.manual_seed(step)
+        seed = draw_seed(draws_random_numbers(pipe))
+        want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order=schedule, seed=seed, batch=BATCH)
+        torch.manual_seed(step)
+        have = pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
+        torch.testing.assert_close(have, want)
+        assert not have.requires_grad
+        assert_same_gradients(pipe, plain, case.tied)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same_state(pipe, plain, exact=not case.tied)
+        if case.tied:  # else the last bit of one step is a difference in the next
+            plain.load_state_dict(pipe.state_dict())
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+
+
+def assert_drop_in_step(case: Any, plain: Any, pipe: Any, step: int, chunks: int) -> None:
+    """Loss and gradients of a drop-in step equal the plain model's. Gradients of before are the caller's to clear."""
+    args, kwargs = case.inputs(BATCH)
+    target = case.target(BATCH)
+    torch.manual_seed(step)
+    seed = draw_seed(draws_random_numbers(pipe))
+    want = train_step(plain, args, kwargs, target, case.loss, chunks=chunks, order="gpipe", seed=seed, batch=BATCH)
+    torch.manual_seed(step)
+    loss = case.loss(pipe(*args, **kwargs), target)
+    loss.backward()
+    torch.testing.assert_close(loss.detach(), want)
+    # The loss of the whole mini-batch divides once, those of micro-batches each: not bit for bit.
+    assert_same_gradients(pipe, plain, loose=[n for n, _ in plain.named_parameters()])
