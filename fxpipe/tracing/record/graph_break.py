@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,8 +66,14 @@ class _SegmentEnd:
     """A segment ends where forward calls a module."""
 
     name: str
-    is_inside: bool  # a block of no_grad, autocast, or the like
-    state: ThreadState = field(compare=False)  # of the thread; the recorded call has it, whoever runs the segment
+    outside: ThreadState  # of the thread that runs the segment: a profiler may run it without gradients
+    state: ThreadState  # at the call, perhaps inside a block of no_grad or autocast; the recorded call has it
+
+    def is_as(self, other: _SegmentEnd | None) -> bool:
+        """Is this the same call, inside the same blocks? Where the thread's state differs, blocks cannot be told."""
+        if other is None or self.name != other.name:
+            return False
+        return self.outside != other.outside or self.state == other.state
 
 
 class _SegmentStop(BaseException):
@@ -249,8 +255,9 @@ class _Segment:
             with self._answered(replica, answers):
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:
-            result, end = stop.given, _SegmentEnd(stop.name, stop.state != outside, stop.state)
-        if answers or (self._has_run and end != self.end):
+            result, end = stop.given, _SegmentEnd(stop.name, outside, stop.state)
+        is_other = end is not None if self.end is None else not self.end.is_as(end)
+        if answers or (self._has_run and is_other):
             raise StateError(self._other_calls(end.name if end else None))
         if end is not None and any(version_of(tensor) != version for tensor, version in versions):
             raise OpaqueStateError("writes to a value that it was given", "write to a copy (clone)")
