@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fxpipe._torch.checkpoint import CheckpointReplay, can_replay_checkpoints
+from fxpipe._torch.checkpoint import can_replay_checkpoints, replay_checkpoints
 from fxpipe._torch.dispatch_modes import TorchDispatchMode, pop_dispatch_mode, push_dispatch_mode
 from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import OpOverload, OpOverloadPacket, schema_of
@@ -210,7 +210,7 @@ def _lend_generators(generators: Sequence[torch.Generator], call: Callable[[], A
     try:
         for generator in reversed(generators):
             call = functools.partial(_lend_generator, generator, call)
-        with _checkpoint_replay.active():
+        with replay_checkpoints(_replay_with_own_generators):
             return call()
     finally:
         _thread_generators.lent_generators = outer
@@ -244,10 +244,8 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
 # that of the node was. Torch's checkpoints are taken over while a random node runs that may use them, and no longer.
 
 
-def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Returns the function that a checkpoint which a random node makes recomputes; None outside of random nodes."""
-    if not _thread_generators.lent_generators:
-        return None
+def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function that a checkpoint which a random node makes recomputes."""
     states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]
 
     def replay(*args: Any, **kwargs: Any) -> Any:
@@ -256,9 +254,6 @@ def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., A
         )
 
     return replay
-
-
-_checkpoint_replay = CheckpointReplay(_replay_with_own_generators)
 
 
 def _generator_at(device: torch.device, state: torch.Tensor) -> torch.Generator:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
+from torch.utils import checkpoint as recompute
 
 import fxpipe
 from fxpipe.errors import ArgumentError, FxpipeError, StateError
@@ -438,3 +439,28 @@ def test_a_number_of_the_samples_is_the_same_on_both_sides_of_what_is_recorded()
     torch.manual_seed(0)
     numbers = (4, 4, 4, 4), (1, 2, 3, 4), (4, 2, 1, 1)
     assert_same_as_parts(Scaled(), [(torch.randn(4, 4), torch.tensor(ids)) for ids in numbers])
+
+
+class Recomputing(nn.Module):
+    """Calls modules inside of checkpoints, before and behind a line that looks at hidden values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x * 1)).exp()
+        if (h.abs() > 2.5).sum().item() > 0:
+            h = h.clamp(0, 2)
+        h = recompute.checkpoint(lambda value: torch.tanh(self.second(value.exp())) * value, h, use_reentrant=False)
+        h = recompute.checkpoint(lambda value: self.third(value * 2).sigmoid(), h, use_reentrant=False)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "always"}])
+def test_checkpoints_around_calls_that_are_recorded_are_calls(options: dict[str, Any]) -> None:
+    def is_cut(plan: Any) -> None:
+        assert any("until" in name for name in plan.nodes)
+
+    torch.manual_seed(1)
+    assert_trains(Recomputing(), calm_and_wild(), **options)

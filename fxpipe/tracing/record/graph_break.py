@@ -26,6 +26,9 @@ mini-batch's in the graph, and each micro-batch's own in such a node) must not b
 (`calls_before_effects`), and one that draws, or writes to a value that it was given, must not run twice: then the rest
 stays in one piece. A run that calls other modules than the recording did is an error.
 
+Checkpoints of `torch.utils.checkpoint` in these lines are called through, as where they are recorded: a recompute in
+backward would call modules whose results are known here only, and the pipeline recomputes by itself.
+
 The alternative, to keep the whole module as one node (`leaf_module`), leaves nothing to cut where the module is the
 model.
 """
@@ -42,6 +45,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from fxpipe._torch.autograd import version_of
+from fxpipe._torch.checkpoint import call_checkpoints_through
 from fxpipe._torch.module_internals import COMPILED_CALL
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
@@ -252,7 +256,8 @@ class _Segment:
         answers = list(zip(self.names, results, strict=True))
         result, end, outside = None, None, ThreadState.now()
         try:
-            with self._answered(replica, answers):
+            # A recompute would find neither the results of calls nor the end of the segment.
+            with self._answered(replica, answers), call_checkpoints_through():
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:
             result, end = stop.given, _SegmentEnd(stop.name, outside, stop.state)
