@@ -191,21 +191,21 @@ _CPU = Hardware(
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({"a100-80gb": _A100, "h100": _H100, "h200": _H200, "cpu": _CPU})
 
 
-def parse_hardware(given: str | Hardware) -> Hardware:
+def parse_hardware(hardware: str | Hardware) -> Hardware:
     """The hardware of that name, or the one given.
 
     Raises:
         ArgumentError: nothing is known by that name.
         ArgumentTypeError: it is neither a name nor a `Hardware`.
     """
-    if isinstance(given, Hardware):
-        return given
+    if isinstance(hardware, Hardware):
+        return hardware
     accepted = f"{', '.join(map(repr, HARDWARE))}, or your own as Hardware(...) of fxpipe.hardware"
-    if not isinstance(given, str):
-        raise ArgumentTypeError(f"hardware={given!r} is a {type(given).__name__}; expected {accepted}")
-    if given.lower() not in HARDWARE:
-        raise ArgumentError(f"hardware={given!r} is unknown; there are {accepted}")
-    return HARDWARE[given.lower()]
+    if not isinstance(hardware, str):
+        raise ArgumentTypeError(f"hardware={hardware!r} is a {type(hardware).__name__}; expected {accepted}")
+    if hardware.lower() not in HARDWARE:
+        raise ArgumentError(f"hardware={hardware!r} is unknown; there are {accepted}")
+    return HARDWARE[hardware.lower()]
 
 
 def link_between(hardware: Hardware, worker_a: int, worker_b: int) -> Link | None:

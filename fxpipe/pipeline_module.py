@@ -62,10 +62,10 @@ def pipeline_html(model: str, settings: Settings, plan: Plan | None) -> str:
 
 def schedule_name(settings: Settings) -> str:
     """Returns the name of the schedule; one of the user's own may be a text, a `Schedule` or a function."""
-    given = settings.schedule
-    if isinstance(given, str):
-        return given
-    return str(getattr(given, "name", None) or getattr(given, "__name__", "custom"))
+    schedule = settings.schedule
+    if isinstance(schedule, str):
+        return schedule
+    return str(getattr(schedule, "name", None) or getattr(schedule, "__name__", "custom"))
 
 
 def _stage_content(plan: Plan, stage: int) -> str:
@@ -81,12 +81,14 @@ class Pipeline(nn.Module):
     `requires_grad_` are the model's own.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None = None, driver: Executor | None = None):
+    def __init__(
+        self, model: nn.Module, settings: Settings, plan: Plan | None = None, executor: Executor | None = None
+    ):
         own = self.__dict__
         own["_model"] = model  # not a child: its children are this module's own
         super().__init__()
         share_tensors(self, model)
-        own["_fxpipe"] = PipelineState(model, settings, given, driver or executor_for(settings.workers))
+        own["_fxpipe"] = PipelineState(model, settings, plan, executor or executor_for(settings.workers))
 
     # -- Running -----------------------------------------------------------------------------------------------------
 
@@ -328,10 +330,10 @@ class Pipeline(nn.Module):
 
 
 def _one_tensor_per_device(model: nn.Module) -> Iterator[torch.Tensor]:
-    found: dict[torch.device, torch.Tensor] = {}
+    tensors: dict[torch.device, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        found.setdefault(tensor.device, tensor)
-    yield from found.values()
+        tensors.setdefault(tensor.device, tensor)
+    yield from tensors.values()
 
 
 def _model_loss(output: Any) -> Any:

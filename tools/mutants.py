@@ -91,11 +91,14 @@ RUNTIME = (
         "unit/runtime/test_commit.py::test_it_runs_once_and_cannot_be_differentiated",
     ),
     Mutant(
-        "runtime/commit.py", "    found.reverse()\n", "", "unit/runtime/test_commit.py::test_gradients_reach_the_inputs"
+        "runtime/commit.py",
+        "    gradients.reverse()\n",
+        "",
+        "unit/runtime/test_commit.py::test_gradients_reach_the_inputs",
     ),
     Mutant(
         "runtime/commit.py",
-        "    if torch.is_grad_enabled():  # create_graph=True\n        found[:] = _undifferentiable(found)\n",
+        "    if torch.is_grad_enabled():  # create_graph=True\n        gradients[:] = _undifferentiable(gradients)\n",
         "",
         "unit/runtime/test_commit.py::test_it_runs_once_and_cannot_be_differentiated",
     ),
@@ -573,7 +576,7 @@ SIMULATION = (
     ),
     Mutant(
         "simulation/events.py",
-        "for kind, times in own.items()}\n    return found |",
+        "for kind, times in own.items()}\n    return durations |",
         "for kind, times in own.items()}\n    return own |",
         "unit/plans/test_retarget.py::test_each_action_has_it",
     ),
@@ -697,8 +700,8 @@ PARTITIONING = (
     ),
     Mutant(
         "partitioning/partial_recompute.py",
-        "return min(found, key=self._again, default=None)",
-        "return max(found, key=self._again, default=None)",
+        "return min(candidates, key=self._again, default=None)",
+        "return max(candidates, key=self._again, default=None)",
         "unit/partitioning/test_partial_recompute.py::test_a_stage_recomputes_no_more_than_its_memory_asks_for",
     ),
     Mutant(
@@ -712,14 +715,14 @@ PARTITIONING = (
 REWRITING = (
     Mutant(
         "rewriting/aliasing.py",
-        "last = max(found, key",
-        "last = min(found, key",
+        "last = max(remaining, key",
+        "last = min(remaining, key",
         "unit/rewriting/test_aliasing.py::test_a_view_is_made_from_the_nearest_that_is_there_and_not_from_the_first",
     ),
     Mutant(
         "rewriting/aliasing.py",
-        "return found.pop(), again[::-1]",
-        "return found.pop(), again",
+        "return remaining.pop(), again[::-1]",
+        "return remaining.pop(), again",
         "unit/rewriting/test_aliasing.py::test_several_are_made_from_what_they_have_in_common_each_after_its_source",
     ),
     Mutant(
@@ -730,7 +733,7 @@ REWRITING = (
     ),
     Mutant(
         "rewriting/aliasing.py",
-        " or any(map(_is_container, found))",
+        " or any(map(_is_container, remaining))",
         "",
         "behaviour/test_inplace.py",
         "what returned a tuple is in the stage of its parts (`cuts`), so that no tuple is alive at a cut",
@@ -944,7 +947,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "if answers or (self._has_run and end != self.end):",
+        "if answers or (self._has_run and is_other):",
         "if answers:",
         "behaviour/test_continuation.py::test_calls_that_depend_on_values_are_an_error_of_the_step",
     ),
@@ -1094,7 +1097,7 @@ TRACING = (
     ),
     Mutant(
         "planning/evaluation_check.py",
-        "    return not found.untold",
+        "    return not evaluation.untold",
         "    return True",
         "unit/planning/test_evaluation_check.py::test_a_loss_that_the_graph_does_not_tell_is_told",
     ),

@@ -55,10 +55,10 @@ def gradients_of(
     ends, starts = tuple(roots), tuple(inputs)
     if _engine is None:
         return torch.autograd.grad(ends, starts, tuple(gradients), retain_graph=keep_graph, allow_unused=True)
-    found: tuple[torch.Tensor | None, ...] = _engine.run_backward(
+    results: tuple[torch.Tensor | None, ...] = _engine.run_backward(
         ends, tuple(gradients), keep_graph, False, starts, True, accumulate_grad=False
     )
-    return found
+    return results
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ def _is_leaf_node(node: Any) -> bool:
 
 def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The leaves that a tensor depends on: of a loss, the outputs and whatever parameters its function uses."""
-    found: list[torch.Tensor] = []
+    leaves: list[torch.Tensor] = []
     todo: list[Any] = [tensor.grad_fn]
     seen: set[Any] = {None}
     while todo:
@@ -118,11 +118,11 @@ def leaves_below(tensor: torch.Tensor) -> list[torch.Tensor]:
             continue
         seen.add(node)
         if _is_leaf_node(node):  # a leaf has one, and it leads no further
-            found.append(node.variable)
+            leaves.append(node.variable)
         else:
             for below, _ in node.next_functions:
                 todo.append(below)
-    return found
+    return leaves
 
 
 @contextmanager

@@ -97,15 +97,15 @@ def module_flags(model: nn.Module) -> tuple[Any, ...]:
 
     And its attributes, parameters and buffers: forward may ask for them, and one set later hides that of the class.
     """
-    found: list[Any] = []
+    flags: list[Any] = []
     for m in all_modules(model):
         # Most modules have few tensors of their own, and no hooks.
         parameters = _tensor_names(m._parameters) if m._parameters else ()
         buffers = _tensor_names(m._buffers) if m._buffers else ()
-        found.append((id(m), m.training, type(m), hash(tuple(m.__dict__)), parameters, buffers))
+        flags.append((id(m), m.training, type(m), hash(tuple(m.__dict__)), parameters, buffers))
         if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            found += (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
-    return tuple(found)
+            flags += (*m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks)
+    return tuple(flags)
 
 
 def _tensor_names(store: dict[str, Any]) -> tuple[str, ...]:
@@ -118,13 +118,13 @@ def all_modules(model: nn.Module) -> Sequence[nn.Module]:
     `model.modules()` takes thrice as long, since it hands each module through all that are above it. Where a class says
     by itself which modules it has, that is asked.
     """
-    found, seen = [model], {model}
-    for module in found:
+    modules, seen = [model], {model}
+    for module in modules:
         if module._modules:
             for child in module._modules.values():
                 if child is not None and child not in seen:
                     seen.add(child)
-                    found.append(child)
-    kinds: set[type[nn.Module]] = set(map(type, found))
+                    modules.append(child)
+    kinds: set[type[nn.Module]] = set(map(type, modules))
     usual = nn.Module.modules, nn.Module.named_modules
-    return found if all((kind.modules, kind.named_modules) == usual for kind in kinds) else list(model.modules())
+    return modules if all((kind.modules, kind.named_modules) == usual for kind in kinds) else list(model.modules())

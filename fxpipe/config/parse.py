@@ -24,22 +24,22 @@ PROFILE_BUDGET = 5.0  # seconds
 BALANCES = ("auto", "block", "optimal")  # besides those by hand
 
 
-def parse_switch(name: str, given: bool) -> bool:
+def parse_switch(name: str, value: bool) -> bool:
     """True or False, and nothing that merely looks so."""
-    if not isinstance(given, bool):
-        raise ArgumentTypeError(f"{name}={given!r}: expected True or False")
-    return given
+    if not isinstance(value, bool):
+        raise ArgumentTypeError(f"{name}={value!r}: expected True or False")
+    return value
 
 
-def parse_stages_per_device(given: int | None) -> int | None:
+def parse_stages_per_device(value: int | None) -> int | None:
     """Checks the number of stages of each worker; None: as many as the schedule wants."""
-    if given is None:
+    if value is None:
         return None
-    count = whole_number(given)
+    count = whole_number(value)
     if count is None:
-        raise ArgumentTypeError(f"stages_per_device={given!r}: expected a whole number, at least 1")
+        raise ArgumentTypeError(f"stages_per_device={value!r}: expected a whole number, at least 1")
     if count < 1:
-        raise ArgumentError(f"stages_per_device={given!r}: a device has at least 1 stage; give 1 or more")
+        raise ArgumentError(f"stages_per_device={value!r}: a device has at least 1 stage; give 1 or more")
     return count
 
 
@@ -74,13 +74,13 @@ def parse_devices(devices: Sequence[str | torch.device] | None, anywhere: bool =
     return tuple(_parse_device(device, anywhere) for device in devices)
 
 
-def _parse_device(given: str | torch.device, anywhere: bool = True, argument: str = "devices") -> torch.device:
+def _parse_device(value: str | torch.device, anywhere: bool = True, argument: str = "devices") -> torch.device:
     try:
-        device = torch.device(given)
+        device = torch.device(value)
     except (RuntimeError, TypeError):
-        raise ArgumentError(f"{argument}: {given!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
+        raise ArgumentError(f"{argument}: {value!r} is no device of torch's; 'cpu' and 'cuda:0' are") from None
     if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"{argument}: {given!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
+        raise ArgumentError(f"{argument}: {value!r} is not supported; stages run on 'cpu' and 'cuda:0', 'cuda:1', ...")
     if device.type == "cpu":
         return torch.device("cpu")
     if anywhere:
@@ -89,7 +89,7 @@ def _parse_device(given: str | torch.device, anywhere: bool = True, argument: st
     index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
     if index >= count:
         raise ArgumentError(
-            f"devices: {given!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
+            f"devices: {value!r} is not available: there are {count} CUDA devices here; 'cpu' always works"
         )
     return torch.device("cuda", index)
 
@@ -159,39 +159,39 @@ def parse_pins(argument: str, pins: Any, workers: Sequence[torch.device]) -> dic
         raise ArgumentTypeError(
             f"{argument}={pins!r}: expected a dict from names of modules or nodes to devices, as in {{'lm_head': 0}}"
         )
-    return {name: _parse_worker(argument, name, given, workers) for name, given in pins.items()}
+    return {name: _parse_worker(argument, name, worker, workers) for name, worker in pins.items()}
 
 
-def _parse_worker(argument: str, name: str, given: Any, workers: Sequence[torch.device]) -> int:
+def _parse_worker(argument: str, name: str, value: Any, workers: Sequence[torch.device]) -> int:
     listed = ", ".join(map(str, workers))
-    if isinstance(given, int) and not isinstance(given, bool):
-        if not 0 <= given < len(workers):
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not 0 <= value < len(workers):
             raise ArgumentError(
-                f"{argument}[{name!r}]={given}: there are {len(workers)} devices ({listed}), 0 to {len(workers) - 1}"
+                f"{argument}[{name!r}]={value}: there are {len(workers)} devices ({listed}), 0 to {len(workers) - 1}"
             )
-        return given
-    if not isinstance(given, (str, torch.device)):
+        return value
+    if not isinstance(value, (str, torch.device)):
         raise ArgumentTypeError(
-            f"{argument}[{name!r}]={given!r} is a {type(given).__name__}; expected the number of a device among "
+            f"{argument}[{name!r}]={value!r} is a {type(value).__name__}; expected the number of a device among "
             f"devices ({listed}), or its name"
         )
-    device = _parse_device(given, argument=f"{argument}[{name!r}]")
-    found = [k for k, worker in enumerate(workers) if worker == device]
-    if len(found) != 1:
-        times = "not" if not found else f"{len(found)} times"
+    device = _parse_device(value, argument=f"{argument}[{name!r}]")
+    places = [k for k, worker in enumerate(workers) if worker == device]
+    if len(places) != 1:
+        times = "not" if not places else f"{len(places)} times"
         raise ArgumentError(
-            f"{argument}[{name!r}]={str(given)!r} stands {times} in devices ({listed}); give the number of one of them"
+            f"{argument}[{name!r}]={str(value)!r} stands {times} in devices ({listed}); give the number of one of them"
         )
-    return found[0]
+    return places[0]
 
 
-def parse_number(argument: str, given: Any, what: str) -> float:
+def parse_number(argument: str, value: Any, what: str) -> float:
     """A finite number, 0 or more."""
-    if not isinstance(given, Real) or isinstance(given, bool):
-        raise ArgumentTypeError(f"{argument}={given!r} is a {type(given).__name__}; expected {what}, 0 or more")
-    if not math.isfinite(given) or given < 0:
-        raise ArgumentError(f"{argument}={given!r}: expected {what}, 0 or more and finite")
-    return float(given)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise ArgumentTypeError(f"{argument}={value!r} is a {type(value).__name__}; expected {what}, 0 or more")
+    if not math.isfinite(value) or value < 0:
+        raise ArgumentError(f"{argument}={value!r}: expected {what}, 0 or more and finite")
+    return float(value)
 
 
 def parse_profile_budget(seconds: Any) -> float:
@@ -216,53 +216,53 @@ def parse_hardware_option(hardware: Any) -> Hardware | None:
     return None if hardware is None else parse_hardware(hardware)
 
 
-def check_one_of(argument: str, given: Any, known: Sequence[str], others: str = "") -> str:
-    """`given`, if it is known. `others`: what else is accepted."""
-    if given not in known:
+def check_one_of(argument: str, value: Any, known: Sequence[str], others: str = "") -> str:
+    """Returns `value`, if it is known. `others`: what else is accepted."""
+    if value not in known:
         also = f", {others}" if others else ""
-        raise ArgumentError(f"{argument}={given!r} is unknown; accepted are {', '.join(map(repr, known))}{also}")
-    found: str = given
-    return found
+        raise ArgumentError(f"{argument}={value!r} is unknown; accepted are {', '.join(map(repr, known))}{also}")
+    name: str = value
+    return name
 
 
-def parse_choices(argument: str, given: Any, known: Sequence[str]) -> tuple[str, ...]:
+def parse_choices(argument: str, names: Any, known: Sequence[str]) -> tuple[str, ...]:
     """Names among the known ones, each once; None: all of them."""
-    if given is None:
+    if names is None:
         return tuple(known)
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        raise ArgumentTypeError(f"{argument}={given!r}: expected a list with some of {', '.join(map(repr, known))}")
-    if not given:
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ArgumentTypeError(f"{argument}={names!r}: expected a list with some of {', '.join(map(repr, known))}")
+    if not names:
         raise ArgumentError(f"{argument} is empty: give some of {', '.join(map(repr, known))}, or leave it out")
-    return tuple(dict.fromkeys(check_one_of(argument, name, known) for name in given))
+    return tuple(dict.fromkeys(check_one_of(argument, name, known) for name in names))
 
 
-def parse_compile(given: Any) -> dict[str, Any] | None:
+def parse_compile(value: Any) -> dict[str, Any] | None:
     """Keywords of `torch.compile`; None where stages run as they are."""
-    if given is None or given is False:
+    if value is None or value is False:
         return None
-    if given is True:
+    if value is True:
         return {}
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise ArgumentTypeError(
-            f"compile={given!r}: expected True, False or a dict of keywords of torch.compile, as in "
+            f"compile={value!r}: expected True, False or a dict of keywords of torch.compile, as in "
             "{'mode': 'max-autotune-no-cudagraphs'}"
         )
     known = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "disable")]
-    for name in given:
+    for name in value:
         if name not in known:
             raise ArgumentError(f"compile: torch.compile has no keyword {name!r}; it has {', '.join(known)}")
-    graphs = (given.get("options") or {}).get("triton.cudagraphs")
-    if given.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
-        asked = f"mode={given['mode']!r}" if given.get("mode") else "options={'triton.cudagraphs': True}"
+    graphs = (value.get("options") or {}).get("triton.cudagraphs")
+    if value.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+        asked = f"mode={value['mode']!r}" if value.get("mode") else "options={'triton.cudagraphs': True}"
         raise ArgumentError(
             f"compile: {asked} runs CUDA graphs, whose values are gone with the next micro-batch, while a pipeline has "
             "several in flight; take mode='default' or mode='max-autotune-no-cudagraphs'"
         )
     try:
-        torch.compile(_never_called, **given)
+        torch.compile(_never_called, **value)
     except Exception as error:  # of its own, for what it does not know
-        raise ArgumentError(f"compile={dict(given)!r}: torch.compile does not accept it: {error}") from error
-    return dict(given)
+        raise ArgumentError(f"compile={dict(value)!r}: torch.compile does not accept it: {error}") from error
+    return dict(value)
 
 
 def _never_called() -> None:
@@ -280,7 +280,7 @@ _BYTE_UNITS = {"B": 1} | {
 _ACCEPTED_LIMITS = "'70GiB', '80GB', a number of bytes, None for no limit, or a list with one of these for each device"
 
 
-def parse_memory_limit(given: Any, devices: int) -> tuple[int | None, ...] | None:
+def parse_memory_limit(value: Any, devices: int) -> tuple[int | None, ...] | None:
     """Bytes for each device, None where there is no limit; None for all if nothing was said.
 
     >>> parse_memory_limit("1.5GiB", devices=2)
@@ -288,28 +288,28 @@ def parse_memory_limit(given: Any, devices: int) -> tuple[int | None, ...] | Non
     >>> parse_memory_limit([10**9, None], devices=2)
     (1000000000, None)
     """
-    if given is None:
+    if value is None:
         return None
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        if len(given) != devices:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(value) != devices:
             raise ArgumentError(
-                f"memory_limit={list(given)!r} has {len(given)} entries for {devices} devices: give one for each, or "
+                f"memory_limit={list(value)!r} has {len(value)} entries for {devices} devices: give one for each, or "
                 "one for all"
             )
-        return tuple(None if limit is None else _parse_bytes(limit) for limit in given)
-    return (_parse_bytes(given),) * devices
+        return tuple(None if limit is None else _parse_bytes(limit) for limit in value)
+    return (_parse_bytes(value),) * devices
 
 
-def _parse_bytes(given: Any) -> int:
-    if isinstance(given, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", given.upper())
+def _parse_bytes(value: Any) -> int:
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", value.upper())
         if match is None:
-            raise ArgumentError(f"memory_limit={given!r} is no number of bytes; expected {_ACCEPTED_LIMITS}")
+            raise ArgumentError(f"memory_limit={value!r} is no number of bytes; expected {_ACCEPTED_LIMITS}")
         number, unit = float(match[1]), _BYTE_UNITS[match[2] or "B"]
-    elif isinstance(given, Real) and not isinstance(given, bool):
-        number, unit = float(given), 1
+    elif isinstance(value, Real) and not isinstance(value, bool):
+        number, unit = float(value), 1
     else:
-        raise ArgumentTypeError(f"memory_limit={given!r} is a {type(given).__name__}; expected {_ACCEPTED_LIMITS}")
+        raise ArgumentTypeError(f"memory_limit={value!r} is a {type(value).__name__}; expected {_ACCEPTED_LIMITS}")
     if not math.isfinite(number) or number <= 0:
-        raise ArgumentError(f"memory_limit={given!r}: expected more than 0 bytes: {_ACCEPTED_LIMITS}")
+        raise ArgumentError(f"memory_limit={value!r}: expected more than 0 bytes: {_ACCEPTED_LIMITS}")
     return int(number * unit)

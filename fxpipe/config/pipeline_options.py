@@ -81,11 +81,11 @@ TRACING_OPTIONS = ("tracer", "in_dims", "out_dims", "leaf_modules", "check")
 PLANNING_OPTIONS = ("balance", "pin", "memory_limit", "optimizer_state", "hardware", "profile", "profile_budget")
 
 
-def is_default(given: Any, default: Any) -> bool:
+def is_default(value: Any, default: Any) -> bool:
     """Was an argument left out, or given as it would be then? Tensors and the like are never compared."""
-    if isinstance(given, (str, float, int)):
-        return bool(given == default)
-    return given is default or (isinstance(given, (tuple, list, dict)) and not given and not default)
+    if isinstance(value, (str, float, int)):
+        return bool(value == default)
+    return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)
 
 
 def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
@@ -99,9 +99,9 @@ def options_with_plan(options: PipelineOptions, plan: Plan) -> PipelineOptions:
             f"plan is a {type(plan).__name__}; expected a fxpipe.Plan, as from fxpipe.Plan.load(path)"
         )
     for name in PLANNING_OPTIONS:
-        given = getattr(options, name)
-        if not is_default(given, OPTION_DEFAULTS[name]):
-            shown = repr(given) if isinstance(given, (str, float, int, Sequence, Mapping)) else type(given).__name__
+        value = getattr(options, name)
+        if not is_default(value, OPTION_DEFAULTS[name]):
+            shown = repr(value) if isinstance(value, (str, float, int, Sequence, Mapping)) else type(value).__name__
             raise ArgumentError(
                 f"{name}={shown} and a plan, which is made already: leave {name} out, or make a new plan with "
                 f"fxpipe.plan(model, ..., {name}=...)"
@@ -216,10 +216,10 @@ def _options_for_tuner(
 ) -> frozenset[str]:
     if plan is not None:
         return frozenset(("schedule",) if is_any else ())
-    given = (options.checkpoint, options.balance)
-    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in given) and not pins
-    found = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
-    return frozenset(name for name in TUNABLE_OPTIONS if found[name])
+    asked = (options.checkpoint, options.balance)
+    is_free = is_any and options.stages_per_device is None and all(isinstance(one, str) for one in asked) and not pins
+    is_tuned = {"schedule": is_any, "chunks": options.chunks == AUTO, "stages_per_device": is_free}
+    return frozenset(name for name in TUNABLE_OPTIONS if is_tuned[name])
 
 
 def _merge_pins(

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != "inference")
 
 
-def parse_training_schedule(given: Any) -> ScheduleLike:
+def parse_training_schedule(value: Any) -> ScheduleLike:
     """A name, a table or a function that `forward_backward` can run."""
-    if given == "inference":
+    if value == "inference":
         raise ArgumentError(
-            f"schedule={given!r} is unknown for training; accepted are {', '.join(map(repr, TRAINING_SCHEDULES))}; "
+            f"schedule={value!r} is unknown for training; accepted are {', '.join(map(repr, TRAINING_SCHEDULES))}; "
             "to evaluate, call the pipe under torch.no_grad()"
         )
-    schedule = as_schedule_like(given, TRAINING_SCHEDULES)
+    schedule = as_schedule_like(value, TRAINING_SCHEDULES)
     if isinstance(schedule, Schedule):
         _check_for_training(schedule)
     return schedule
@@ -104,9 +104,9 @@ def place_stages(
             f"plan has {len(plan.stages)} stages, but devices has {workers} entries and "
             f"stages_per_device={per_device}, which makes {len(placement)}; leave stages_per_device to the plan"
         )
-    made = make_schedule(schedule, len(placement), chunks, placement=placement)
+    rows = make_schedule(schedule, len(placement), chunks, placement=placement)
     if callable(schedule):
-        _check_for_training(made)
+        _check_for_training(rows)
     return placement
 
 

@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fxpipe.utils.progress import show_progress
 
             with show_progress(request.progress):
-                found = run_request(request)
-            text = output_text(found, request, out)
-            write_outputs(found, request.outputs)
+                findings = run_request(request)
+            text = output_text(findings, request, out)
+            write_outputs(findings, request.outputs)
         print(text)
     except FxpipeError as error:
         words = error.brief if isinstance(error, MemoryLimitError) else str(error)

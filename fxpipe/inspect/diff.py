@@ -158,18 +158,20 @@ FIGURE_NAMES = {
 }
 
 
-def difference_text(found: PlanDifference, before: str, after: str) -> str:
+def difference_text(difference: PlanDifference, before: str, after: str) -> str:
     """Formats what changes from one plan to the other; `before` and `after` are their names."""
     head = f"from {before} to {after}"
-    if found.is_empty:
+    if difference.is_empty:
         return f"{head}: the same plan"
-    graph = "" if found.has_same_graph else "\nthe graphs differ (model, mode or inputs): nodes are compared by name"
+    graph = (
+        "" if difference.has_same_graph else "\nthe graphs differ (model, mode or inputs): nodes are compared by name"
+    )
     blocks = [
         head + graph,
-        _choices_text(found.choices),
-        _moves_text(found),
-        _totals_table(found.totals),
-        _stages_table(found.stages),
+        _choices_text(difference.choices),
+        _moves_text(difference),
+        _totals_table(difference.totals),
+        _stages_table(difference.stages),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -185,11 +187,11 @@ def _choice_word(value: object) -> str:
     return "measured here" if value == "" else str(value)
 
 
-def _moves_text(found: PlanDifference) -> str:
-    lines = [_move_line(moved) for moved in sorted(found.moved, key=lambda moved: -len(moved.nodes))]
+def _moves_text(difference: PlanDifference) -> str:
+    lines = [_move_line(moved) for moved in sorted(difference.moved, key=lambda moved: -len(moved.nodes))]
     if len(lines) > MAX_LIST_LINES:
         lines[MAX_LIST_LINES:] = [f"and {len(lines) - MAX_LIST_LINES} more such moves"]
-    for what, names in (("gone", found.gone), ("new", found.new)):
+    for what, names in (("gone", difference.gone), ("new", difference.new)):
         if names:
             lines.append(f"{what}: {count_text(len(names), 'node')}, {_ends_text(names)}")
     return "\n".join(["moved", *(wrap_text(f"- {line}") for line in lines)]) if lines else "no node moved"

@@ -101,15 +101,15 @@ def _config(model_type: ModelType, kwargs: Mapping[str, Any]) -> Any:
         )
         raise ArgumentError(f"transformers {transformers.__version__} has no model type {model_type.name!r}{close}")
     try:
-        made = transformers.CONFIG_MAPPING[model_type.name]
-        default = made()
+        config_class = transformers.CONFIG_MAPPING[model_type.name]
+        default = config_class()
         for name in kwargs:
             if not hasattr(default, name) and name not in HIDDEN_CONFIG_FIELDS:
                 close = did_you_mean(name, (field for field in default.to_dict() if not field.startswith("_")))
                 raise ArgumentError(f"--kwargs: the configuration of {model_type} has no field {name!r}{close}")
         # Keys and values kept for generation are nothing that training returns.
         off = {"use_cache": False} if hasattr(default, "use_cache") else {}
-        return made(**off | dict(kwargs))
+        return config_class(**off | dict(kwargs))
     except ArgumentError:
         raise
     except Exception as error:

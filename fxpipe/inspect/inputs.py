@@ -94,26 +94,26 @@ def make_arguments(inputs: Iterable[InputOption], *, integers_below: int = 2, on
     generator = torch.Generator().manual_seed(0)
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for given in inputs:
-        if isinstance(given.value, Target):
-            made = call_target(given.value)
+    for option in inputs:
+        if isinstance(option.value, Target):
+            value = call_target(option.value)
         else:
-            made = _empty_tensor(given.value) if on_meta else _draw_tensor(given.value, generator, integers_below)
-        if given.name is not None:
-            made = {given.name: made}
-        if isinstance(made, torch.Tensor):
-            args.append(made)
-        elif isinstance(made, tuple):
-            args.extend(made)
-        elif isinstance(made, Mapping) and all(isinstance(name, str) for name in made):
-            twice = sorted(kwargs.keys() & made.keys())
+            value = _empty_tensor(option.value) if on_meta else _draw_tensor(option.value, generator, integers_below)
+        if option.name is not None:
+            value = {option.name: value}
+        if isinstance(value, torch.Tensor):
+            args.append(value)
+        elif isinstance(value, tuple):
+            args.extend(value)
+        elif isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            twice = sorted(kwargs.keys() & value.keys())
             if twice:
-                raise ArgumentError(f"--input {given}: argument {twice[0]!r} was given by an --input before it")
-            kwargs.update(made)
+                raise ArgumentError(f"--input {option}: argument {twice[0]!r} was given by an --input before it")
+            kwargs.update(value)
         else:
             raise ArgumentError(
-                f"--input {given}: returned {with_article(made)}; expected a tensor, a tuple of positional arguments, "
-                f"or a dict of keyword arguments"
+                f"--input {option}: returned {with_article(value)}; expected a tensor, a tuple of positional "
+                "arguments, or a dict of keyword arguments"
             )
     return ModelArguments(tuple(args), kwargs)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fxpipe.tuning.candidates import CandidateResult as Tried
 
 
-def findings_document(found: Findings) -> dict[str, Any]:
+def findings_document(findings: Findings) -> dict[str, Any]:
     """Makes JSON-able data of all findings. Keys stay; new ones may come. Units are seconds and bytes.
 
     The keys of `plan_document`, where there is a plan, and
@@ -42,18 +42,18 @@ def findings_document(found: Findings) -> dict[str, Any]:
             problem          text: why it was not cut; else empty
         difference           with --diff: see `difference_document`
     """
-    made: dict[str, Any] = {} if found.plan is None else plan_document(found.plan)
-    made["inputs"] = list(map(str, found.drawn))
-    if found.plan is not None and found.simulation is not None:
-        made["simulation"] = simulation_document(found.simulation)
-        made["schedules"] = list(map(_summary_document, found.schedules))
-    if found.sweep:
-        made["sweep"] = list(map(_sweep_row_document, found.sweep))
-    if found.tuning is not None:
-        made["tuning"] = list(map(_tuning_row_document, found.tuning.rows))
-    if found.difference is not None:
-        made["difference"] = difference_document(found.difference)
-    return made
+    document: dict[str, Any] = {} if findings.plan is None else plan_document(findings.plan)
+    document["inputs"] = list(map(str, findings.drawn))
+    if findings.plan is not None and findings.simulation is not None:
+        document["simulation"] = simulation_document(findings.simulation)
+        document["schedules"] = list(map(_summary_document, findings.schedules))
+    if findings.sweep:
+        document["sweep"] = list(map(_sweep_row_document, findings.sweep))
+    if findings.tuning is not None:
+        document["tuning"] = list(map(_tuning_row_document, findings.tuning.rows))
+    if findings.difference is not None:
+        document["difference"] = difference_document(findings.difference)
+    return document
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
@@ -116,9 +116,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "guards": list(plan.guards),
         "devices": list(plan.workers),
         "placement": list(plan.placement),
-        "stages": [
-            _stage_document(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)
-        ],
+        "stages": [_stage_document(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)],
         "portals": list(map(_portal_document, plan.portals)),
         "sendings": [
             {"source": way.source, "target": way.target, "bytes": way.bytes, "seconds": way.seconds}
@@ -186,7 +184,7 @@ def simulation_document(simulation: Simulation) -> dict[str, Any]:
     }
 
 
-def difference_document(found: PlanDifference) -> dict[str, Any]:
+def difference_document(difference: PlanDifference) -> dict[str, Any]:
     """Makes the document of the difference from a saved plan to the plan.
 
     is_nothing           the same plan
@@ -199,14 +197,14 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
     totals               list of {name, before, after}: step_seconds, bubble, peak_bytes ...
     """
     return {
-        "is_nothing": found.is_empty,
-        "is_one_graph": found.has_same_graph,
-        "choices": list(map(_change_document, found.choices)),
-        "moved": [{"source": m.source, "target": m.target, "nodes": list(m.nodes)} for m in found.moved],
-        "gone": list(found.gone),
-        "new": list(found.new),
-        "stages": [{"stage": s.stage, "figures": list(map(_change_document, s.figures))} for s in found.stages],
-        "totals": list(map(_change_document, found.totals)),
+        "is_nothing": difference.is_empty,
+        "is_one_graph": difference.has_same_graph,
+        "choices": list(map(_change_document, difference.choices)),
+        "moved": [{"source": m.source, "target": m.target, "nodes": list(m.nodes)} for m in difference.moved],
+        "gone": list(difference.gone),
+        "new": list(difference.new),
+        "stages": [{"stage": s.stage, "figures": list(map(_change_document, s.figures))} for s in difference.stages],
+        "totals": list(map(_change_document, difference.totals)),
     }
 
 

@@ -68,15 +68,15 @@ def step_figures(plan: Plan, simulation: Simulation, memory: Sequence[MemoryPart
     rate = f"{three_digits(samples / step)} samples a second" if samples and step else ""
     parameters = sum(stage.parameter_bytes for stage in plan.stages)
     update = f"{human_seconds(simulation.update_seconds)} of updates after it" if simulation.update_seconds else ""
-    found = [
+    entries = [
         ("Step", human_seconds(step), ", ".join(filter(None, (rate, update))), False),
         ("Bubble", units.percent(simulation.mean_bubble), "of device time", False),
         ("Most memory", human_bytes(peaks[fullest]), f"{of}device {fullest}", over),
         ("Parameters", human_bytes(parameters), f"in {count_text(len(plan.stages), 'stage')}", False),
     ]
     if plan.portals:
-        found.append(("Portals", str(len(plan.portals)), "values that skip stages", False))
-    return '<dl class="facts">\n' + "\n".join(_figure_markup(*one) for one in found) + "\n</dl>"
+        entries.append(("Portals", str(len(plan.portals)), "values that skip stages", False))
+    return '<dl class="facts">\n' + "\n".join(_figure_markup(*one) for one in entries) + "\n</dl>"
 
 
 def _figure_markup(name: str, value: str, note: str, is_over: bool) -> str:
@@ -92,19 +92,19 @@ def steps_section(plan: Plan, chunked: Sequence[ChunksVariant], own: int) -> str
         f'<input id="chunks" type="range" min="0" max="{len(chunked) - 1}" step="1" value="{own}" autocomplete="off">\n'
         f'<output for="chunks">{escape_markup(_chunks_label(chunked[own]))}</output>\n</div>'
     )
-    parts = [_chunks_part(plan, found, is_own=k == own) for k, found in enumerate(chunked)]
+    parts = [_chunks_part(plan, variant, is_own=k == own) for k, variant in enumerate(chunked)]
     return "\n".join([*([slider] if len(chunked) > 1 else []), *parts, _chunks_overview(plan, chunked, own)])
 
 
-def _chunks_label(found: ChunksVariant) -> str:
-    most = "" if found.chunks == 1 else "at most "
-    return f"{count_text(found.chunks, 'micro-batch', 'es')} of {most}{count_text(found.samples, 'sample')}"
+def _chunks_label(variant: ChunksVariant) -> str:
+    most = "" if variant.chunks == 1 else "at most "
+    return f"{count_text(variant.chunks, 'micro-batch', 'es')} of {most}{count_text(variant.samples, 'sample')}"
 
 
-def _chunks_part(plan: Plan, found: ChunksVariant, is_own: bool) -> str:
-    simulation = found.simulation
+def _chunks_part(plan: Plan, variant: ChunksVariant, is_own: bool) -> str:
+    simulation = variant.simulation
     names = device_names(simulation)
-    memory = [found.at_peak for found in simulation.memory]
+    memory = [variant.at_peak for variant in simulation.memory]
     bars = memory_bars(names, memory, simulation.limits)
     step = simulation.as_step()
     parts = (
@@ -118,8 +118,8 @@ def _chunks_part(plan: Plan, found: ChunksVariant, is_own: bool) -> str:
         _links_table(simulation, names),
     )
     hidden = "" if is_own else " hidden"
-    label = escape_markup(_chunks_label(found))
-    return f'<div data-chunks="{found.chunks}" data-label="{label}"{hidden}>\n' + "\n".join(parts) + "\n</div>"
+    label = escape_markup(_chunks_label(variant))
+    return f'<div data-chunks="{variant.chunks}" data-label="{label}"{hidden}>\n' + "\n".join(parts) + "\n</div>"
 
 
 def device_names(simulation: Simulation) -> list[str]:
@@ -176,15 +176,15 @@ def _links_table(simulation: Simulation, names: Sequence[str]) -> str:
 def _chunks_overview(plan: Plan, chunked: Sequence[ChunksVariant], own: int) -> str:
     if len(chunked) == 1:
         return ""
-    runs = [summarize_step(found.simulation, plan) for found in chunked]
+    runs = [summarize_step(variant.simulation, plan) for variant in chunked]
     least = least_step_seconds(runs)
     rows = tuple(
         (
-            number_cell(found.chunks, "the plan's" if k == own else ""),
-            number_cell(found.samples),
+            number_cell(variant.chunks, "the plan's" if k == own else ""),
+            number_cell(variant.samples),
             *outcome_cells(runs[k], least),
         )
-        for k, found in enumerate(chunked)
+        for k, variant in enumerate(chunked)
     )
     table = sortable_table(HtmlTable(("micro-batches", "samples in one", *OUTCOME_HEADERS), rows), "micro-batches")
     return "<h3>Numbers of micro-batches compared</h3>\n" + table
@@ -220,7 +220,7 @@ def report_page(plan: Plan, *, title: str = "", sweep: Sequence[Plan] = ()) -> s
     import fxpipe
 
     chunked = chunks_variants(plan)
-    own = next(k for k, found in enumerate(chunked) if found.chunks == plan.micro_batches)
+    own = next(k for k, variant in enumerate(chunked) if variant.chunks == plan.micro_batches)
     compared = [(one, fxpipe.simulate(one)) for one in sorted(sweep, key=lambda one: len(one.workers))]
     parts = (
         ("step", "A step", steps_section(plan, chunked, own)),

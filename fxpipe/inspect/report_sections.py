@@ -61,7 +61,7 @@ def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
     """1, 2, 4, ... micro-batches, and the plan's own number of them; only that where the schedule is for it alone."""
     import fxpipe
 
-    found = []
+    variants = []
     for chunks in chunks_to_compare(plan):
         try:
             simulation = fxpipe.simulate(plan, chunks=chunks)
@@ -70,8 +70,8 @@ def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
                 raise
             continue
         batch = plan.batch or plan.micro_batch * plan.micro_batches
-        found.append(ChunksVariant(chunks, -(-batch // chunks), simulation))
-    return tuple(found)
+        variants.append(ChunksVariant(chunks, -(-batch // chunks), simulation))
+    return tuple(variants)
 
 
 def chunks_to_compare(plan: Plan) -> Iterator[int]:
@@ -85,13 +85,13 @@ def schedule_variants(plan: Plan) -> tuple[ScheduleVariant, ...]:
     import fxpipe
     from fxpipe.scheduling import SCHEDULES
 
-    found = []
+    variants = []
     for name in dict.fromkeys([*(name for name in SCHEDULES if name != "inference"), plan.schedule]):
         try:
-            found.append(ScheduleVariant(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
+            variants.append(ScheduleVariant(name.partition(":")[0], fxpipe.simulate(plan, schedule=name)))
         except FxpipeError as error:
-            found.append(ScheduleVariant(name.partition(":")[0], None, _short_reason(name, str(error))))
-    return tuple(found)
+            variants.append(ScheduleVariant(name.partition(":")[0], None, _short_reason(name, str(error))))
+    return tuple(variants)
 
 
 def _short_reason(schedule: str, error: str) -> str:
@@ -112,10 +112,10 @@ def section_markup(name: str, title: str, body: str) -> str:
     return f'<section id="{name}">\n<h2>{escape_markup(title)}</h2>\n{body}\n</section>' if body else ""
 
 
-def sortable_table(found: HtmlTable, label: str) -> str:
+def sortable_table(table_data: HtmlTable, label: str) -> str:
     """A table that scrolls where it is too wide or too long."""
-    which = "wide long" if len(found.rows) > LONG_TABLE_ROWS else "wide"
-    table = table_markup(found, ' class="sortable"')
+    which = "wide long" if len(table_data.rows) > LONG_TABLE_ROWS else "wide"
+    table = table_markup(table_data, ' class="sortable"')
     return f'<div class="{which}" role="region" aria-label="{escape_markup(label)}" tabindex="0">\n{table}\n</div>'
 
 
@@ -167,8 +167,8 @@ def _stage_row(plan: Plan, stage: StagePlan, memory: sympy.Expr, slowest: float)
 
 def _portals_cell(plan: Plan, source: int | None = None, target: int | None = None) -> HtmlCell:
     """Makes the cell of the portals from a stage, or to a stage."""
-    found = [portal for portal in plan.portals if portal.source == source or portal.target == target]
-    return bytes_cell(sum(portal.bytes for portal in found), f"in {len(found)}") if found else missing_cell()
+    portals = [portal for portal in plan.portals if portal.source == source or portal.target == target]
+    return bytes_cell(sum(portal.bytes for portal in portals), f"in {len(portals)}") if portals else missing_cell()
 
 
 def graph_section(plan: Plan) -> str:
@@ -190,11 +190,11 @@ def portals_section(plan: Plan) -> str:
         for p in plan.portals
     )
     total = human_bytes(sum(portal.bytes for portal in plan.portals))
-    found = HtmlTable(("portal", "from", "to", "bytes", "bytes, for b samples", "made at"), rows)
+    table = HtmlTable(("portal", "from", "to", "bytes", "bytes, for b samples", "made at"), rows)
     many = count_text(len(plan.portals), "value")
     return note_paragraph(
         f"{many} skip stages: {total} of each micro-batch go straight to where they are used."
-    ) + sortable_table(found, "portals")
+    ) + sortable_table(table, "portals")
 
 
 def _source_line_cell(line: str) -> HtmlCell:
@@ -218,9 +218,9 @@ def balance_section(plan: Plan) -> str:
             "However the graph is cut, no slowest stage is shorter than that."
         )
     said += [
-        f"Cut by {found.balance}, the slowest stage takes {human_seconds(found.seconds)}"
-        + ("." if found.fits else ", which does not fit into memory.")
-        for found in plan.bottlenecks
+        f"Cut by {bottleneck.balance}, the slowest stage takes {human_seconds(bottleneck.seconds)}"
+        + ("." if bottleneck.fits else ", which does not fit into memory.")
+        for bottleneck in plan.bottlenecks
     ]
     return list_markup(said)
 
@@ -245,13 +245,13 @@ def least_step_seconds(runs: Iterable[StepSummary]) -> float:
 
 def schedules_section(plan: Plan, compared: Sequence[ScheduleVariant]) -> str:
     own = plan.schedule.partition(":")[0]
-    runs = [None if found.simulation is None else summarize_step(found.simulation, plan) for found in compared]
+    runs = [None if variant.simulation is None else summarize_step(variant.simulation, plan) for variant in compared]
     least = least_step_seconds(filter(None, runs))
     rows = []
-    for found, run in zip(compared, runs, strict=True):
-        name = HtmlCell(found.schedule, note="the plan's" if found.schedule == own else "", is_code=True)
+    for variant, run in zip(compared, runs, strict=True):
+        name = HtmlCell(variant.schedule, note="the plan's" if variant.schedule == own else "", is_code=True)
         cells = (missing_cell(),) * 3 if run is None else outcome_cells(run, least)
-        rows.append((name, *cells, HtmlCell(found.why, is_prose=True)))
+        rows.append((name, *cells, HtmlCell(variant.why, is_prose=True)))
     return sortable_table(HtmlTable(("schedule", *OUTCOME_HEADERS, "why not"), tuple(rows)), "schedules")
 
 
@@ -274,8 +274,12 @@ def tied_parameters_section(plan: Plan) -> str:
     if not plan.tied:
         return ""
     rows = tuple(
-        (code_cell(", ".join(found.names)), text_cell(", ".join(map(str, found.stages))), bytes_cell(found.bytes))
-        for found in plan.tied
+        (
+            code_cell(", ".join(parameter.names)),
+            text_cell(", ".join(map(str, parameter.stages))),
+            bytes_cell(parameter.bytes),
+        )
+        for parameter in plan.tied
     )
     return sortable_table(HtmlTable(("parameter", "stages", "bytes"), rows), "tied parameters")
 
@@ -284,8 +288,8 @@ def opaque_nodes_section(plan: Plan) -> str:
     if not plan.whole:
         return ""
     rows = tuple(
-        (code_cell(found.name), HtmlCell(found.why, is_prose=True), _source_line_cell(found.line))
-        for found in plan.whole
+        (code_cell(opaque.name), HtmlCell(opaque.why, is_prose=True), _source_line_cell(opaque.line))
+        for opaque in plan.whole
     )
     return sortable_table(HtmlTable(("module", "why", "called at"), rows), "modules kept whole")
 

@@ -90,26 +90,28 @@ OPTION_ARGUMENTS = (*PLAN_OPTIONS, "devices", "stages_per_device", "pin")
 
 def parse_request(argv: Sequence[str]) -> Request:
     """The command line as data; nothing of the user's has been looked at yet."""
-    found = make_parser().parse_args(argv)
-    given = {name: getattr(found, name) for name in PLAN_OPTIONS}
-    given["leaf_modules"] = tuple(found.leaf) or None
-    given["pin"] = _dict_without_repeats(found.pin, "--pin") or None
+    arguments = make_parser().parse_args(argv)
+    options = {name: getattr(arguments, name) for name in PLAN_OPTIONS}
+    options["leaf_modules"] = tuple(arguments.leaf) or None
+    options["pin"] = _dict_without_repeats(arguments.pin, "--pin") or None
     request = Request(
-        subject=found.target,
-        kwargs=_dict_without_repeats(found.kwargs, "--kwargs"),
-        inputs=tuple(found.input),
-        on_meta=found.meta,
-        evaluating=found.eval,
-        devices=found.devices,
-        stages_per_device=found.stages_per_device,
-        options={name: value for name, value in given.items() if value is not None},
-        json=found.json,
-        code=found.code,
-        diff=found.diff,
-        sweep=found.sweep,
-        tune=found.tune,
-        outputs=tuple(OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(found, name)) is not None),
-        progress=not found.no_progress,
+        subject=arguments.target,
+        kwargs=_dict_without_repeats(arguments.kwargs, "--kwargs"),
+        inputs=tuple(arguments.input),
+        on_meta=arguments.meta,
+        evaluating=arguments.eval,
+        devices=arguments.devices,
+        stages_per_device=arguments.stages_per_device,
+        options={name: value for name, value in options.items() if value is not None},
+        json=arguments.json,
+        code=arguments.code,
+        diff=arguments.diff,
+        sweep=arguments.sweep,
+        tune=arguments.tune,
+        outputs=tuple(
+            OutputFile(name, path) for name in OUTPUT_FORMATS if (path := getattr(arguments, name)) is not None
+        ),
+        progress=not arguments.no_progress,
     )
     _check_option_combination(request)
     return request
@@ -124,12 +126,12 @@ def with_option_name(message: str) -> str:
 
 
 def _dict_without_repeats(pairs: Sequence[tuple[str, Any]], option: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in values:
             raise ArgumentError(f"{option}: {name!r} is given twice")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def _check_option_combination(request: Request) -> None:

@@ -78,13 +78,13 @@ def settings_for(request: Request, devices: tuple[str, ...], **others: Any) -> S
     """Makes the settings that `fxpipe.plan` would, of the request for these devices; `others` override its options."""
     from fxpipe.config.pipeline_options import PipelineOptions, make_settings
 
-    given = {
+    options = {
         "devices": devices,
         "stages_per_device": request.stages_per_device,
         "profile_budget": PROFILE_SECONDS,
         **request.options,
     }
-    settings = make_settings(PipelineOptions(**given | others), anywhere="hardware" in request.options)
+    settings = make_settings(PipelineOptions(**options | others), anywhere="hardware" in request.options)
     return replace(settings, operations=any(output.option == "save" for output in request.outputs))
 
 
@@ -119,8 +119,10 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
     except Exception as error:
         line = line_of_error(error)
         place = "" if line == UNKNOWN_LINE else f" ({line})"
-        given = "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
-        raise ArgumentError(f"the model raises {describe_error(error)}{place} {given}") from error
+        circumstance = (
+            "on these inputs" if arguments.args or arguments.kwargs else "without inputs; give them with --input"
+        )
+        raise ArgumentError(f"the model raises {describe_error(error)}{place} {circumstance}") from error
 
 
 # Models that the memory of this machine cannot hold: told from other failures, and answered with what goes instead.
@@ -181,17 +183,17 @@ def run_request(request: Request) -> Findings:
     check_outputs(request.outputs)
     before = None if request.diff is None else load_plan(request.diff, "--diff")
     if isinstance(request.subject, PlanFile) and request.tune:
-        found = _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
+        findings = _inspect_tuning(_tune_plan(load_plan(request.subject.path), request), request)
     elif isinstance(request.subject, PlanFile):
         from fxpipe.plans.simulate_plan import vary_plan
 
-        found = _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
+        findings = _inspect_plan(vary_plan(load_plan(request.subject.path), **request.options), request)
     else:
         with explaining_memory_shortage(request):
-            found = _inspect_model(request)
-    if before is None or found.plan is None:
-        return found
-    return replace(found, difference=compare_plans(before, found.plan))
+            findings = _inspect_model(request)
+    if before is None or findings.plan is None:
+        return findings
+    return replace(findings, difference=compare_plans(before, findings.plan))
 
 
 def load_plan(path: Path, option: str = "") -> Plan:
@@ -222,7 +224,7 @@ def _inspect_model(request: Request) -> Findings:
     except MemoryLimitError as error:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
-        found = Findings(str(request.subject))
+        findings = Findings(str(request.subject))
     except PartitionError as error:
         if not str(error).startswith("stages="):
             raise
@@ -230,9 +232,9 @@ def _inspect_model(request: Request) -> Findings:
         told = str(error).replace("Use stages=", "Use --devices ").replace("stages_per_device=", "--stages-per-device ")
         raise PartitionError(f"--devices {len(devices)}: {told}") from None
     else:
-        found = _inspect_plan(plan, request)
+        findings = _inspect_plan(plan, request)
     rows = _sweep_rows(request, loaded, studied, devices) if request.sweep else ()
-    return replace(found, drawn=loaded.drawn, sweep=rows)
+    return replace(findings, drawn=loaded.drawn, sweep=rows)
 
 
 def _inspect_plan(plan: Plan, request: Request) -> Findings:
@@ -279,14 +281,14 @@ def _tune_plan(plan: Plan, request: Request) -> Tuning:
 
 def _tune_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options as `fxpipe.tune` has them: what it would try is given as the one thing to try."""
-    found = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
+    tune_options = {name: value for name, value in options.items() if name not in ("schedule", "chunks", "checkpoint")}
     if "schedule" in options:
-        found["schedules"] = [options["schedule"]]
+        tune_options["schedules"] = [options["schedule"]]
     if "chunks" in options:
-        found["chunks"] = [options["chunks"]]
+        tune_options["chunks"] = [options["chunks"]]
     if options.get("checkpoint", "auto") != "auto":
-        found["checkpoint"] = [options["checkpoint"]]
-    return found
+        tune_options["checkpoint"] = [options["checkpoint"]]
+    return tune_options
 
 
 def _check_code_stage(request: Request, stages: int) -> None:

@@ -137,11 +137,11 @@ def _cores_note(rows: Sequence[SweepRow]) -> str:
 
 def _problem_lines(rows: Sequence[SweepRow]) -> list[str]:
     """Why there is no plan, once for each number of devices and reason."""
-    found: dict[tuple[int, str], list[str]] = {}
+    schedules: dict[tuple[int, str], list[str]] = {}
     for row in rows:
         if row.problem:
-            found.setdefault((row.devices, row.problem), []).append(row.schedule)
-    return [f"{count_text(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in found.items()]
+            schedules.setdefault((row.devices, row.problem), []).append(row.schedule)
+    return [f"{count_text(n, 'device')}, {', '.join(names)}: {problem}" for (n, problem), names in schedules.items()]
 
 
 def _step_seconds(row: SweepRow) -> float:

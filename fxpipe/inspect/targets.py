@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`; did you mean make or made?`: names like this one, or nothing."""
-    found = difflib.get_close_matches(name, list(names), n=3)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    matches = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 LONGEST_ERROR = 500  # letters: some errors list all that there is
@@ -88,8 +88,8 @@ def check_keywords(function: Callable[..., Any], called: str, kwargs: Mapping[st
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     missing = [name for name in required if name not in kwargs]
     if missing:
-        given = " ".join(f"{name}=..." for name in missing)
-        raise ArgumentError(f"{called} needs {' and '.join(map(repr, missing))}; give --kwargs {given}{has}")
+        keywords = " ".join(f"{name}=..." for name in missing)
+        raise ArgumentError(f"{called} needs {' and '.join(map(repr, missing))}; give --kwargs {keywords}{has}")
 
 
 def _keyword_value(text: str) -> Any:
@@ -132,25 +132,25 @@ def parse_target(text: str) -> Target:
 def load_target(target: Target) -> Any:
     """Import the target's module, or run its file, and return what the name stands for."""
     module = _load_file(Path(target.where)) if target.is_file else _import_module(target.where)
-    found: Any = module
+    value: Any = module
     for part in target.name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            raise ArgumentError(f"{target.where} has no {target.name!r}{_suggestion(part, found)}") from None
+            raise ArgumentError(f"{target.where} has no {target.name!r}{_suggestion(part, value)}") from None
         except Exception as error:  # of a module that imports its parts when they are asked for
             raise ArgumentError(f"loading {target} raised {describe_error(error)}") from error
-    return found
+    return value
 
 
 def call_target(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> Any:
     """Load the target and call it with these keyword arguments."""
-    found = load_target(target)
-    if not callable(found):
-        raise ArgumentError(f"{target} is {with_article(found)}, not a function that can be called")
-    check_keywords(found, str(target), kwargs)
+    function = load_target(target)
+    if not callable(function):
+        raise ArgumentError(f"{target} is {with_article(function)}, not a function that can be called")
+    check_keywords(function, str(target), kwargs)
     try:
-        return found(**kwargs)
+        return function(**kwargs)
     except (Exception, SystemExit) as error:
         raise ArgumentError(f"calling {target} raised {describe_error(error)}{_raised_at(error)}") from error
 
@@ -159,12 +159,12 @@ def load_model(target: Target, kwargs: Mapping[str, Any] = NO_KWARGS) -> nn.Modu
     """The module that the target makes, or that it is."""
     from torch import nn
 
-    found = load_target(target)
+    value = load_target(target)
     # A model made when its file is run is no factory; to call it would be to run it.
-    is_made = isinstance(found, nn.Module)
+    is_made = isinstance(value, nn.Module)
     if is_made and kwargs:
         raise ArgumentError(f"--kwargs {next(iter(kwargs))}=...: {target} is a model, not a function that makes one")
-    model = found if is_made else call_target(target, kwargs)
+    model = value if is_made else call_target(target, kwargs)
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"{target} returned {with_article(model)}, expected a torch.nn.Module")
     return model

@@ -153,14 +153,14 @@ class ReceivedBytes:
 
     kept: float  # where it does not recompute
     plain_portals: float  # of that, what stages before the last one made
-    given: float  # where it recomputes: all of it
+    received: float  # where it recomputes: all of it
     recomputing_portals: float
 
 
 def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, ...]:
     """Computes the received bytes of each stage of a cut."""
     storages = flow_of_storage(chain)
-    found = []
+    received = []
     for j, (start, end) in enumerate(pairwise([*starts, len(chain)])):
         came = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
         saved = _held_bytes(chain, start, end, storages)[1]
@@ -168,8 +168,8 @@ def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, 
         flows = (kept, [flow for _, flow in came])
         before = starts[j - 1] if j else 0
         sums = [(_flow_bytes(of), _flow_bytes(flow for flow in of if flow.maker < before)) for of in flows]
-        found.append(ReceivedBytes(*sums[0], *sums[1]))
-    return tuple(found)
+        received.append(ReceivedBytes(*sums[0], *sums[1]))
+    return tuple(received)
 
 
 def _flow_bytes(flows: Iterable[Flow]) -> float:

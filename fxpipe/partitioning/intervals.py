@@ -66,7 +66,7 @@ class StageClock:
         n = len(work) - 1
         self.work = work  # prefix sums
         self._arrivals, self._gradients = arrivals, gradients
-        self._limit, self._found = -1, dict[int, int]()  # the last limit, and its ends by start
+        self._limit, self._ends_by_start = -1, dict[int, int]()  # the last limit, and its ends by start
         self._gain = [work[s] - arrivals.total(s) for s in range(n + 1)]
         ranked = sorted((work[e] + gradients.total(e), e) for e in ends)
         self._costs, self._ranked = [cost for cost, _ in ranked], [e for _, e in ranked]
@@ -82,10 +82,10 @@ class StageClock:
     def ends(self, start: int, limit: int) -> int:
         """The ends, as bits, of the stages from `start` that take `limit` at most."""
         if limit != self._limit:
-            self._limit, self._found = limit, {}
-        if start not in self._found:
-            self._found[start] = self._find_ends(start, limit)
-        return self._found[start]
+            self._limit, self._ends_by_start = limit, {}
+        if start not in self._ends_by_start:
+            self._ends_by_start[start] = self._find_ends(start, limit)
+        return self._ends_by_start[start]
 
     def _find_ends(self, start: int, limit: int) -> int:
         if limit < 0:
@@ -93,16 +93,16 @@ class StageClock:
         stop = bisect_right(self.work, self.work[start] + limit, lo=start)
         reached = bits_below(stop) & ~bits_below(start + 1)
         rank = bisect_right(self._costs, self._gain[start] + limit)
-        found = self._blocks[rank // ENDS_PER_BLOCK]
+        ends = self._blocks[rank // ENDS_PER_BLOCK]
         for e in self._ranked[rank - rank % ENDS_PER_BLOCK : rank]:
-            found |= 1 << e
-        found &= reached
+            ends |= 1 << e
+        ends &= reached
         keys = self._arrivals.keys[start]
         skipped = self._older[start] | (self._all_ends & bits_below(keys[-1] + 1) if keys else 0)
-        for e in places_of(skipped & reached & ~found):
+        for e in places_of(skipped & reached & ~ends):
             if self.seconds(start, e) <= limit:
-                found |= 1 << e
-        return found
+                ends |= 1 << e
+        return ends
 
     def _ends_of_older_gradients(self, n: int, ends: Sequence[int]) -> list[int]:
         """Finds for each start the ends crossed by a gradient whose flow was neither made nor used since that start."""
@@ -164,8 +164,8 @@ class StageClocks:
     def _gradients_of(self, link: Link | None) -> Iterator[CrossingEntry]:
         for flow, value in zip(self._chain.flows, self._sending.get(link, ()), strict=link is not None):
             if flow.returns:
-                made = [flow.maker] if flow.maker >= 0 else []
-                touched = [*made, *_users_in_chain(flow, self._chain)]
+                makers = [flow.maker] if flow.maker >= 0 else []
+                touched = [*makers, *_users_in_chain(flow, self._chain)]
                 yield from ((range(a + 1, b + 1), a, value) for a, b in pairwise(touched))
 
 

@@ -38,9 +38,9 @@ class NodeSequence:
 
     def __post_init__(self) -> None:
         n = len(self.costs)
-        for given, what in ((self.names, "names"), (self.modules, "modules")):
-            if len(given) not in (0, n):
-                raise ArgumentError(f"{len(given)} {what} for {n} costs: give one for each node, or none")
+        for values, what in ((self.names, "names"), (self.modules, "modules")):
+            if len(values) not in (0, n):
+                raise ArgumentError(f"{len(values)} {what} for {n} costs: give one for each node, or none")
         for place in self.forbidden_cuts:
             if not 1 <= place < n:
                 raise ArgumentError(f"forbidden place {place}: a cut can stand before places 1 to {n - 1} only")
@@ -128,19 +128,19 @@ def starts_by_counts(entries: Sequence[int] | Sequence[str], stages: int, nodes:
     return starts
 
 
-def cuts_by_names(given: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
+def cuts_by_names(balance: Sequence[int] | Sequence[str], stages: int, nodes: NodeSequence) -> tuple[int, ...]:
     """The places before which a cut must stand: behind the last node of each name. At most one less than stages."""
-    names = [str(name) for name in given]
+    names = [str(name) for name in balance]
     if len(names) > stages - 1:
         raise ArgumentError(
             f"balance={names} has {len(names)} names for {stages} stages: give {stages - 1} or fewer, a stage ends "
             f"behind each; or give {stages} numbers of nodes that sum to {len(nodes.costs)}"
         )
-    found = [(name, places_of_name(name, nodes)) for name in names]
+    places_of = [(name, places_of_name(name, nodes)) for name in names]
     _raise_problems(
-        unknown_name_message(name, nodes) for name, places in found if not places and nodes.empty.get(name) is None
+        unknown_name_message(name, nodes) for name, places in places_of if not places and nodes.empty.get(name) is None
     )
-    ends = [(name, places[-1] + 1 if places else nodes.empty[name] or 0) for name, places in found]
+    ends = [(name, places[-1] + 1 if places else nodes.empty[name] or 0) for name, places in places_of]
     _raise_problems(
         f"{name!r} ends before the first node, where no stage can end: leave it out" for name, p in ends if p == 0
     )

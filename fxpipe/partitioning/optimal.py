@@ -116,17 +116,17 @@ def memory_limit_error(
     ]
     worst = over.index(max(over))
     head = f"{no_cut_fits_message(len(sites))}; the best one is over by {human_bytes(max(over))} in stage {worst}"
-    found = [
+    sentences = [
         f"The problem: {_problem_message(chain, sites, names, loads[worst], worst, (starts[worst], ends[worst]))}."
     ]
     tried = [first_fitting_trial(trials) for trials in remedies]
     words = [trial.words for trial in tried if trial is not None]
     if words:
-        found.append(f"What would fit: {'; or '.join(words)}.")
+        sentences.append(f"What would fit: {'; or '.join(words)}.")
     elif tried:
-        found.append("Nothing that was tried would fit: the model needs devices with more memory.")
-    message = "\n".join([f"{head}:", text_table(rows, SHORTAGE_HEADERS, has_rule=False), *found])
-    return MemoryLimitError(message, " ".join([f"{head}.", *found]), max(over))
+        sentences.append("Nothing that was tried would fit: the model needs devices with more memory.")
+    message = "\n".join([f"{head}:", text_table(rows, SHORTAGE_HEADERS, has_rule=False), *sentences])
+    return MemoryLimitError(message, " ".join([f"{head}.", *sentences]), max(over))
 
 
 def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, ...], tuple[StageLoad, ...]]:
@@ -205,7 +205,7 @@ def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequen
     """Names, of inseparable nodes that fit nowhere, even alone, those that need most; or nothing."""
     search = CutSearch(chain, sites)
     stages = list({site: j for j, site in enumerate(sites)}.values())
-    largest, found = 0.0, ""
+    largest, message = 0.0, ""
     items = [place for place in range(len(chain)) if place not in chain.forbidden_cuts]
     for start, end in pairwise([*items, len(chain)]):
         needs = [(search.memory(j, start, end), sites[j].memory) for j in stages]
@@ -217,8 +217,8 @@ def _single_node_message(chain: Chain, sites: Sequence[StageSite], names: Sequen
                 if end == start + 1
                 else f"{_node_label(start, names)} to {_node_label(end - 1, names)}"
             )
-            found = f"{alone} alone needs {human_bytes(largest)}, more than any stage may take"
-    return found
+            message = f"{alone} alone needs {human_bytes(largest)}, more than any stage may take"
+    return message
 
 
 def _largest_working_label(chain: Chain, names: Sequence[str], places: tuple[int, int]) -> str:

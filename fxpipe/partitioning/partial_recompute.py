@@ -51,16 +51,16 @@ def partial_recompute_cuts(
     """
     search = _PartialSearch(chain, sites)
     ends = [*starts[1:], len(chain)]
-    given = [
+    original = [
         search.least(j, start, end) or _SplitStage(j, start, end, start, end)
         if again
         else _SplitStage(j, start, end, start, start)
         for j, (start, end, again) in enumerate(zip(starts, ends, recompute, strict=True))
     ]
-    found = [given]
+    cuts = [original]
     if below is not None and (moved := search.even(below)) is not None:
-        found.append(moved)
-    for stages in found:
+        cuts.append(moved)
+    for stages in cuts:
         if any(stage.is_in_parts for stage in stages):
             yield tuple(part for stage in stages for part in stage.parts())
 
@@ -109,11 +109,11 @@ class _PartialSearch:
 
     def _stage(self, j: int, start: int, end: int, nearby: int) -> _SplitStage | None:
         site, most = self._sites[j], self._most[j]
-        found = []
+        candidates = []
         if self._memory(j, True, start, end) <= most:
-            found.append(_SplitStage(j, start, end, start, end))
+            candidates.append(_SplitStage(j, start, end, start, end))
         if site.must_recompute:
-            return found[0] if found else None
+            return candidates[0] if candidates else None
         if self._memory(j, False, start, end) <= most:
             return _SplitStage(j, start, end, start, start)
         if not site.may_recompute:
@@ -121,11 +121,11 @@ class _PartialSearch:
         first, last = _places_within(self._places, start, end)
         middle = self._last(first, last, nearby, lambda p: self._fits(j, start, p, end, kept_first=True))
         if middle is not None:
-            found.append(_SplitStage(j, start, end, middle, end))
+            candidates.append(_SplitStage(j, start, end, middle, end))
         middle = self._last(last - 1, first - 1, nearby, lambda p: self._fits(j, start, p, end, kept_first=False))
         if middle is not None:
-            found.append(_SplitStage(j, start, end, start, middle))
-        return min(found, key=self._again, default=None)
+            candidates.append(_SplitStage(j, start, end, start, middle))
+        return min(candidates, key=self._again, default=None)
 
     def _memory(self, j: int, recompute: bool, start: int, end: int) -> int:
         return self._bytes.memory(self._sites[j], recompute, start, end)
@@ -162,8 +162,8 @@ class _PartialSearch:
 
     def even(self, high: float) -> list[_SplitStage] | None:
         """The cut with the least bottleneck that is found, `high` at most; None if there is none."""
-        found, low = self._kept_within(high), 0.0
-        if found is None:
+        best, low = self._kept_within(high), 0.0
+        if best is None:
             return None
         for _ in range(BISECTION_STEPS):
             limit = (low + high) / 2
@@ -171,12 +171,12 @@ class _PartialSearch:
             if tried is None:
                 low = limit
             else:
-                found, high = tried, limit
-        return [self.least(stage.index, stage.start, stage.end) or stage for stage in found]
+                best, high = tried, limit
+        return [self.least(stage.index, stage.start, stage.end) or stage for stage in best]
 
     def _kept_within(self, limit: float) -> list[_SplitStage] | None:
         """Finds stages that take no longer than `limit`, each as long as it can be; None if there are none."""
-        found, start, count = list[_SplitStage](), 0, len(self._sites)
+        stages, start, count = list[_SplitStage](), 0, len(self._sites)
         for j in range(count):
             if j == count - 1:
                 stage = self.quick(j, start, self._n)
@@ -185,22 +185,22 @@ class _PartialSearch:
                 stage = self._longest(j, start, limit, count - 1 - j)
             if stage is None:
                 return None
-            found.append(stage)
+            stages.append(stage)
             start = stage.end
-        return found
+        return stages
 
     def _longest(self, j: int, start: int, limit: float, left: int) -> _SplitStage | None:
         """Finds the longest stage from `start` within `limit`. `left`: stages behind it; each needs a place."""
         first, stop = _places_within(self._places, start, self._n)
-        low, high, found = first - 1, stop - left + 1, None
+        low, high, longest = first - 1, stop - left + 1, None
         while high - low > 1:
             middle = (low + high) // 2
             stage = self.quick(j, start, self._places[middle])
             if stage is not None and self._time(stage) <= limit:
-                low, found = middle, stage
+                low, longest = middle, stage
             else:
                 high = middle
-        return found
+        return longest
 
 
 def _places_within(places: Sequence[int], start: int, end: int) -> tuple[int, int]:

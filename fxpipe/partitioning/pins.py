@@ -56,8 +56,8 @@ def placements_for_pins(
     ways = [_StagesForPins(_first_placement(device_of, placement, len(nodes.costs)), ())]
     for place, device in sorted(device_of.items()):
         ways = [longer for way in ways for longer in way.with_pin(place, device)][:MAX_WAYS]
-    found = (_stage_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
-    possible = tuple(way for way in found if _leaves_a_node_for_each(way))
+    placements = (_stage_bounds(way, len(nodes.costs)) for way in sorted(ways, key=lambda way: len(way.placement)))
+    possible = tuple(way for way in placements if _leaves_a_node_for_each(way))
     if not possible:
         raise PartitionError(
             f"pin={dict(pins)!r}: the {len(nodes.costs)} nodes are too few for the stages that this takes; use fewer "

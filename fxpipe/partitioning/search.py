@@ -205,16 +205,16 @@ class CutSearch:
         """Finds where each stage can start if all before it keep the limit; None if stages cannot reach the end."""
         allowed = self._allowed(limit)
         starts: StageStarts = []
-        found = 1
+        reached = 1
         for options, following in zip(self._options, [*allowed[1:], 0], strict=True):
-            starts.append(found & allowed[len(starts)])
-            found = 0
+            starts.append(reached & allowed[len(starts)])
+            reached = 0
             for start in places_of(starts[-1] if following else 0):
                 plain, again = options.ends(start, limit)
-                found |= plain
+                reached |= plain
                 if again:
-                    found |= again
-            found &= following
+                    reached |= again
+            reached &= following
         return starts if starts[-1] else None
 
     def _allowed(self, limit: int | None) -> StageStarts:

@@ -88,7 +88,7 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
     def stage_of(place: int) -> int:
         return min(bisect_right(starts, place), len(sites)) - 1
 
-    found: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    parts_by_ends: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for flow in chain.flows:
         if flow.maker < 0:
             continue
@@ -96,8 +96,8 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
         users = {stage_of(place) for place in flow.users} - {maker}
         for one in transfers_of(maker, users, flow.bytes, returns=flow.returns):
             seconds = sending_seconds(flow, sites[max(one.source, one.target)].link)
-            found.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
-    for (source, target), parts in sorted(found.items()):
+            parts_by_ends.setdefault((one.source, one.target), []).append((flow.bytes, seconds))
+    for (source, target), parts in sorted(parts_by_ends.items()):
         size, seconds = (math.fsum(column) for column in zip(*parts, strict=True))
         yield Transfer(source, target, size, seconds)
 
@@ -120,11 +120,11 @@ def _simulate_cut(
 
 def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
     """Computes the seconds of each stage's backward that make gradients of parameters."""
-    found, samples = [], case.settings.largest_micro_batch(case.batch)
+    seconds, samples = [], case.settings.largest_micro_batch(case.batch)
     for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
         cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
-        found.append(math.fsum(cost_of[name].weight.at(samples) for name in case.nodes.names[start:end]))
-    return found
+        seconds.append(math.fsum(cost_of[name].weight.at(samples) for name in case.nodes.names[start:end]))
+    return seconds
 
 
 # -- Memory advice where nothing fits: other cuts, more recomputing, more devices, smaller micro-batches -------------
@@ -135,17 +135,17 @@ MAX_DEVICES_FACTOR = 8  # a remedy tries up to this many times the given number 
 def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
     """Lists the remedies that are tried where nothing fits into memory."""
     settings = case.settings
-    found: list[Iterable[RemedyTrial]] = [
+    trials: list[Iterable[RemedyTrial]] = [
         recompute_trials(_with_asked_balance(case, case.chain, case.settings), case.sites)
     ]
     if settings.balance == "block":
-        found.insert(0, [RemedyTrial("use balance='optimal'", case.chain, case.sites)])
+        trials.insert(0, [RemedyTrial("use balance='optimal'", case.chain, case.sites)])
     if not isinstance(settings.schedule, str):
-        return found  # it is for these sizes
+        return trials  # it is for these sizes
     if not (settings.pins or case.chain.required_cuts or len(settings.placement) > len(settings.workers)):
-        found.append(_more_devices(case))
-    found.append(_smaller_micro_batches(case))
-    return found
+        trials.append(_more_devices(case))
+    trials.append(_smaller_micro_batches(case))
+    return trials
 
 
 def _with_asked_balance(case: CutProblem, chain: Chain, settings: Settings) -> Chain:
@@ -230,9 +230,9 @@ def share_memory(
     try:
         return solve(sites), tuple(sites)
     except MemoryLimitError:
-        found = _share_by_needs(sites, pools, solve)
-    if found is not None:
-        return found
+        solution = _share_by_needs(sites, pools, solve)
+    if solution is not None:
+        return solution
     try:
         return explain(sites), tuple(sites)
     except MemoryLimitError as error:
@@ -247,10 +247,10 @@ def _share_by_needs(
     tried = _with_memory(sites, wholes)
     for _ in range(SHARING_ROUNDS):
         try:
-            found = solve(tried)
+            cut = solve(tried)
         except MemoryLimitError:
             return None
-        needs: list[float | None] = [load.memory for load in found.loads]
+        needs: list[float | None] = [load.memory for load in cut.loads]
         sums = _pool_sums(needs, pools)
         shares = [
             None if whole is None or need is None or not together else whole * need / together
@@ -258,14 +258,14 @@ def _share_by_needs(
         ]
         tried = _with_memory(sites, shares)
         if all(whole is None or (s or 0.0) <= whole for whole, s in zip(wholes, sums, strict=True)):
-            return found, tried
+            return cut, tried
     return None
 
 
 def _pool_sums(figures: Sequence[float | None], pools: Sequence[int]) -> list[float | None]:
     """Sums the figures of all stages that share a memory, for each stage; None where there is no limit."""
-    found = {pool: math.fsum(f or 0.0 for f, p in zip(figures, pools, strict=True) if p == pool) for pool in pools}
-    return [None if own is None else found[pool] for own, pool in zip(figures, pools, strict=True)]
+    sums = {pool: math.fsum(f or 0.0 for f, p in zip(figures, pools, strict=True) if p == pool) for pool in pools}
+    return [None if own is None else sums[pool] for own, pool in zip(figures, pools, strict=True)]
 
 
 def _with_memory(sites: Sequence[StageSite], memory: Sequence[float | None]) -> tuple[StageSite, ...]:
@@ -290,16 +290,16 @@ def choose_cut(
     Raises:
         PartitionError: it cannot be cut as asked; a `MemoryLimitError` where it does not fit.
     """
-    found, failures = list[Cut](), list[PartitionError]()
+    cuts, failures = list[Cut](), list[PartitionError]()
     for traced in orders:
         for make_case in cut_problems(traced, profiles, batch, settings):
             try:
-                found += _candidate_cuts(make_case(), explains)
+                cuts += _candidate_cuts(make_case(), explains)
             except PartitionError as error:
                 failures.append(error)
-    if not found:
+    if not cuts:
         raise _most_helpful(failures)
-    return min(found, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
+    return min(cuts, key=lambda cut: (cut.simulation.step_seconds, sum(way.bytes for way in cut.transfers)))
 
 
 def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
@@ -324,14 +324,14 @@ def _candidate_cuts(case: CutProblem, explains: bool) -> Iterator[Cut]:
     solve = partial(optimal_partition, explains=False)
     explain = partial(optimal_partition, names=case.nodes.names, remedies=memory_advice(case)) if explains else solve
     for starts, recompute, shared in _solutions(chain, sites, case.settings, solve, explain):
-        found = cut_of(case, starts, recompute, shared, balance, compared)
-        yield found
+        cut = cut_of(case, starts, recompute, shared, balance, compared)
+        yield cut
         if _may_split_stages(case) and any(site.may_recompute for site in shared):
             is_free = balance == "optimal" and not (chain.required_cuts or chain.first_stages)
-            below = (1 - MIN_GAIN_OF_STAGE) * max(load.seconds for load in found.loads)
+            below = (1 - MIN_GAIN_OF_STAGE) * max(load.seconds for load in cut.loads)
             for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
                 other = _cut_with_split_stages(case, parts, shared, balance, compared)
-                if other.simulation.step_seconds <= (1 - MIN_GAIN_OF_STAGE) * found.simulation.step_seconds:
+                if other.simulation.step_seconds <= (1 - MIN_GAIN_OF_STAGE) * cut.simulation.step_seconds:
                     yield other
 
 
@@ -390,15 +390,15 @@ def _solutions(
     shares = [float(placement.count(k)) for k in placement]
     for _ in range(BALANCING_ROUNDS if max(shares) > 1 else 1):
         weighed, kinds = _weighted_chain(chain, sites, shares)
-        found, shared = share_memory(
+        cut, shared = share_memory(
             kinds,
             memory_pools(settings),
             solve=partial(solve, weighed),
             explain=partial(explain, weighed),
         )
         own = [replace(site, memory=share.memory) for site, share in zip(sites, shared, strict=True)]
-        yield found.starts, found.recompute, own
-        loads = stage_loads(chain, own, found.starts, found.recompute)
+        yield cut.starts, cut.recompute, own
+        loads = stage_loads(chain, own, cut.starts, cut.recompute)
         totals = [sum(load.seconds for load, k in zip(loads, placement, strict=True) if k == own) for own in placement]
         shares = [total / load.seconds if load.seconds else 1.0 for total, load in zip(totals, loads, strict=True)]
 

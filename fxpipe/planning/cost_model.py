@@ -112,10 +112,10 @@ class PlannedWorker:
 
 def device_kinds(devices: Sequence[torch.device]) -> list[torch.device]:
     """Returns one device of each kind among these, in order of appearance: what has to be profiled."""
-    found: dict[str, torch.device] = {}
+    kinds: dict[str, torch.device] = {}
     for device in devices:
-        found.setdefault(device_kind(device), device)
-    return list(found.values())
+        kinds.setdefault(device_kind(device), device)
+    return list(kinds.values())
 
 
 def remaining_kinds(before: Settings, now: Settings) -> tuple[int, ...]:

@@ -88,31 +88,31 @@ def _pinned_placements(settings: Settings, nodes: NodeSequence) -> tuple[PinnedP
 
 def _fitting_schedule(ways: Sequence[PinnedPlacement], settings: Settings) -> tuple[PinnedPlacement, ...]:
     """Filters ways of pins by the schedule: those in which stages are where it can have them."""
-    found, failures = list[PinnedPlacement](), list[ArgumentError]()
+    fitting, failures = list[PinnedPlacement](), list[ArgumentError]()
     for way in ways:
         placement = _with_placement(settings, way.placement).placement
         try:
             make_schedule(settings.schedule, len(placement), settings.chunks, placement=placement)
-            found.append(way)
+            fitting.append(way)
         except ArgumentError as error:
             failures.append(error)
-    if not found:
+    if not fitting:
         raise ArgumentError(f"with these pins {failures[0]}") from None
-    return tuple(found)
+    return tuple(fitting)
 
 
 def _fitting_checkpoint(ways: Sequence[PinnedPlacement], settings: Settings) -> Sequence[PinnedPlacement]:
     """Filters ways of pins by the checkpoint modes: those that have as many stages."""
     if isinstance(settings.checkpoint, str):
         return ways
-    found = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
-    if not found:
+    fitting = [way for way in ways if len(way.placement) == len(settings.checkpoint)]
+    if not fitting:
         counts = " or ".join(str(n) for n in sorted({len(way.placement) for way in ways}))
         raise ArgumentError(
             f"checkpoint has {len(settings.checkpoint)} modes, but with these pins there are {counts} stages: give one "
             "for each, or one for all"
         )
-    return found
+    return fitting
 
 
 def _cut_problem(
@@ -146,12 +146,12 @@ def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, st
                 stages, _fewer_stages_advice(stages, len(settings.workers), len(nodes.items()))
             )
         )
-    found = set[int]()
+    starts = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)
-        found.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
-    found.update(traced.cut_mark_places)
-    return tuple(sorted(_check_required(found - {0, len(nodes.costs)}, traced, stages, nodes)))
+        starts.update((cuts_by_names if by_names else starts_by_counts)(settings.balance, stages, nodes))
+    starts.update(traced.cut_mark_places)
+    return tuple(sorted(_check_required(starts - {0, len(nodes.costs)}, traced, stages, nodes)))
 
 
 def _fewer_stages_advice(stages: int, devices: int, most: int) -> str:

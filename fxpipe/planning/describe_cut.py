@@ -83,7 +83,7 @@ def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
             int(load.held_bytes),
             int(load.working_bytes),
             int(came.plain_portals),
-            int(came.given - came.kept),
+            int(came.received - came.kept),
             int(came.recomputing_portals - came.plain_portals),
         )
         for load, came in zip(loads, received_bytes(chain, cut.starts), strict=True)
@@ -103,9 +103,9 @@ def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
 def _value_bytes(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> Polynomial:
     here = bytes_at(formula, batch, samples)
     with contextlib.suppress(ArgumentError):
-        found = polynomial_of(coefficients_of(formula, batch))
-        if found(samples) == here:
-            return found
+        polynomial = polynomial_of(coefficients_of(formula, batch))
+        if polynomial(samples) == here:
+            return polynomial
     return polynomial_of(coefficients_of(fit_counts(((samples, here),), samples, batch), batch))
 
 
@@ -138,32 +138,32 @@ def tied_parameters(traced: Traced, program: Program) -> tuple[TiedParameter, ..
             users.setdefault(id(tensor), []).append(j)
             sizes[id(tensor)] = tensor_bytes(tensor)
     return tuple(
-        TiedParameter(tuple(found), tuple(dict.fromkeys(users[key])), sizes[key])
-        for key, found in names.items()
-        if key in users and (len(found) > 1 or len({*users[key]}) > 1)
+        TiedParameter(tuple(own), tuple(dict.fromkeys(users[key])), sizes[key])
+        for key, own in names.items()
+        if key in users and (len(own) > 1 or len({*users[key]}) > 1)
     )
 
 
 def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
     """Modules that are one node of the graph; of one that is called several times, the first call."""
-    found: dict[str, OpaqueNode] = {}
+    opaque: dict[str, OpaqueNode] = {}
     for node in traced.nodes:
         if "whole" in node.meta:
             name = opaque_name(node) if "continued" in node.meta else node.meta["whole"]
-            found.setdefault(name, OpaqueNode(name, node.meta["why"], user_line_of(node)))
-    return tuple(found.values())
+            opaque.setdefault(name, OpaqueNode(name, node.meta["why"], user_line_of(node)))
+    return tuple(opaque.values())
 
 
 def heaviest_node(cut: Cut, samples: int) -> HeaviestNode:
     """The node that takes the longest where it runs, of several the first."""
     by_kind = [{cost.name: cost for cost in profile.nodes} for profile in cut.profiles]
-    found = []
+    nodes = []
     for place, node in enumerate(cut.traced.nodes):
         stage = min(bisect_right(cut.starts, place), len(cut.sites)) - 1
         cost = by_kind[cut.sites[stage].kind][node.name]
         seconds = cost.forward + cost.backward
-        found.append(HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.fixed))
-    return max(found, key=lambda node: node.seconds)
+        nodes.append(HeaviestNode(node.name, stage, seconds.at(samples), user_line_of(node), seconds.fixed))
+    return max(nodes, key=lambda node: node.seconds)
 
 
 # -- The share of each node in the time of its stage -----------------------------------------------------------------
@@ -189,8 +189,8 @@ def rematerialized_nodes(cut: Cut, program: Program, samples: int) -> tuple[tupl
         seconds = {cost.name: cost.forward.at(samples) for cost in cut.profiles[kind].nodes}
         return choose_rematerialization(cut.traced, program, seconds, sizes, receive)
 
-    found = {kind: if_all_were(kind) for kind in {site.kind for site in cut.sites}}
-    return tuple(found[site.kind][j] for j, site in enumerate(cut.sites))
+    by_kind = {kind: if_all_were(kind) for kind in {site.kind for site in cut.sites}}
+    return tuple(by_kind[site.kind][j] for j, site in enumerate(cut.sites))
 
 
 def _receive_seconds(link: Link) -> Callable[[float], float]:
@@ -319,13 +319,13 @@ def _planned_transfers(
         for value in stage.receives:
             if value.source != PIPE_INPUT:
                 users.setdefault((value.source, value.name), []).append(j)
-    found: dict[tuple[int, int], list[Polynomial]] = {}
+    sizes_by_ends: dict[tuple[int, int], list[Polynomial]] = {}
     for (source, name), stages in users.items():
         for way in transfers_of(source, stages, 0, returns=name in returns):
-            found.setdefault((way.source, way.target), []).append(formulas[name])
+            sizes_by_ends.setdefault((way.source, way.target), []).append(formulas[name])
     hardware, placement = settings.hardware, settings.placement
     sendings = []
-    for (source, target), sizes in sorted(found.items()):
+    for (source, target), sizes in sorted(sizes_by_ends.items()):
         one, other = placement[source], placement[target]
         over = () if hardware is None else shared_adapters(hardware, one, other)
         sent = PlannedTransfer(

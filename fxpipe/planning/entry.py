@@ -110,10 +110,10 @@ def prepare(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: Settings,
-    given: Plan | None = None,
+    plan: Plan | None = None,
     seed: int = 0,
 ) -> PreparedGraph:
-    """Runs all passes. With `given`, its stages are taken instead of planning new ones, for the graph of its mode.
+    """Runs all passes. With a `plan`, its stages are taken instead of planning new ones, for the graph of its mode.
 
     `seed` is that of the numbers that forward draws and reads.
     """
@@ -122,7 +122,7 @@ def prepare(
     from fxpipe.tracing.source_lines import warn_user
     from fxpipe.tracing.strategies import imbalance_warnings
 
-    if given is None:
+    if plan is None:
         studied = trace_and_profile(model, args, kwargs, settings, seed)
         if len(settings.workers) > 1:
             for limit in imbalance_warnings(studied.traced):
@@ -132,12 +132,12 @@ def prepare(
 
             return prepare_best(studied, args, kwargs, settings)
         return prepare_profiled(studied, settings)
-    with on_one_device(model) as device, in_mode(model, given.evaluating):
+    with on_one_device(model) as device, in_mode(model, plan.evaluating):
         args, kwargs = move_inputs((args, kwargs), device)
         traced, batch = trace_batch(model, args, kwargs, settings, seed)
-        if given.fingerprint != traced.fingerprint():
+        if plan.fingerprint != traced.fingerprint():
             raise ArgumentError(
-                f"plan was made for another graph (fingerprint {given.fingerprint}, here {traced.fingerprint()}): the "
+                f"plan was made for another graph (fingerprint {plan.fingerprint}, here {traced.fingerprint()}): the "
                 "model, its mode or its inputs have changed; plan it again with fxpipe.plan"
             )
-        return prepare_given_plan(traced, given, batch, settings)
+        return prepare_given_plan(traced, plan, batch, settings)

@@ -83,10 +83,10 @@ def _can_be_recorded(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[s
         few = slice_samples(leaves, traced.in_dims, 0, min(EVALUATION_SAMPLES, traced.batch_of(leaves)))
         args, kwargs = pytree.tree_unflatten(few, spec)
         try:
-            found = trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
+            evaluation = trace_unverified(traced, args, kwargs, settings.in_dims, settings.out_dims)
         except Exception:
             return False
-    return not found.untold
+    return not evaluation.untold
 
 
 def _batch_of(first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

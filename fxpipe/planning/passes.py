@@ -263,7 +263,7 @@ def _decided_checkpoint(asked: str | tuple[str, ...], recompute: Sequence[bool])
     return tuple("always" if again else "never" for again in recompute)
 
 
-def prepare_given_plan(traced: Traced, given: Plan, batch: int, settings: Settings) -> PreparedGraph:
+def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settings) -> PreparedGraph:
     """The stages of a plan. Its figures follow the micro-batches; they stay those of the devices it was made for."""
     from fxpipe.plans.retarget import resize_plan
     from fxpipe.rewriting import split_into_stages
@@ -271,20 +271,20 @@ def prepare_given_plan(traced: Traced, given: Plan, batch: int, settings: Settin
     from fxpipe.scheduling import schedule_text
 
     by_name = {node.name: node for node in traced.nodes}
-    names = [name for stage in given.stages for name in stage.nodes]
-    if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in given.stages):
+    names = [name for stage in asked.stages for name in stage.nodes]
+    if sorted(names) != sorted(by_name) or not all(stage.nodes for stage in asked.stages):
         raise ArgumentError("plan does not have the nodes of the graph that its fingerprint names: it is damaged")
     reordered = with_node_order(traced, [by_name[name] for name in names])
-    starts = tuple(accumulate((len(stage.nodes) for stage in given.stages[:-1]), initial=0))
-    copies = [stage.copies for stage in given.stages]
+    starts = tuple(accumulate((len(stage.nodes) for stage in asked.stages[:-1]), initial=0))
+    copies = [stage.copies for stage in asked.stages]
     deferred, compiled = settings.deferred_batch_norm, settings.compile
     program = split_into_stages(reordered, starts, settings.devices, copies, deferred, compiled)
     stages = tuple(
-        replace(stage, device=str(device), code=made.code)
-        for stage, device, made in zip(given.stages, settings.devices, program.stages, strict=True)
+        replace(stage, device=str(device), code=built.code)
+        for stage, device, built in zip(asked.stages, settings.devices, program.stages, strict=True)
     )
     plan = replace(
-        resize_plan(replace(given, stages=stages), settings.largest_micro_batch(batch), settings.checkpoint),
+        resize_plan(replace(asked, stages=stages), settings.largest_micro_batch(batch), settings.checkpoint),
         devices=tuple(map(str, settings.devices)),
         schedule=schedule_text(settings.schedule, settings.chunks, settings.placement),
         chunks=settings.chunks,

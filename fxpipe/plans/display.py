@@ -74,8 +74,9 @@ def _head(plan: PlanData) -> str:
 def _bottlenecks(plan: PlanData) -> str:
     """Formats the bottlenecks of a step, by the ways of cutting that were compared."""
     return ", ".join(
-        f"{human_seconds(found.seconds)} by {found.balance}" + ("" if found.fits else ", which does not fit")
-        for found in plan.bottlenecks
+        f"{human_seconds(bottleneck.seconds)} by {bottleneck.balance}"
+        + ("" if bottleneck.fits else ", which does not fit")
+        for bottleneck in plan.bottlenecks
     )
 
 
@@ -108,7 +109,7 @@ def _checkpoint_text(plan: PlanData) -> str:
 
 
 def _stage_table(plan: PlanData, figures: PlanFigures) -> str:
-    rows = [_stage_row(plan, stage, found) for stage, found in zip(plan.stages, figures.stages, strict=True)]
+    rows = [_stage_row(plan, stage, own) for stage, own in zip(plan.stages, figures.stages, strict=True)]
     return text_table(rows, PLAN_STAGE_HEADERS, left=("device",))
 
 
@@ -216,7 +217,7 @@ def plan_html(plan: PlanData) -> str:
     figures = plan_figures(plan)
     headers = ("stage", "device", "nodes", "parameters", "forward", "backward", "in flight", "memory", "sends")
     rows: list[tuple[HtmlCell, ...]] = []
-    for stage, found in zip(plan.stages[:MAX_HTML_STAGES], figures.stages, strict=False):
+    for stage, own in zip(plan.stages[:MAX_HTML_STAGES], figures.stages, strict=False):
         limit = "" if stage.memory_limit is None else f"of {human_bytes(stage.memory_limit)}"
         rows.append(
             (
@@ -227,7 +228,7 @@ def plan_html(plan: PlanData) -> str:
                 seconds_cell(stage.forward_seconds),
                 seconds_cell(stage.backward_seconds),
                 number_cell(plan.in_flight(stage.index)),
-                bytes_cell(found.memory_bytes, limit),
+                bytes_cell(own.memory_bytes, limit),
                 bytes_cell(stage.sent_bytes) if stage.sent_bytes else missing_cell(),
             )
         )

@@ -54,11 +54,11 @@ def short_group_name(name: str, width: float, size: float) -> str:
     """Shortens a name to the last parts that fit: `transformer.h.0.attn` -> `…0.attn`; or, if vague, to both ends."""
     first, to, last = name.partition(RANGE_DASH)
     for depth in range(max(first.count("."), last.count(".")), -1, -1):
-        found = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
-        if text_width(found, size) <= width:
-            if set(found) <= NUMBER_LETTERS:  # of layers, and nothing else
+        short = _last_parts(first, depth) + (to + _last_parts(last, depth) if to else "")
+        if text_width(short, size) <= width:
+            if set(short) <= NUMBER_LETTERS:  # of layers, and nothing else
                 break
-            return found
+            return short
     return fit_text(name, width, size) if width >= MIN_LETTERS * size else ""
 
 
@@ -128,8 +128,8 @@ def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
 def _join_small(parts: list[_NodeRun], least: float) -> list[_NodeRun]:
     """Small ones that stand next to each other as one."""
     gathered: list[_NodeRun] = []
-    for is_small, found in groupby(parts, key=lambda run: run.share < least):
-        group = list(found)
+    for is_small, runs in groupby(parts, key=lambda run: run.share < least):
+        group = list(runs)
         if is_small and len(group) > 1:
             gathered.append(_NodeRun([node for run in group for node in run.nodes], is_elided=True))
         else:

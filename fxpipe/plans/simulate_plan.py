@@ -57,15 +57,15 @@ def simulate(
         ArgumentTypeError: an argument is of another type.
         ScheduleError: a schedule of your own would not run.
     """
-    found = vary_plan(plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware)
-    stages, transfers = found.costs()
+    variant = vary_plan(plan, schedule=schedule, chunks=chunks, checkpoint=checkpoint, batch=batch, hardware=hardware)
+    stages, transfers = variant.costs()
     limits = [
-        [s.memory_limit for s in found.stages if found.placement[s.index] == k] for k in range(len(found.workers))
+        [s.memory_limit for s in variant.stages if variant.placement[s.index] == k] for k in range(len(variant.workers))
     ]
     return replace(
-        simulate_schedule(found.as_schedule(), stages, transfers, overlaps=overlaps),
-        devices=found.workers,
-        samples=found.batch,
+        simulate_schedule(variant.as_schedule(), stages, transfers, overlaps=overlaps),
+        devices=variant.workers,
+        samples=variant.batch,
         limits=tuple(None if None in of_device else sum(filter(None, of_device)) for of_device in limits),
     )
 
@@ -91,45 +91,48 @@ def vary_plan(
     samples = _batch(plan, batch, resizes=count != plan.chunks)
     m = count if samples is None else min(count, samples)
     _check_schedule(plan, order, m, modes)
-    found = resize_plan(plan, plan.micro_batch if samples is None else -(-samples // m), modes)
-    found = replace(
-        found, schedule=schedule_text(order, m, plan.placement), chunks=count, batch=samples if samples else plan.batch
+    variant = resize_plan(plan, plan.micro_batch if samples is None else -(-samples // m), modes)
+    variant = replace(
+        variant,
+        schedule=schedule_text(order, m, plan.placement),
+        chunks=count,
+        batch=samples if samples else plan.batch,
     )
     if hardware is None:
-        return found
+        return variant
     from fxpipe.hardware import parse_hardware
     from fxpipe.plans.retarget import retarget_plan
 
-    return retarget_plan(found, parse_hardware(hardware))
+    return retarget_plan(variant, parse_hardware(hardware))
 
 
-def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, given: int | None) -> int:
+def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) -> int:
     """A table of one's own says how many micro-batches there are, unless it is said."""
-    if given is None:
+    if asked is None:
         return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
-    return _parse_whole_number("chunks", given, "micro-batches")
+    return _parse_whole_number("chunks", asked, "micro-batches")
 
 
-def _batch(plan: Plan, given: int | None, resizes: bool) -> int | None:
+def _batch(plan: Plan, asked: int | None, resizes: bool) -> int | None:
     """Samples of the mini-batch; None where they are not known, nor needed."""
-    if given is not None:
-        return _parse_whole_number("batch", given, "samples")
+    if asked is not None:
+        return _parse_whole_number("batch", asked, "samples")
     if plan.batch is None and resizes:
         return plan.micro_batch * plan.chunks
     return plan.batch
 
 
-def _parse_whole_number(name: str, given: int, what: str) -> int:
-    count = whole_number(given)
+def _parse_whole_number(name: str, value: int, what: str) -> int:
+    count = whole_number(value)
     if count is None:
-        raise ArgumentTypeError(f"{name}={given!r}: expected a whole number of {what}, at least 1")
+        raise ArgumentTypeError(f"{name}={value!r}: expected a whole number of {what}, at least 1")
     if count < 1:
-        raise ArgumentError(f"{name}={given!r}: expected at least 1")
+        raise ArgumentError(f"{name}={value!r}: expected at least 1")
     return count
 
 
-def _modes(given: str | Sequence[str]) -> str | tuple[str, ...]:
-    return given if isinstance(given, str) or not isinstance(given, Sequence) else tuple(given)
+def _modes(checkpoint: str | Sequence[str]) -> str | tuple[str, ...]:
+    return checkpoint if isinstance(checkpoint, str) or not isinstance(checkpoint, Sequence) else tuple(checkpoint)
 
 
 def _check_schedule(plan: Plan, order: ScheduleLike, m: int, modes: str | tuple[str, ...]) -> None:

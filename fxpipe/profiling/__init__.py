@@ -85,15 +85,15 @@ def profile(
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")
     chosen = None if hardware is None else parse_hardware(hardware)
-    given = _leaves(traced, args, {} if kwargs is None else kwargs)
-    micro_batch = _micro_batch(traced, given, micro_batch)
+    inputs = _leaves(traced, args, {} if kwargs is None else kwargs)
+    micro_batch = _micro_batch(traced, inputs, micro_batch)
     others = sizes_to_measure(traced, micro_batch, second)
     # `preserve_state`: hooks, and modules kept whole, run as they are.
     with (
         DISPATCH_MODE_LOCK,
         show_progress(progress),
         preserve_state(traced.model),
-        with_fake_tensors(traced.model, given) as leaves,
+        with_fake_tensors(traced.model, inputs) as leaves,
     ):
         place = _device_of_model(traced, leaves) if device is None else _parse_device(device)
         counts = _counts(traced, effects, leaves, micro_batch, anywhere=chosen is not None)
@@ -101,18 +101,20 @@ def profile(
             chosen = HARDWARE["a100-80gb"]
         if chosen is not None:
             sizes = (micro_batch, *itertools.islice(others, 1))
-            found = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
+            timings = {size: estimate(traced, effects, leaves, size, chosen) for size in sizes}
         else:
             with _torch_threads(threads):
-                found = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
-        ran = _operations_by_size(traced, effects, leaves, micro_batch, found, operations)
-    here = found[micro_batch]
+                timings = measure(traced, effects, leaves, place, micro_batch, others, repeats=repeats, budget=budget)
+        ran = _operations_by_size(traced, effects, leaves, micro_batch, timings, operations)
+    here = timings[micro_batch]
     parameters = parameter_bytes(traced)
     outputs = output_bytes(traced, effects, {n: m.bytes for n, m in here.items()}, micro_batch)
     growing = dependents_of(traced, [n for k, n in traced.placeholders.items() if traced.in_dims[k] is not None])
 
     def seconds(of: Callable[[NodeTiming], float], node: fx.Node) -> Seconds:
-        return fit_seconds({size: of(measured[node]) for size, measured in found.items()}, micro_batch, node in growing)
+        return fit_seconds(
+            {size: of(measured[node]) for size, measured in timings.items()}, micro_batch, node in growing
+        )
 
     costs = []
     for node in here:
@@ -144,7 +146,7 @@ def _operations_by_size(
     effects: Effects,
     leaves: Sequence[Any],
     micro_batch: int,
-    found: Mapping[int, Mapping[fx.Node, NodeTiming]],
+    timings: Mapping[int, Mapping[fx.Node, NodeTiming]],
     operations: bool,
 ) -> dict[int, dict[fx.Node, NodeOperations]] | None:
     """Finds by number of samples each node's operations: estimated or, where nodes were measured, as they would be.
@@ -156,8 +158,8 @@ def _operations_by_size(
     def noted(of: Mapping[int, Mapping[fx.Node, NodeTiming]]) -> dict[int, dict[fx.Node, NodeOperations]]:
         return {size: {n: m.ran for n, m in nodes.items() if m.ran is not None} for size, nodes in of.items()}
 
-    if any(m.ran is not None for m in found[micro_batch].values()) or not found[micro_batch]:
-        return noted(found)
+    if any(m.ran is not None for m in timings[micro_batch].values()) or not timings[micro_batch]:
+        return noted(timings)
     if not operations:
         return None
     sizes = (micro_batch, *itertools.islice(sizes_to_measure(traced, micro_batch), 1))
@@ -197,10 +199,10 @@ def _leaves(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 def _micro_batch(traced: Traced, leaves: Sequence[Any], wanted: int | None) -> int:
     """Returns the number of samples to run."""
-    given = traced.batch_of(leaves)
-    size = given if wanted is None else wanted
-    if size > given:
-        raise ArgumentError(f"micro_batch={size}, but the inputs hold {given} samples; give at least {size}")
+    samples = traced.batch_of(leaves)
+    size = samples if wanted is None else wanted
+    if size > samples:
+        raise ArgumentError(f"micro_batch={size}, but the inputs hold {samples} samples; give at least {size}")
     # Without values nobody could compare graph and model: such a read may do no harm, and it will be seen later.
     runs = (
         traced.holds_at(size)
@@ -233,8 +235,8 @@ def _parse_device(device: torch.device | str) -> torch.device:
 def _device_of_model(traced: Traced, leaves: Sequence[Any]) -> torch.device:
     """Returns the device of the model; of a model without tensors, that of its inputs."""
     own = (attribute_tensor(traced, n) for n in traced.graph.nodes if n.op == "get_attr")
-    given = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    for tensor in (*own, *given):
+    inputs = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    for tensor in (*own, *inputs):
         return tensor.device
     raise ArgumentError("neither the model nor the inputs hold a tensor, so there is nothing to measure")
 

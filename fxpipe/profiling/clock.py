@@ -58,8 +58,8 @@ class Clock:
             clock = cls(time.thread_time, device=device, waited=_seconds_without_work)
         else:
             clock = cls(time.thread_time, device=device, waited=_seconds_off_core, share=_NOT_BUSY)
-        found = [clock.seconds(_do_nothing)[0] for _ in range(_TICKS)]
-        clock.tick = median(found)
+        ticks = [clock.seconds(_do_nothing)[0] for _ in range(_TICKS)]
+        clock.tick = median(ticks)
         return clock
 
     def seconds(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[float, Any]:
@@ -95,12 +95,12 @@ class Clock:
             return 0.0, ()
         by_itself = self._overhead(len(ends), len(starts))
         try:
-            seconds, found = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
+            seconds, results = self.seconds(_run_backward, ends, starts, gradients, totals, keeps_graph)
         except RuntimeError as error:
             if not has_no_way_back(error):
                 raise
             return 0.0, ()
-        return seconds - by_itself, found
+        return seconds - by_itself, results
 
     def _overhead(self, ends: int, starts: int) -> float:
         """Measures a call of autograd that goes through nothing, from so many tensors to so many."""
@@ -118,11 +118,11 @@ def _run_backward(
     totals: Sequence[torch.Tensor | None],
     keeps_graph: bool = False,
 ) -> BackwardGradients:
-    found = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
-    for gradient, total in zip(found, totals, strict=False):
+    results = torch.autograd.grad(ends, starts, gradients, retain_graph=keeps_graph, allow_unused=True)
+    for gradient, total in zip(results, totals, strict=False):
         if total is not None and gradient is not None:
             total.add_(gradient)
-    return found
+    return results
 
 
 def _seconds_off_core() -> float:

@@ -42,14 +42,14 @@ def coefficients_of(expression: sympy.Expr, batch: sympy.Symbol) -> tuple[int | 
         polynomial = sympy.Poly(bound, batch)
         if polynomial.degree() > MAX_DEGREE:
             raise _NoBound
-        found = [_exact_number(c) for c in reversed(polynomial.all_coeffs())]
+        coefficients = [_exact_number(c) for c in reversed(polynomial.all_coeffs())]
     except (_NoBound, sympy.SympifyError, sympy.PolynomialError):
         raise ArgumentError(
             f"the formula {expression} is no polynomial in {batch}, nor is one known that bounds it: it cannot be saved"
         ) from None
-    while found and found[-1] == 0:
-        found.pop()
-    return tuple(found)
+    while coefficients and coefficients[-1] == 0:
+        coefficients.pop()
+    return tuple(coefficients)
 
 
 def formula_of(coefficients: Sequence[int | Fraction], batch: sympy.Symbol) -> sympy.Expr:
@@ -97,14 +97,14 @@ class _NoBound(Exception):
 
 def _exact_number(coefficient: sympy.Expr) -> int | Fraction:
     if isinstance(coefficient, sympy.Float) and coefficient.is_finite:
-        found = Fraction(float(coefficient))
+        number = Fraction(float(coefficient))
     elif isinstance(coefficient, sympy.Rational):
-        found = Fraction(int(coefficient.p), int(coefficient.q))
+        number = Fraction(int(coefficient.p), int(coefficient.q))
     else:
         raise _NoBound
-    if max(abs(found.numerator), found.denominator) >= 10**MAX_DIGITS:
+    if max(abs(number.numerator), number.denominator) >= 10**MAX_DIGITS:
         raise _NoBound
-    return int(found) if found.denominator == 1 else found
+    return int(number) if number.denominator == 1 else number
 
 
 def _polynomial_bound(expression: sympy.Expr, batch: sympy.Symbol, above: bool) -> sympy.Expr:

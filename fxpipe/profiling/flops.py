@@ -71,21 +71,21 @@ class NodeOperations:
     to_inputs: tuple[OperationCounts, ...] = ()
 
 
-def work_of(found: Mapping[int, NodeOperations], samples: int) -> NodeWork:
+def work_of(by_size: Mapping[int, NodeOperations], samples: int) -> NodeWork:
     """Derives formulas from what ran for several numbers of samples; right in any case for `samples`.
 
     A number for which other operations ran is left out; what is known for one number only grows with the batch.
     """
-    return _work_of(tuple(found.items()), samples)
+    return _work_of(tuple(by_size.items()), samples)
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(found: tuple[tuple[int, NodeOperations], ...], samples: int) -> NodeWork:
-    here = dict(found)[samples]
+def _work_of(by_size: tuple[tuple[int, NodeOperations], ...], samples: int) -> NodeWork:
+    here = dict(by_size)[samples]
 
     def operations(which: str) -> tuple[Operation, ...]:
         wanted = [dtype for dtype, _, _ in getattr(here, which)]
-        rows = {size: getattr(ran, which) for size, ran in found}
+        rows = {size: getattr(ran, which) for size, ran in by_size}
         alike = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
         return tuple(
             Operation(
@@ -99,10 +99,10 @@ def _work_of(found: tuple[tuple[int, NodeOperations], ...], samples: int) -> Nod
 
 @functools.lru_cache(maxsize=4096)
 def _fit_to_polynomial(counted: tuple[tuple[int, int], ...], samples: int) -> Polynomial:
-    found = through(counted)
-    if found is None or any(c < 0 for c in found):
-        found = (Fraction(0), Fraction(dict(counted)[samples], samples))
-    exact = polynomial_of(found)
+    coefficients = through(counted)
+    if coefficients is None or any(c < 0 for c in coefficients):
+        coefficients = (Fraction(0), Fraction(dict(counted)[samples], samples))
+    exact = polynomial_of(coefficients)
     if exact(samples) == dict(counted)[samples]:
         return exact
     return Polynomial((dict(counted)[samples],))  # a share of it that is no number of a file

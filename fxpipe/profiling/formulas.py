@@ -25,12 +25,12 @@ def parameter_bytes(traced: Traced) -> dict[fx.Node, sympy.Expr]:
     The recorder gives every tensor of the model one `get_attr` node, whatever its names, so a tied weight counts once.
     """
     counted: set[fx.Node] = set()
-    found = {}
+    bytes_of = {}
     for node in traced.nodes:
         new = [n for n in node.all_input_nodes if n.op == "get_attr" and n not in counted]
         counted.update(new)
-        found[node] = sympy.Add(*map(_node_bytes, new))
-    return found
+        bytes_of[node] = sympy.Add(*map(_node_bytes, new))
+    return bytes_of
 
 
 def output_bytes(
@@ -41,11 +41,11 @@ def output_bytes(
     A size that depends on values (`x[mask]`) has no formula: it is taken to grow with the batch from the bytes that
     were `seen` with so many `samples`.
     """
-    found = {}
+    bytes_of = {}
     for node in traced.nodes:
-        made = sympy.Integer(0) if shares_memory(effects, node) else _node_bytes(node)
-        found[node] = -(-seen[node] // samples) * traced.batch if made.free_symbols - {traced.batch} else made
-    return found
+        size = sympy.Integer(0) if shares_memory(effects, node) else _node_bytes(node)
+        bytes_of[node] = -(-seen[node] // samples) * traced.batch if size.free_symbols - {traced.batch} else size
+    return bytes_of
 
 
 def shares_memory(effects: Effects, node: fx.Node) -> bool:
@@ -85,9 +85,9 @@ def fit_polynomial(counted: Sequence[tuple[int, int]]) -> tuple[Fraction, ...] |
     for degree in range(MAX_FIT_DEGREE + 1):
         if len(counted) < degree + 2 and not (degree == 1 and len(counted) == 2):
             return None
-        found = _interpolate(counted[: degree + 1])
-        if all(sum(c * size**k for k, c in enumerate(found)) == count for size, count in counted):
-            return found
+        coefficients = _interpolate(counted[: degree + 1])
+        if all(sum(c * size**k for k, c in enumerate(coefficients)) == count for size, count in counted):
+            return coefficients
     return None
 
 
@@ -98,12 +98,12 @@ def _interpolate(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
     for order in range(1, len(points)):
         for k in range(len(points) - 1, order - 1, -1):
             divided[k] = (divided[k] - divided[k - 1]) / (sizes[k] - sizes[k - order])
-    found = [Fraction(0)]
-    for k in range(len(points) - 1, -1, -1):  # found = found * (b - sizes[k]) + divided[k]
-        shifted = [Fraction(0), *found]
-        found = [a - sizes[k] * b for a, b in zip(shifted, [*found, Fraction(0)], strict=True)]
-        found[0] += divided[k]
-    return tuple(found[: len(points)])
+    coefficients = [Fraction(0)]
+    for k in range(len(points) - 1, -1, -1):  # coefficients * (b - sizes[k]) + divided[k]
+        shifted = [Fraction(0), *coefficients]
+        coefficients = [a - sizes[k] * b for a, b in zip(shifted, [*coefficients, Fraction(0)], strict=True)]
+        coefficients[0] += divided[k]
+    return tuple(coefficients[: len(points)])
 
 
 # Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.
@@ -128,13 +128,13 @@ def sizes_to_measure(traced: Traced, micro_batch: int, wanted: int | None = None
             yield size
 
 
-def fit_seconds(found: Mapping[int, float], micro_batch: int, grows: bool = True) -> Seconds:
+def fit_seconds(by_size: Mapping[int, float], micro_batch: int, grows: bool = True) -> Seconds:
     """The line through the seconds found at `micro_batch`, and nearest to those found at other sizes.
 
     Where there are none, all is cost per sample, or fixed, as `grows` says: does the work grow with the batch at all?
     """
-    here = found[micro_batch]
-    runs = {size - micro_batch: seconds - here for size, seconds in found.items() if size != micro_batch}
+    here = by_size[micro_batch]
+    runs = {size - micro_batch: seconds - here for size, seconds in by_size.items() if size != micro_batch}
     if runs:
         slope = sum(run * rise for run, rise in runs.items()) / sum(run * run for run in runs)
         slope = min(max(slope, 0.0), here / micro_batch)

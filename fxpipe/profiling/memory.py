@@ -126,7 +126,7 @@ def larger_formula(left: sympy.Expr, right: sympy.Expr, batch: sympy.Symbol, sam
 
 def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
     """Finds the nodes in one walk from the end: what a read node was given is read as well, and so is its memory."""
-    found: set[fx.Node] = set()
+    unread: set[fx.Node] = set()
     read: set[fx.Node] = set()
     memory: set[int | None] = set()  # alias classes
     for node, written in zip(reversed(effects.nodes), reversed(effects.written_classes), strict=True):
@@ -135,8 +135,8 @@ def unread_nodes(effects: Effects) -> frozenset[fx.Node]:
             read.update(node.all_input_nodes)
             memory.update(alias for n in node.all_input_nodes if (alias := effects.alias[n]) is not None)
         else:
-            found.add(node)
-    return frozenset(found)
+            unread.add(node)
+    return frozenset(unread)
 
 
 MAX_TRIED_SAMPLES = 13  # samples that are tried in other runs, where there are fewer in a micro-batch

@@ -95,10 +95,10 @@ class TimingSamples:
 
         The median of n samples lies about their interquartile range over the root of n from where it will settle.
         """
-        for found in (self.forward, self.backward, self.to_inputs):
-            if len(found) > 1:
-                lower, middle, upper = quantiles(found, n=4, method="inclusive")
-                if (upper - lower) / len(found) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
+        for samples in (self.forward, self.backward, self.to_inputs):
+            if len(samples) > 1:
+                lower, middle, upper = quantiles(samples, n=4, method="inclusive")
+                if (upper - lower) / len(samples) ** 0.5 > max(MEDIAN_TOLERANCE * middle, negligible):
                     return False
         return True
 

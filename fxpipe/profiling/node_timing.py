@@ -194,14 +194,14 @@ class TimingRounds:
     def _missing(self, kind: Hashable) -> int:
         """Returns how many samples of a kind to take in the next round."""
         samples = self.samples[kind]
-        found = len(samples.forward)
-        if not found:
+        count = len(samples.forward)
+        if not count:
             return 1
-        if found >= MAX_SAMPLES or samples.needs_one or time.perf_counter() >= self.deadline:
+        if count >= MAX_SAMPLES or samples.needs_one or time.perf_counter() >= self.deadline:
             return 0
         repeats = min(self.repeats, _samples_for(max(samples.forward_seconds, samples.backward_seconds)))
-        if found < repeats:
-            return repeats - found
+        if count < repeats:
+            return repeats - count
         return (
             0 if samples.are_precise(max(self._negligible / self._number[kind], UNIMPORTANT_SECONDS)) else self.repeats
         )
@@ -220,21 +220,21 @@ class TimingRounds:
             self._keep_waiting(written)
         if node not in self.kind:
             self._meet(node, written)
-        samples, made = self.samples[self.kind[node]], None
+        samples, result = self.samples[self.kind[node]], None
         if self._wants(node):
             self._taken[node] += 1
-            made = self._sample(node, written, samples)
+            result = self._sample(node, written, samples)
         if node not in self._sums_of:
             self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
-        if made is None and not node.users and not written and node in self.bytes:
+        if result is None and not node.users and not written and node in self.bytes:
             return
-        if made is None and self._has_taken_alike(node):
+        if result is None and self._has_taken_alike(node):
             return
-        if made is None or written:
+        if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
             with set_thread_state(node.meta["state"]), torch.no_grad():
-                made = (function(*args, **kwargs),)
-        (value,) = made
+                result = (function(*args, **kwargs),)
+        (value,) = result
         self._note(node, value)
         self._alike.keep(node, self.kind[node], self.values[node])
         self._spread_grad(written, samples.leaves_grad)
@@ -373,11 +373,11 @@ def _samples_for(seconds: float) -> int:
 
 def dependents_of(traced: Traced, sources: Iterable[fx.Node]) -> set[fx.Node]:
     """`sources`, and all nodes whose values depend on them."""
-    found = {*sources}
+    dependents = {*sources}
     for node in traced.graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(n in dependents for n in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 def _leaf_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -443,17 +443,17 @@ def measure(
         while any([r.round() for r in rounds.values()]):
             pass
     here = {node: rounds[micro_batch].measured(node) for node in effects.nodes}
-    found = {micro_batch: here}
+    timings = {micro_batch: here}
     for size, other in rounds.items():
         if size != micro_batch:
-            found[size] = {node: _with_weight_share(other.measured(node), here[node]) for node in effects.nodes}
-    return found
+            timings[size] = {node: _with_weight_share(other.measured(node), here[node]) for node in effects.nodes}
+    return timings
 
 
-def _with_weight_share(found: NodeTiming, like: NodeTiming) -> NodeTiming:
+def _with_weight_share(timing: NodeTiming, like: NodeTiming) -> NodeTiming:
     """Takes over the share of gradients of parameters in backward that was seen in a micro-batch."""
     share = like.weight_seconds / like.backward_seconds if like.backward_seconds else 0.0
-    return replace(found, weight_seconds=share * found.backward_seconds)
+    return replace(timing, weight_seconds=share * timing.backward_seconds)
 
 
 def _budget_step(budget: float, spend: ProgressStep) -> Callable[[], object]:

@@ -46,15 +46,15 @@ def probe_node(node: fx.Node, written: Iterable[fx.Node], values: Mapping[fx.Nod
     with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
         changed = {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in written}
     starts = [t for value in inputs.values() for t in tensors_in(value) if t.requires_grad]
-    given = inputs | changed
-    found = next((t.device for t in tensors_in(list(given.values())) if t.device.type == "cuda"), None)
-    if found is not None and not _is_fake(given):
+    operands = inputs | changed
+    device = next((t.device for t in tensors_in(list(operands.values())) if t.device.type == "cuda"), None)
+    if device is not None and not _is_fake(operands):
         _probe_once(
-            node, given, changed, starts, _CountingMode()
+            node, operands, changed, starts, _CountingMode()
         )  # libraries take their workspaces at their first call
-        given |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
-        return _probe_once(node, given, {n: given[n] for n in changed}, starts, _CudaCountingMode(found))
-    return _probe_once(node, given, changed, starts, _CountingMode())
+        operands |= {n: pytree.tree_map_only(torch.Tensor, torch.clone, inputs[n]) for n in changed}
+        return _probe_once(node, operands, {n: operands[n] for n in changed}, starts, _CudaCountingMode(device))
+    return _probe_once(node, operands, changed, starts, _CountingMode())
 
 
 def _is_fake(values: Any) -> bool:
@@ -63,14 +63,14 @@ def _is_fake(values: Any) -> bool:
 
 def _probe_once(
     node: fx.Node,
-    given: Mapping[fx.Node, Any],
+    operands: Mapping[fx.Node, Any],
     changed: Mapping[fx.Node, Any],
     starts: list[torch.Tensor],
     counter: _CountingMode,
 ) -> Probe:
     with set_thread_state(node.meta["state"]), counter:
-        counter.begin(t for value in given.values() for t in tensors_in(value))
-        value = call_node(node, given.__getitem__)
+        counter.begin(t for value in operands.values() for t in tensors_in(value))
+        value = call_node(node, operands.__getitem__)
         forward = counter.end()
     ends = {id(t): t for t in tensors_in([value, list(changed.values())]) if t.grad_fn is not None}.values()
     if not ends or not starts:

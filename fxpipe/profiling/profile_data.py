@@ -264,17 +264,19 @@ def load_profile(path: str | Path) -> Profile:
         ) from None
 
 
-def profile_for(traced: Traced, given: Profile | str | Path) -> Profile:
+def profile_for(traced: Traced, profile_or_path: Profile | str | Path) -> Profile:
     """A profile of this very graph: the one given, or the one in the file of this name.
 
     Raises:
         ArgumentError: it is no profile, or one of another graph.
         OSError: the file cannot be read.
     """
-    if not isinstance(given, (Profile, str, Path)):
-        raise ArgumentTypeError(f"profile is a {type(given).__name__}; expected a Profile or the path of a saved one")
-    profile = given if isinstance(given, Profile) else load_profile(given)
-    what = "the profile" if isinstance(given, Profile) else f"the profile {str(given)!r}"
+    if not isinstance(profile_or_path, (Profile, str, Path)):
+        raise ArgumentTypeError(
+            f"profile is a {type(profile_or_path).__name__}; expected a Profile or the path of a saved one"
+        )
+    profile = profile_or_path if isinstance(profile_or_path, Profile) else load_profile(profile_or_path)
+    what = "the profile" if isinstance(profile_or_path, Profile) else f"the profile {str(profile_or_path)!r}"
     if profile.fingerprint != traced.fingerprint():
         raise ArgumentError(
             f"{what} was made for another graph (fingerprint {profile.fingerprint or 'not known'}, here "
@@ -319,10 +321,10 @@ def _parse_profile(document: Any) -> Profile:
 
 
 def _parse_operation(value: Any, where: str) -> Operation:
-    found = dataclass_from_json(Operation, value, where)
-    if any(c < 0 for formula in (found.flops, found.moved) for c in formula.coefficients):
+    operation = dataclass_from_json(Operation, value, where)
+    if any(c < 0 for formula in (operation.flops, operation.moved) for c in formula.coefficients):
         raise ArgumentError(f"{where}: a coefficient is less than 0")
-    return found
+    return operation
 
 
 def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> NodeWork | None:
@@ -374,12 +376,12 @@ def _parse_seconds(value: Any, where: str) -> Seconds:
 
 def _parse_formula(value: Any, batch: sympy.Symbol, samples: int, where: str) -> sympy.Expr:
     try:
-        found = coefficients_from_json(value)
+        coefficients = coefficients_from_json(value)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from None
-    if found and (found[-1] < 0 or sum(c * samples**power for power, c in enumerate(found)) < 0):
+    if coefficients and (coefficients[-1] < 0 or sum(c * samples**power for power, c in enumerate(coefficients)) < 0):
         raise ArgumentError(f"{where}: {value} is less than 0")
-    return formula_of(found, batch)
+    return formula_of(coefficients, batch)
 
 
 def _parse_fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:

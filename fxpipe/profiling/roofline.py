@@ -63,15 +63,15 @@ def estimate(
 
 def _resize_inputs(traced: Traced, leaves: Sequence[Any], size: int) -> list[Any]:
     """Resizes inputs to so many samples: their own, again and again."""
-    found = []
+    resized = []
     with torch.no_grad():
         for leaf, dim in zip(leaves, traced.in_dims, strict=True):
             if dim is None or not isinstance(leaf, torch.Tensor) or leaf.shape[dim] == size:
-                found.append(leaf)
+                resized.append(leaf)
                 continue
             times = -(-size // leaf.shape[dim])
-            found.append(torch.cat([leaf] * times, dim).narrow(dim, 0, size).requires_grad_(leaf.requires_grad))
-    return found
+            resized.append(torch.cat([leaf] * times, dim).narrow(dim, 0, size).requires_grad_(leaf.requires_grad))
+    return resized
 
 
 # -- a walk over the graph ---------------------------------------------------------------------------------------------
@@ -117,10 +117,10 @@ class _EstimateRun:
 
     def run(self) -> dict[fx.Node, NodeTiming]:
         self._hold()
-        found = {}
+        timings = {}
         for place, node in enumerate(self.effects.nodes):
             try:
-                found[node] = self._visit(node, place)
+                timings[node] = self._visit(node, place)
             except ChangedInPlaceError:
                 raise
             except Exception as error:
@@ -131,7 +131,7 @@ class _EstimateRun:
                     if self.effects.last[used] <= place:
                         self.values.pop(used, None)
             self.step()
-        return found
+        return timings
 
     def _hold(self) -> None:
         """Holds inputs and the model's tensors: copies of what a node will write to."""
@@ -192,14 +192,14 @@ class _EstimateRun:
         return {n: _detached_like(self.values[n], self.grads[n]) for n in node.all_input_nodes}
 
     def _cost(self, node: fx.Node, own: dict[fx.Node, _Value], written: Sequence[fx.Node]) -> _KindEstimate:
-        given = dict(own)
+        operands = dict(own)
         with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
-            given.update((n, _map_tensors(torch.clone, own[n])) for n in written)
+            operands.update((n, _map_tensors(torch.clone, own[n])) for n in written)
         with Roofline(self.hardware) as clock:
             with set_thread_state(node.meta["state"]):
-                value = call_node(node, given.__getitem__)
+                value = call_node(node, operands.__getitem__)
             forward = clock.take()
-            changed = [t for n in written for t in _tensors_of(given[n])]
+            changed = [t for n in written for t in _tensors_of(operands[n])]
             ends = _distinct_tensors(t for t in (*tensors_in(value), *changed) if t.grad_fn is not None)
             starts = {n: [t for t in _tensors_of(v) if t.requires_grad] for n, v in own.items()}
             backward = clock.back(ends, _distinct_tensors(t for ts in starts.values() for t in ts))
@@ -304,14 +304,14 @@ def bytes_moved(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], res
     if name in _ALLOCATIONS:
         return 0
     read = {storage_of(t): t for t in _tensors_of((args, kwargs))}
-    made = [t for t in _tensors_of(result) if storage_of(t) not in read]
+    results = [t for t in _tensors_of(result) if storage_of(t) not in read]
     written = list(_written_arguments(func, args, kwargs))
-    if not made and not written:
+    if not results and not written:
         return 0  # a view
     sizes = {storage: _tensor_bytes(t) for storage, t in read.items()}
     if name in _GATHERS:
-        sizes[storage_of(args[0])] = sum(map(_tensor_bytes, made))
-    return sum(sizes.values()) + sum(map(_tensor_bytes, (*made, *written)))
+        sizes[storage_of(args[0])] = sum(map(_tensor_bytes, results))
+    return sum(sizes.values()) + sum(map(_tensor_bytes, (*results, *written)))
 
 
 def _written_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

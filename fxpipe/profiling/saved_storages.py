@@ -93,8 +93,8 @@ class StorageObservations:
 
     def bytes(self, label: ValueLabel | SavedLabel) -> int | None:
         """Returns the bytes of a storage; None where there is none such."""
-        found = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
-        return None if found is None else found.bytes
+        storage = self.seen.get(replace(label, node=self.same.get(label.node, label.node)))
+        return None if storage is None else storage.bytes
 
 
 def observe_storages(

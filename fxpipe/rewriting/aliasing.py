@@ -47,22 +47,22 @@ class Aliases:
             alias = effects.alias[node]
             if alias is not None:
                 members[alias].append(node)
-                found = _base_of(effects, node)
-                if found is not None:
-                    source[node] = found
+                base = _base_of(effects, node)
+                if base is not None:
+                    source[node] = base
         return cls(dict(members), source, effects.place)
 
     def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
         """The nearest node from which views make all of `nodes`, and what to make from it, in order; or None."""
-        found, again = set(nodes), []
-        while len(found) > 1 or any(map(_is_container, found)):
-            last = max(found, key=self.place.__getitem__)
+        remaining, again = set(nodes), []
+        while len(remaining) > 1 or any(map(_is_container, remaining)):
+            last = max(remaining, key=self.place.__getitem__)
             if last not in self.source:
                 return None
-            found.remove(last)
-            found.add(self.source[last])
+            remaining.remove(last)
+            remaining.add(self.source[last])
             again.append(last)
-        return found.pop(), again[::-1]
+        return remaining.pop(), again[::-1]
 
 
 def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:

@@ -257,27 +257,29 @@ def _draft_stage(cut: _StageCut, stage: int) -> _StageDraft:
 
 def _take_rematerialized(cut: _StageCut, stage: int, needs: dict[fx.Node, None]) -> list[fx.Node]:
     """Takes out of `needs` what the stage computes itself, and puts in what it needs for that."""
-    found: list[fx.Node] = []
+    rematerialized: list[fx.Node] = []
     waiting = [n for n in needs if n.name in cut.copies[stage]]
     while waiting:
         node = waiting.pop()
         if node not in needs:
             continue
         del needs[node]
-        found.append(node)
-        new = [n for n in node.all_input_nodes if cut.is_received(n, stage) and n not in needs and n not in found]
+        rematerialized.append(node)
+        new = [
+            n for n in node.all_input_nodes if cut.is_received(n, stage) and n not in needs and n not in rematerialized
+        ]
         needs |= dict.fromkeys(new)
         waiting += [n for n in new if n.name in cut.copies[stage]]
-    return found
+    return rematerialized
 
 
 def _clone_roots(cut: _StageCut, stage: int, members: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
     """Finds the nodes to clone at the entry of a stage, and those to make again from them, to have all of `members`."""
     if stage == 0 or not members:
         return list(members), []  # each input is a tensor of its own
-    found = cut.aliases.nearest_root(members)
-    assert found is not None, "a cut that `forbidden_cuts` forbids"
-    return [found[0]], found[1]
+    root = cut.aliases.nearest_root(members)
+    assert root is not None, "a cut that `forbidden_cuts` forbids"
+    return [root[0]], root[1]
 
 
 class _StageBuilder:
@@ -288,30 +290,30 @@ class _StageBuilder:
     ):
         self.cut, self.device, self.ordinals, self.deferring = cut, device, ordinals, deferring
         self.graph = fx.Graph()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
         self.statistics: list[Any] = []  # what batch norm finds and does not track: an output for each node
         self._state = cut.traced.state
 
     def receive(self, attributes: Iterable[fx.Node], draft: _StageDraft, popped: Collection[str]) -> None:
         for node in attributes:
-            self.made[node] = self.graph.placeholder(node.name)
-            self.made[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
+            self.copies[node] = self.graph.placeholder(node.name)
+            self.copies[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
         for node in draft.needs:
-            self.made[node] = self.graph.placeholder(node.name)
-            self.made[node].meta.update(shapes=node.meta.get("shapes"))
+            self.copies[node] = self.graph.placeholder(node.name)
+            self.copies[node].meta.update(shapes=node.meta.get("shapes"))
         for node in draft.needs:
             if node.name in popped:
-                self.made[node] = insert_pop(self.graph, self.made[node], node.name)
+                self.copies[node] = insert_pop(self.graph, self.copies[node], node.name)
         for node in draft.clones:
-            self.made[node] = self._call(clone, (self.made[node],), f"{node.name}_copy")
+            self.copies[node] = self._call(clone, (self.copies[node],), f"{node.name}_copy")
         for node in draft.again:
             same = self.cut.effects.same.get(node)
-            self.made[node] = self.made[same] if same is not None else self._copied(node)
+            self.copies[node] = self.copies[same] if same is not None else self._copied(node)
 
     def copy(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            self.made[node] = self._copied(node)
-            ordinal, copy = self.ordinals.get(node), self.made[node]
+            self.copies[node] = self._copied(node)
+            ordinal, copy = self.ordinals.get(node), self.copies[node]
             self._defer(node, copy)
             if node.meta.get("opaque") and node.target is not operator.getitem:
                 copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
@@ -335,20 +337,20 @@ class _StageBuilder:
         self._set_state(self.cut.traced.state)  # a copy made in a `no_grad` block would lose its gradient
         values = []
         for node in sends:
-            value = self.made[node]
+            value = self.copies[node]
             if self.cut.effects.alias[node] in self.cut.states:
                 # Memory of a parameter or a buffer, which will be written to while others still read this value.
                 value = self._call(clone, (value,), f"{node.name}_copy")
             if node.name in stashed:
                 value = insert_stash(self.graph, value, node.name)
             values.append(value)
-        self.graph.output((*values, *(self.made[node] for node in assigns.values()), *self.statistics))
+        self.graph.output((*values, *(self.copies[node] for node in assigns.values()), *self.statistics))
         effects = self.cut.effects
         last: dict[int | None, int] = {
             alias: place for place, aliases in enumerate(effects.written_classes) for alias in aliases
         }
-        for node, made in self.made.items():
-            made.meta.update(place=effects.place.get(node, -1), last_write=last.get(effects.alias[node], -1))
+        for node, copy in self.copies.items():
+            copy.meta.update(place=effects.place.get(node, -1), last_write=last.get(effects.alias[node], -1))
 
     def _defer(self, node: fx.Node, copy: fx.Node) -> None:
         if node.name in self.deferring.norms:
@@ -363,7 +365,7 @@ class _StageBuilder:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         self._set_state(node.meta["state"])
-        copy = self.graph.node_copy(node, self.made.__getitem__)
+        copy = self.graph.node_copy(node, self.copies.__getitem__)
         set_node_device(copy, self.device)
         return copy
 

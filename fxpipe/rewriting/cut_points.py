@@ -30,15 +30,15 @@ def forbidden_cuts(traced: Traced) -> dict[int, str]:
     """Returns place -> why no cut may stand before the node at this place."""
     effects = traced.effects
     assert effects is not None
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     for first, last, reason in (
         *_part_spans(effects),
         *_buffer_spans(traced, effects),
         *_shared_memory_spans(traced, effects),
     ):
         for place in range(max(first, 0) + 1, last + 1):
-            found.setdefault(place, reason)
-    return found
+            reasons.setdefault(place, reason)
+    return reasons
 
 
 def _part_spans(effects: Effects) -> Iterator[ForbiddenSpan]:

@@ -92,7 +92,7 @@ class DeferredBatchNorm:
             for n in traced.graph.nodes
             if n.op == "get_attr" and _is_counter(n, tracking, whole, traced, effects)
         }
-        names = [frozenset(n.name for n in found) for found in (norms, whole)]
+        names = [frozenset(n.name for n in nodes) for nodes in (norms, whole)]
         return cls(names[0], names[1], frozenset(tracked), frozenset(counters))
 
 
@@ -168,8 +168,8 @@ def defer_batch_norm(norm: fx.Node, names: tuple[str, str]) -> Any:
     arguments, graph = _bound_norm_arguments(norm), norm.graph
     with graph.inserting_before(norm):
         count, mean, var = (
-            graph.create_node("call_function", function, (arguments[given],), name=f"{norm.name}_{name}")
-            for name, function, given in (
+            graph.create_node("call_function", function, (arguments[argument],), name=f"{norm.name}_{name}")
+            for name, function, argument in (
                 ("count", values_per_channel, "input"),
                 ("mean", torch.zeros_like, "running_mean"),
                 ("var", torch.zeros_like, "running_var"),
@@ -200,8 +200,8 @@ def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callabl
         own = {storage_of(t): (name, t) for name, t in zip(names, (*tensors, *leaves), strict=True) if name is not None}
         catching = _BatchNormCatcher(own)
         with catching:  # without `as`: torch.compile, which resumes inside, would forget the name
-            made = function(tensors, leaves)
-        return (*made, tuple(catching.found))
+            results = function(tensors, leaves)
+        return (*results, tuple(catching.statistics))
 
     return call
 
@@ -211,7 +211,7 @@ class _BatchNormCatcher(TorchFunctionMode):
 
     def __init__(self, own: dict[Any, tuple[str, torch.Tensor]]):
         super().__init__()
-        self.own, self.found = own, list[BatchStatistics]()
+        self.own, self.statistics = own, list[BatchStatistics]()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -226,7 +226,7 @@ class _BatchNormCatcher(TorchFunctionMode):
         args, changed = _untracked_arguments(func, arguments, mean, var)
         result = func(*args, **changed)
         count = values_per_channel(arguments["input"])
-        self.found.append((names[0], names[1], count, mean, var, arguments["momentum"]))
+        self.statistics.append((names[0], names[1], count, mean, var, arguments["momentum"]))
         return result
 
     def _name_of(self, statistic: torch.Tensor) -> str | None:

@@ -91,14 +91,14 @@ def nest_branches(row: LinearOrder, cones: DominatorTree) -> LinearOrder:
     for item in row.order:
         if not cones.is_dead[item]:
             children[cones.parent[item]].append(item)
-    made: list[list[ItemValue]] = [[] for _ in row.order]
+    values_of: list[list[ItemValue]] = [[] for _ in row.order]
     for value in items.values:
-        made[value.maker].append(value)
-    found: list[int] = []
+        values_of[value.maker].append(value)
+    reversed_order: list[int] = []
     waiting = [end]
     while waiting:  # from the end to the beginning
         item = waiting.pop()
-        found.append(item)
+        reversed_order.append(item)
         below = children[item]
         if len(below) > 1:
             ends = frozenset({item})
@@ -110,13 +110,13 @@ def nest_branches(row: LinearOrder, cones: DominatorTree) -> LinearOrder:
                         (v.bytes, cones.beside(child, v.users) | (ends if v.is_output else ends - ends)) for v in own
                     ]
                     for child in below
-                    if (own := made[child])
+                    if (own := values_of[child])
                 },
                 {child: cones.beside(child, items.after[child]) - ends for child in below},
             )
             below = min(below, group.quickest_first(), key=group.cost)
         waiting += below  # the last one comes off first
-    return LinearOrder.of(items, _insert_dead_items(row, found[:0:-1]))
+    return LinearOrder.of(items, _insert_dead_items(row, reversed_order[:0:-1]))
 
 
 def _insert_dead_items(row: LinearOrder, order: list[int]) -> list[int]:

@@ -79,10 +79,10 @@ class Stage:
         Args:
             is_split: its weights get their gradients in W, not in B.
         """
-        made = self._callables.get(is_split)
-        if made is None:
-            made = self._callables[is_split] = self.make_callable(self, is_split)
-        return made
+        callable_ = self._callables.get(is_split)
+        if callable_ is None:
+            callable_ = self._callables[is_split] = self.make_callable(self, is_split)
+        return callable_
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ class WeightGradientTape:
         self.uses.append(use)
 
     def detached(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        found = self.detached_parameters.get(name)
-        if found is None:
-            found = self.detached_parameters[name] = parameter.detach()
-        return found
+        detached = self.detached_parameters.get(name)
+        if detached is None:
+            detached = self.detached_parameters[name] = parameter.detach()
+        return detached
 
     def arrived(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Takes the gradients at the edges after B; the edges would keep alive what is left of its graph."""

@@ -45,7 +45,7 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
     changing = written_alias_classes(effects)
     touched = touched_alias_classes(effects)
     everywhere: set[fx.Node] = set()  # what any stage can have as it is, or compute
-    found: dict[str, tuple[str, ...]] = {}
+    sources_of: dict[str, tuple[str, ...]] = {}
     for node in traced.graph.nodes:
         if effects.requires_grad.get(node) or effects.alias.get(node) in changing:
             continue
@@ -55,10 +55,10 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
             does_more = node.meta.get("random") or "expects" in node.meta or has_side_effects(node)
             if not does_more and touched[node].isdisjoint(changing):
                 everywhere.add(node)
-                found[node.name] = tuple(source.name for source in node.all_input_nodes)
+                sources_of[node.name] = tuple(source.name for source in node.all_input_nodes)
         elif "number" in node.meta:
             everywhere.add(node)
-    return found
+    return sources_of
 
 
 def _is_constant(traced: Traced, node: fx.Node) -> bool:
@@ -91,10 +91,10 @@ def choose_rematerialization(
         n.args[0].name for n in traced.nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)
     }
     numbers = {n.name for n in traced.nodes if "number" in n.meta}
-    found: list[tuple[str, ...]] = []
+    chosen_names: list[tuple[str, ...]] = []
     for stage, arrival in zip(program.stages, receive, strict=True):
         if arrival is None:
-            found.append(())
+            chosen_names.append(())
             continue
         at_hand = numbers | {r.name for r in stage.receives if r.source == PIPE_INPUT}
         at_hand |= {attributes[name] for name in stage.attributes}
@@ -105,20 +105,20 @@ def choose_rematerialization(
             for name in wanted
         }
         chosen = cheapest_rematerialization([n for n in needed if n in again], again, prices, seconds)
-        found.append(tuple(name for name in again if name in chosen))
-    return tuple(found)
+        chosen_names.append(tuple(name for name in again if name in chosen))
+    return tuple(chosen_names)
 
 
 def _with_sources(names: Sequence[str], again: Mapping[str, Sequence[str]]) -> list[str]:
     """These values and all from which they are computed."""
-    found = dict.fromkeys(names)
-    waiting = [*found]
+    closure = dict.fromkeys(names)
+    waiting = [*closure]
     while waiting:
         for source in again.get(waiting.pop(), ()):
-            if source not in found:
-                found[source] = None
+            if source not in closure:
+                closure[source] = None
                 waiting.append(source)
-    return [*found]
+    return [*closure]
 
 
 def cheapest_rematerialization(

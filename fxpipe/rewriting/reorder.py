@@ -89,13 +89,13 @@ def _is_part(node: fx.Node) -> bool:
 
 def written_alias_classes(effects: Effects) -> set[int]:
     """Alias classes that some node changes. A method may change more than values: `requires_grad_`, `detach_`."""
-    found = set[int]().union(*effects.written_classes)
+    classes = set[int]().union(*effects.written_classes)
     for node in effects.nodes:
         name = opname(node.target)
         if name.endswith("_") and not name.endswith("__") and isinstance(first := _first_argument(node), fx.Node):
             alias = effects.alias[first]
-            found |= {alias} if alias is not None else set()
-    return found
+            classes |= {alias} if alias is not None else set()
+    return classes
 
 
 def _first_argument(node: fx.Node) -> object:
@@ -104,12 +104,12 @@ def _first_argument(node: fx.Node) -> object:
 
 def _memory_chains(effects: Effects, written: set[int]) -> Iterable[list[fx.Node]]:
     """Finds for each alias class that is written to the nodes that make, read or change it."""
-    found: dict[int, list[fx.Node]] = {alias: [] for alias in sorted(written)}
+    chains: dict[int, list[fx.Node]] = {alias: [] for alias in sorted(written)}
     classes = touched_alias_classes(effects)
     for place, node in enumerate(effects.nodes):
         for alias in sorted(classes[node] & written | effects.written_classes[place]):
-            found[alias].append(node)
-    return found.values()
+            chains[alias].append(node)
+    return chains.values()
 
 
 def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:

@@ -57,24 +57,24 @@ class ItemUses:
     """The items' relations, looked up from the other side. Values are known by their index."""
 
     before: tuple[tuple[int, ...], ...]  # by item: those that have to run before it
-    made: tuple[tuple[int, ...], ...]  # by item: the values that it makes
+    makes: tuple[tuple[int, ...], ...]  # by item: the values that it makes
     read: tuple[tuple[int, ...], ...]  # by item: the values that it uses
     bytes_made: tuple[int, ...]  # by item
 
     @classmethod
     def of(cls, items: Items) -> ItemUses:
         before: list[list[int]] = [[] for _ in items.weights]
-        made: list[list[int]] = [[] for _ in items.weights]
+        makes: list[list[int]] = [[] for _ in items.weights]
         read: list[list[int]] = [[] for _ in items.weights]
         for item, later in enumerate(items.after):
             for other in later:
                 before[other].append(item)
         for index, value in enumerate(items.values):
-            made[value.maker].append(index)
+            makes[value.maker].append(index)
             for user in value.users:
                 read[user].append(index)
-        size = (sum(items.values[index].bytes for index in own) for own in made)
-        return cls(tuple(map(tuple, before)), tuple(map(tuple, made)), tuple(map(tuple, read)), tuple(size))
+        size = (sum(items.values[index].bytes for index in own) for own in makes)
+        return cls(tuple(map(tuple, before)), tuple(map(tuple, makes)), tuple(map(tuple, read)), tuple(size))
 
 
 def sink_moves(row: LinearOrder, uses: ItemUses, cones: DominatorTree) -> dict[int, int]:
@@ -154,28 +154,28 @@ def _best_place(start: int, target: int, gain: int, losses: list[tuple[int, int]
 
 def _least_held_instead(row: LinearOrder, uses: ItemUses) -> list[int]:
     """Computes by value the least bytes that would have to be held instead of it."""
-    found = [value.bytes for value in row.items.values]
+    least = [value.bytes for value in row.items.values]
     for item in row.order:
         if item not in row.items.pinned:
-            read = sum(found[index] for index in uses.read[item])
-            for index in uses.made[item]:
-                found[index] = min(found[index], read)
-    return found
+            read = sum(least[index] for index in uses.read[item])
+            for index in uses.makes[item]:
+                least[index] = min(least[index], read)
+    return least
 
 
 def _latest_places(row: LinearOrder, uses: ItemUses, cones: DominatorTree, instead: list[int]) -> list[int]:
     """Computes by item the latest place to which it would sink."""
-    found = list(row.place)
+    latest = list(row.place)
     for item in reversed(row.order):
         if uses.bytes_made[item]:
-            gains = sum(instead[index] for index in uses.made[item]) < uses.bytes_made[item]
+            gains = sum(instead[index] for index in uses.makes[item]) < uses.bytes_made[item]
         else:
             gains = not any(instead[index] for index in uses.read[item])
         if gains and item not in row.items.pinned:
-            target = min((found[other] for other in row.items.after[item]), default=len(row.order))
+            target = min((latest[other] for other in row.items.after[item]), default=len(row.order))
             if _is_light(row, cones, item, target):
-                found[item] = target
-    return found
+                latest[item] = target
+    return latest
 
 
 _LEAST_SAVING = 200  # a round of moves that saves less than this part of the cost is not done: so there are few rounds
@@ -194,12 +194,12 @@ def arrange_items(items: Items) -> tuple[int, ...]:
     row = LinearOrder.of(items, range(len(items.weights)))
     while True:
         cone_by_cone = nest_branches(row, cones)
-        found = improved(row)
+        candidate = improved(row)
         if cone_by_cone.order != row.order:
-            found = min(found, improved(cone_by_cone), key=lambda row: row.cost)
-        if row.cost - found.cost <= row.cost // _LEAST_SAVING:
+            candidate = min(candidate, improved(cone_by_cone), key=lambda row: row.cost)
+        if row.cost - candidate.cost <= row.cost // _LEAST_SAVING:
             return row.order
-        row = found
+        row = candidate
 
 
 def _apply_moves(row: LinearOrder, anchors: Mapping[int, int]) -> LinearOrder:
@@ -211,9 +211,9 @@ def _apply_moves(row: LinearOrder, anchors: Mapping[int, int]) -> LinearOrder:
             break
         groups = waiting.pop()
         tried = done | {item: anchors[item] for group in groups for item in group}
-        found = row.moved(tried)
-        if found.cost < best.cost:
-            best, done = found, tried
+        candidate = row.moved(tried)
+        if candidate.cost < best.cost:
+            best, done = candidate, tried
         elif len(groups) > 1:
             middle = len(groups) // 2
             waiting += [groups[middle:], groups[:middle]]
@@ -227,7 +227,7 @@ def _move_groups(items: Items, moved: Mapping[int, int]) -> list[list[int]]:
         for other in items.after[item]:
             if other in moved:
                 groups.unite(other, item)
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for item in moved:
-        found.setdefault(groups.find(item), []).append(item)
-    return list(found.values())
+        members.setdefault(groups.find(item), []).append(item)
+    return list(members.values())

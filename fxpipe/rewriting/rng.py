@@ -137,8 +137,10 @@ def takes_generator(function: Callable[..., Any] | str) -> bool:
 @functools.cache
 def _has_generator_overload(packet: str) -> bool:
     """Returns whether this function of aten has an overload that takes a generator."""
-    found = getattr(torch.ops.aten, packet, None)
-    overloads = [getattr(found, name) for name in found.overloads()] if isinstance(found, OpOverloadPacket) else []
+    operator = getattr(torch.ops.aten, packet, None)
+    overloads = (
+        [getattr(operator, name) for name in operator.overloads()] if isinstance(operator, OpOverloadPacket) else []
+    )
     return any(_SEEDED in o.tags and _generator_place(o) is not None for o in overloads)
 
 

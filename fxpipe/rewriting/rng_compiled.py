@@ -44,12 +44,12 @@ def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     if not drawing and not continued:
         return run
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(run.graph, made))
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(run.graph, copies))
     for node in drawing:
-        made[node].target = _compilable_function(node.target)
+        copies[node].target = _compilable_function(node.target)
     for node in continued:
-        made[node].target = torch.compiler.disable(node.target)
+        copies[node].target = torch.compiler.disable(node.target)
     return fx.GraphModule({}, graph, class_name=type(run).__name__)
 
 

@@ -104,9 +104,11 @@ def attention(
 def _multi_head_attention(generator: Generator, *args: Any, **kwargs: Any) -> Any:
     """Torch's own code, with the random functions of this file."""
 
-    def attend(*given: Any) -> Any:
-        made = attention(generator, *given)
-        return F.scaled_dot_product_attention(*given) if made is NotImplemented else made  # p is 1: draws nothing
+    def attend(*operands: Any) -> Any:
+        attended = attention(generator, *operands)
+        return (
+            F.scaled_dot_product_attention(*operands) if attended is NotImplemented else attended
+        )  # p is 1: draws nothing
 
     def drop(input: Tensor, p: float) -> Tensor:
         return dropout(generator, input, p)
@@ -139,10 +141,10 @@ def _recurrent(function: Callable[..., Any]) -> RngKernel:
         for layer in range(layers):
             if layer and train and p:
                 x = dropout(generator, x, p)
-            given = [part[layer].contiguous() for part in parts]
+            initial = [part[layer].contiguous() for part in parts]
             weights = params[layer * each : (layer + 1) * each]
             x, *end = function(
-                x, given if len(given) > 1 else given[0], weights, has_biases, 1, 0.0, train, bidirectional, False
+                x, initial if len(initial) > 1 else initial[0], weights, has_biases, 1, 0.0, train, bidirectional, False
             )
             ends.append(end)
         return (x.transpose(0, 1) if batch_first else x, *map(torch.cat, zip(*ends, strict=True)))

@@ -138,8 +138,8 @@ def splittable_nodes(
     admits: Callable[[fx.Node, SplittableNode], bool] = lambda node, use: True,
 ) -> dict[fx.Node, SplittableNode]:
     """Finds the nodes to split. `admits`: may this one be split?"""
-    found = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
-    uses = {node: use for node, use in found.items() if admits(node, use)}
+    candidates = {node: use for node in graph.nodes if (use := _splittable_node(node, parameters)) is not None}
+    uses = {node: use for node, use in candidates.items() if admits(node, use)}
     while True:
         reads = {read for use in uses.values() for read in use.reads}
         kept = {p for use in uses.values() for p in use.parameters if not _is_covered(p, uses, reads)}
@@ -162,18 +162,18 @@ def _with_splits(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Gra
     while name in taken:  # nodes keep their names, by which the place of an exception is found
         name = f"_{name}"
     tape = new.placeholder(name)
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     gone = {read for use in uses.values() for read in use.reads if read not in use.parameters}
     for node in graph.nodes:
         if node in gone:
             continue
         use = uses.get(node)
         if use is None:
-            made[node] = new.node_copy(node, made.__getitem__)
+            copies[node] = new.node_copy(node, copies.__getitem__)
         else:
-            args, kwargs = fx.map_arg((use.args, use.kwargs), made.__getitem__)
-            made[node] = new.create_node("call_function", use.make(), (tape, *args), kwargs, name=node.name)
-            made[node].meta = dict(node.meta)
+            args, kwargs = fx.map_arg((use.args, use.kwargs), copies.__getitem__)
+            copies[node] = new.create_node("call_function", use.make(), (tape, *args), kwargs, name=node.name)
+            copies[node].meta = dict(node.meta)
     new.lint()
     return new
 
@@ -187,8 +187,8 @@ def _splittable_node(node: fx.Node, parameters: ParameterNames) -> SplittableNod
     function: Any = node.target
     function = _ATEN_CONVOLUTIONS.get(function, function)
     if function in (F.linear, _aten.linear.default):
-        found = _bound_arguments(node, ("input", "weight", "bias"))
-        return None if found is None else _split_product(node, parameters, LINEAR, *found.values())
+        arguments = _bound_arguments(node, ("input", "weight", "bias"))
+        return None if arguments is None else _split_product(node, parameters, LINEAR, *arguments.values())
     if function in _PRODUCTS:
         return (
             None if node.kwargs or len(node.args) != 2 else _split_product(node, parameters, MATMUL, *node.args, None)
@@ -244,13 +244,20 @@ def _split_operands(
 def _embedding_operation(node: fx.Node, name: str) -> SplitOperation | None:
     """Returns the operation of an embedding; None for a table that is normed in place."""
     names = _EMBEDDING_ARGUMENTS if node.target is F.embedding else _ATEN_EMBEDDING_ARGUMENTS
-    found, shape = _bound_arguments(node, names), _static_shape(node.args[names.index("weight")])
-    if found is None or shape is None or found.get("max_norm") is not None:
+    arguments, shape = _bound_arguments(node, names), _static_shape(node.args[names.index("weight")])
+    if arguments is None or shape is None or arguments.get("max_norm") is not None:
         return None
-    padding = found["padding_idx"]
+    padding = arguments["padding_idx"]
     if padding is not None and padding < 0:
         padding = padding + shape[0] if node.target is F.embedding else None
-    operands = found["input"], found["weight"], None, padding, bool(found["scale_grad_by_freq"]), bool(found["sparse"])
+    operands = (
+        arguments["input"],
+        arguments["weight"],
+        None,
+        padding,
+        bool(arguments["scale_grad_by_freq"]),
+        bool(arguments["sparse"]),
+    )
     return SplitOperation(EMBEDDING, (name, None), False, operands)
 
 
@@ -258,15 +265,15 @@ def _split_convolution(
     node: fx.Node, parameters: ParameterNames, function: Callable[..., Any]
 ) -> SplittableNode | None:
     kind, dims, transposed = _CONVOLUTIONS[function]
-    found = _bound_arguments(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
-    if found is None or not isinstance(found["weight"], fx.Node) or _is_complex(found["weight"]):
+    arguments = _bound_arguments(node, _TRANSPOSED_ARGUMENTS if transposed else _CONVOLUTION_ARGUMENTS)
+    if arguments is None or not isinstance(arguments["weight"], fx.Node) or _is_complex(arguments["weight"]):
         return None  # complex: made of three real ones
-    shape = _static_shape(found["weight"])
+    shape = _static_shape(arguments["weight"])
     if shape is None or len(shape) != dims + 2:
         return None
-    stride, dilation = _per_dimension(found["stride"], dims, 1), _per_dimension(found["dilation"], dims, 1)
-    padding, output_padding = found["padding"], _per_dimension(found.get("output_padding"), dims, 0)
-    groups = 1 if found["groups"] is None else found["groups"]
+    stride, dilation = _per_dimension(arguments["stride"], dims, 1), _per_dimension(arguments["dilation"], dims, 1)
+    padding, output_padding = arguments["padding"], _per_dimension(arguments.get("output_padding"), dims, 0)
+    groups = 1 if arguments["groups"] is None else arguments["groups"]
     if padding == "valid":
         padding = 0
     elif padding == "same" and dilation is not None:
@@ -278,7 +285,7 @@ def _split_convolution(
     if stride is None or dilation is None or padding is None or output_padding is None or not isinstance(groups, int):
         return None
     options = (stride, padding, dilation, output_padding, groups)
-    return _split_operands(node, parameters, kind, found["input"], found["weight"], found["bias"], options)
+    return _split_operands(node, parameters, kind, arguments["input"], arguments["weight"], arguments["bias"], options)
 
 
 def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | None:
@@ -290,10 +297,10 @@ def _bound_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any] | No
 
 def _per_dimension(value: Any, dims: int, default: int) -> list[int] | None:
     """One number for each dimension; None where they are computed."""
-    found = [default] if value is None else [value] if isinstance(value, int) else value
-    if not isinstance(found, Sequence) or isinstance(found, str) or not all(isinstance(k, int) for k in found):
+    numbers = [default] if value is None else [value] if isinstance(value, int) else value
+    if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(isinstance(k, int) for k in numbers):
         return None
-    return list(found) * dims if len(found) == 1 else list(found)
+    return list(numbers) * dims if len(numbers) == 1 else list(numbers)
 
 
 def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | None:

@@ -119,25 +119,25 @@ def split_compiled_stage_backward(stage: Stage) -> TappedStageCode:
 def _size_sources(graph: fx.Graph, attributes: int) -> dict[sympy.Symbol, SizeSource]:
     """Finds a received value's dimension from which each size can be read: it has that size or a multiple of it."""
     received = list(graph.find_nodes(op="placeholder"))[attributes:]
-    found: dict[sympy.Symbol, SizeSource] = {}
+    sources: dict[sympy.Symbol, SizeSource] = {}
     for place, node in enumerate(received):
-        made = _output_shape(node)
-        for dim, size in enumerate(() if made is None else made.shape):
+        output = _output_shape(node)
+        for dim, size in enumerate(() if output is None else output.shape):
             for symbol in size.free_symbols:
                 factor = size / symbol
                 if factor.is_Integer:
-                    found.setdefault(symbol, SizeSource(symbol, place, dim, int(factor)))
-    return found
+                    sources.setdefault(symbol, SizeSource(symbol, place, dim, int(factor)))
+    return sources
 
 
 def _can_be_tapped(measures: Mapping[sympy.Symbol, SizeSource], node: fx.Node, use: SplittableNode) -> bool:
-    made = _output_shape(node)
-    if use.operation is None or made is None:
+    output = _output_shape(node)
+    if use.operation is None or output is None:
         return False
     x = use.operation.operands[0]
     if x.meta.get("last_write", math.inf) > node.meta.get("place", -1):
         return False
-    return all(size.free_symbols <= measures.keys() for size in made.shape)
+    return all(size.free_symbols <= measures.keys() for size in output.shape)
 
 
 def _output_shape(node: fx.Node) -> TensorShape | None:
@@ -146,10 +146,10 @@ def _output_shape(node: fx.Node) -> TensorShape | None:
 
 
 def _tap(node: fx.Node, operation: SplitOperation) -> GradientTap:
-    made = _output_shape(node)
-    assert made is not None
+    output = _output_shape(node)
+    assert output is not None
     return GradientTap(
-        operation.names, made.shape, made.dtype if operation.casts else None, _weight_gradient_function(operation)
+        operation.names, output.shape, output.dtype if operation.casts else None, _weight_gradient_function(operation)
     )
 
 
@@ -167,8 +167,8 @@ def _weight_gradient_function(operation: SplitOperation) -> WeightGradientFuncti
         dtype = w.dtype
         if casts and x is not None:  # to what x was cast to in F
             w = w.to(x.dtype)
-        found = kind.weigh(gradient, x, w, b, wants_w, wants_b, *options)
-        return [g.to(dtype) if casts else g for g in found if g is not None]
+        gradients = kind.weigh(gradient, x, w, b, wants_w, wants_b, *options)
+        return [g.to(dtype) if casts else g for g in gradients if g is not None]
 
     return weigh
 
@@ -176,7 +176,7 @@ def _weight_gradient_function(operation: SplitOperation) -> WeightGradientFuncti
 def _with_taps(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph:
     new = fx.Graph()
     taps = {node: new.placeholder(f"{node.name}_tap") for node in uses}
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     kept: list[fx.Node] = []
     gone = {read for use in uses.values() for read in use.reads if read not in use.parameters}
     for node in graph.nodes:
@@ -184,15 +184,15 @@ def _with_taps(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph
             continue
         use = uses.get(node)
         if node.op == "output":
-            new.output((*fx.map_arg(node.args[0], made.__getitem__), *kept))
+            new.output((*fx.map_arg(node.args[0], copies.__getitem__), *kept))
         elif use is None:
-            made[node] = new.node_copy(node, made.__getitem__)
+            copies[node] = new.node_copy(node, copies.__getitem__)
         else:
             assert use.operation is not None
-            operands = fx.map_arg(use.operation.operands, made.__getitem__)
+            operands = fx.map_arg(use.operation.operands, copies.__getitem__)
             both = new.call_function(_tapped_operator(use.operation), (taps[node], *operands))
-            made[node], x = (new.call_function(operator.getitem, (both, place)) for place in (0, 1))
-            for one in (both, made[node], x):
+            copies[node], x = (new.call_function(operator.getitem, (both, place)) for place in (0, 1))
+            for one in (both, copies[node], x):
                 one.meta = dict(node.meta)
             kept.append(x)
     new.lint()
@@ -235,8 +235,8 @@ class TappedStage:
     def __call__(self, tape: WeightGradientTape | None, *args: Any) -> tuple[Any, ...]:
         """Runs the code, with taps also where no tape is: what F throws away is then R's graph, compiled once."""
         taps = self._taps(args)
-        made = self.code(*taps, *args)
-        outputs, kept = made[: len(made) - len(taps)], made[len(made) - len(taps) :]
+        results = self.code(*taps, *args)
+        outputs, kept = results[: len(results) - len(taps)], results[len(results) - len(taps) :]
         if tape is not None:
             for tap, places, leaf, x in zip(self.taps.taps, self.places, taps, kept, strict=True):
                 if leaf is not None:
@@ -255,16 +255,16 @@ class TappedStage:
             shapes = self._shapes[sizes] = [
                 tuple(_size_value(size, values) for size in t.shape) for t in self.taps.taps
             ]
-        made: list[torch.Tensor | None] = []
+        leaves: list[torch.Tensor | None] = []
         for tap, shape, places in zip(self.taps.taps, shapes, self.places, strict=True):
             weights = [args[k] for k in places]
             if any(weight.requires_grad for weight in weights):
                 steps, of_w = (0,) * len(shape), weights[0]
                 leaf = torch.empty_strided(shape, steps, dtype=tap.dtype or of_w.dtype, device=of_w.device)
-                made.append(leaf.requires_grad_())
+                leaves.append(leaf.requires_grad_())
             else:
-                made.append(None)
-        return made
+                leaves.append(None)
+        return leaves
 
 
 def _size_value(size: sympy.Expr, values: dict[sympy.Symbol, int]) -> int:

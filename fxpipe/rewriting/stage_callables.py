@@ -95,9 +95,9 @@ class SerializedCompilation:
             return self._code(*args)
         # Backward, too: else it would be compiled when it first runs.
         with DISPATCH_MODE_LOCK, compile_backward_at_once():
-            made = self._code(*args)
+            result = self._code(*args)
         self._seen.add(kind)
-        return made
+        return result
 
 
 def _compile_key(value: Any) -> Any:

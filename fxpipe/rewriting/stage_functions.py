@@ -25,10 +25,10 @@ def with_write_check(function: Callable[..., T], places: Sequence[int], name: st
     """
 
     @functools.wraps(function)
-    def call(given: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
+    def call(tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> T:
         read = [x for place in places if isinstance(x := values[place], torch.Tensor) and not x.is_inference()]
         versions = [version_of(tensor) for tensor in read]
-        result = function(given, values)
+        result = function(tensors, values)
         if any(version_of(tensor) != version for tensor, version in zip(read, versions, strict=True)):
             raise StateError(
                 f"{name}, kept whole, writes to an input of it, which it did not when it was traced; let it write to a "

@@ -97,27 +97,27 @@ def _linear_gradients(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> WeightBiasGradients:
     # Autograd chooses by the strides of the second operand (`mm_mat2_backward` in FunctionsManual.cpp), here `w.t()`.
-    found = None
+    w_gradient = None
     if wants_w:
-        found = (
+        w_gradient = (
             _gradient_times_input(gradient, x)
             if w.stride() == (w.shape[1], 1)
             else _input_times_gradient(gradient, x).t()
         )
-    return found, _bias_gradient(gradient, b) if wants_b else None
+    return w_gradient, _bias_gradient(gradient, b) if wants_b else None
 
 
 def _matmul_gradients(
     gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool, wants_b: bool
 ) -> WeightBiasGradients:
-    found = None
+    w_gradient = None
     if wants_w:
-        found = (
+        w_gradient = (
             _gradient_times_input(gradient, x).t()
             if w.stride() == (1, w.shape[0])
             else _input_times_gradient(gradient, x)
         )
-    return found, _bias_gradient(gradient, b) if wants_b else None
+    return w_gradient, _bias_gradient(gradient, b) if wants_b else None
 
 
 def _bmm_gradients(
@@ -263,8 +263,8 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
         def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
             if kept is not None:
                 check_input_unchanged(kept, version, w_name)
-            found = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
-            return [g.to(dtype) if casts else g for g in found if g is not None]
+            gradients = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
+            return [g.to(dtype) if casts else g for g in gradients if g is not None]
 
         tape.note(_gradient_edge(ran.core), WeightGradientTask(by_wants[wants], weigh))
         return ran.value
@@ -285,10 +285,10 @@ def split_embedding(function: Callable[..., torch.Tensor], name: str, place: int
     return _with_name(call, getattr(function, "__name__", "embedding").partition(".")[0])
 
 
-def _gradient_edge(made: torch.Tensor) -> GradientEdge:
+def _gradient_edge(result: torch.Tensor) -> GradientEdge:
     """`get_gradient_edge` of what a node has made, in half the time."""
-    assert made.grad_fn is not None
-    return GradientEdge(made.grad_fn, made.output_nr)
+    assert result.grad_fn is not None
+    return GradientEdge(result.grad_fn, result.output_nr)
 
 
 def _autograd_gradients(

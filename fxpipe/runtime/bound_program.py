@@ -72,11 +72,11 @@ class ModelTensors:
     def _module(self, path: str) -> nn.Module:
         if not path:
             return self.model
-        found = self.modules.get(path)
-        if found is None:
+        module = self.modules.get(path)
+        if module is None:
             above, _, key = path.rpartition(".")
-            found = self.modules[path] = self._module(above).get_submodule(key)
-        return found
+            module = self.modules[path] = self._module(above).get_submodule(key)
+        return module
 
     def _place(self, name: str) -> tuple[dict[str, Any], str]:
         if name in self.constants:
@@ -88,20 +88,20 @@ class ModelTensors:
                 return store, key
         raise AttributeError(f"{type(module).__name__} has no tensor {name!r} any more")
 
-    def _found(self, name: str) -> tuple[dict[str, Any], str]:
+    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
         place = self.places.get(name)
         if place is None:
             place = self.places[name] = self._place(name)
         return place
 
     def get(self, name: str) -> torch.Tensor:
-        store, key = self._found(name)
-        found: torch.Tensor = store[key]
-        return found
+        store, key = self._slot(name)
+        tensor: torch.Tensor = store[key]
+        return tensor
 
     def set(self, name: str, value: torch.Tensor) -> None:
         try:
-            store, key = self._found(name)
+            store, key = self._slot(name)
         except AttributeError:  # somebody has taken away what forward sets
             path, _, key = name.rpartition(".")
             store = self._module(path).__dict__

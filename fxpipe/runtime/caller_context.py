@@ -215,10 +215,10 @@ class CallerStateRunner:
         if not self._is_rest:
             with set_thread_state(self._state):
                 return function(*args)
-        found = function(*args)
+        result = function(*args)
         if torch.is_grad_enabled() is not self._rest.grad:
             torch.set_grad_enabled(self._rest.grad)
         if is_any_autocast_enabled():
             for autocast in self._rest.autocast:
                 autocast.set()
-        return found
+        return result

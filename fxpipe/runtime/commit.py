@@ -56,8 +56,8 @@ class Commit(torch.autograd.Function):
                 "backward once: (loss1 + loss2).backward()"
             )
         with torch.no_grad():
-            found = finish(gradients)
-        return (None, None, *_take_gradients(found))
+            input_gradients = finish(gradients)
+        return (None, None, *_take_gradients(input_gradients))
 
 
 class _GradientCatcher(torch.autograd.Function):
@@ -98,24 +98,24 @@ def attach_commit(
     """`outputs`, all on one device, in a graph whose backward calls `finish` and gives the result to
     `inputs`."""
     if all(tensor.device == _CPU for tensor in (*outputs, *inputs)):
-        made: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)
-        return made
+        attached: tuple[torch.Tensor, ...] = Commit.apply(finish, outputs, *inputs)
+        return attached
     caught: GradientList = []
     handed: dict[torch.device, GradientList] = {tensor.device: [] for tensor in inputs}
 
     def finish_from_afar(_: object) -> GradientList:
-        given = tuple(caught)
+        arrived = tuple(caught)
         caught.clear()
-        found = finish(given)
-        for tensor, gradient in zip(inputs, found, strict=True):
+        gradients = finish(arrived)
+        for tensor, gradient in zip(inputs, gradients, strict=True):
             handed[tensor.device].append(gradient)
-        found.clear()
+        gradients.clear()
         return [_empty_tensor_on(device) for device in handed]
 
     ways = [_GradientHandout.apply(handed[device], *(t for t in inputs if t.device == device)) for device in handed]
     (root,) = Commit.apply(finish_from_afar, [_empty_tensor_on(_CPU)], *ways)
-    made = _GradientCatcher.apply(caught, outputs, root)
-    return made
+    attached = _GradientCatcher.apply(caught, outputs, root)
+    return attached
 
 
 def _empty_tensor_on(device: torch.device) -> torch.Tensor:
@@ -123,13 +123,13 @@ def _empty_tensor_on(device: torch.device) -> torch.Tensor:
     return torch.empty(0, device=device)
 
 
-def _take_gradients(found: GradientList) -> GradientList:
+def _take_gradients(gradients: GradientList) -> GradientList:
     """Returns these gradients as a backward returns them; the list is emptied."""
     if torch.is_grad_enabled():  # create_graph=True
-        found[:] = _undifferentiable(found)
+        gradients[:] = _undifferentiable(gradients)
     # `pop` leaves no second reference, so that AccumulateGrad takes the tensors without a copy.
-    found.reverse()
-    return [found.pop() for _ in range(len(found))]
+    gradients.reverse()
+    return [gradients.pop() for _ in range(len(gradients))]
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -148,11 +148,11 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def _undifferentiable(found: GradientList) -> GradientList:
+def _undifferentiable(gradients: GradientList) -> GradientList:
     begin = torch.zeros((), device=_CPU, requires_grad=True)
-    made = _Undifferentiable.apply(begin, *(g for g in found if g is not None))
-    rest = iter(made)
-    return [None if g is None else next(rest) for g in found]
+    results = _Undifferentiable.apply(begin, *(g for g in gradients if g is not None))
+    rest = iter(results)
+    return [None if g is None else next(rest) for g in gradients]
 
 
 def add_gradient(have: torch.Tensor | None, new: torch.Tensor, count: int) -> torch.Tensor:

@@ -45,8 +45,8 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 class Engine:
     """Runs steps of one model on one set of workers."""
 
-    def __init__(self, model: nn.Module, driver: Executor):
-        self.model, self.executor = model, driver
+    def __init__(self, model: nn.Module, executor: Executor):
+        self.model, self.executor = model, executor
         self._last_step: Callable[[], StepRecord] | None = None
         self._caller_context = CallerContext()  # of who calls, while a step runs
         self._loss_histories = LossHistories()
@@ -107,7 +107,7 @@ class Engine:
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
         step.log.begun.append(time.perf_counter())
-        self.executor.drive(step, rows)
+        self.executor.run(step, rows)
         # Not the step itself, which holds tensors.
         self._last_step = functools.partial(
             step_record_of, schedule, step.assembly, step.log.now(), [*step.exchange.moved]
@@ -159,9 +159,9 @@ class Engine:
             shapes = [[p.value.shape for p in parts[o]] for _, o, _ in differentiable]  # their memory may go
 
             def backward(gradients: Sequence[torch.Tensor | None]) -> None:
-                for (_, o, how), gradient, found in zip(differentiable, gradients, shapes, strict=True):
+                for (_, o, how), gradient, part_shapes in zip(differentiable, gradients, shapes, strict=True):
                     if gradient is not None:
-                        step.exchange.enter_gradients(o, scatter_gradient(gradient, found, how, step.weights))
+                        step.exchange.enter_gradients(o, scatter_gradient(gradient, part_shapes, how, step.weights))
                 with self.running():
                     step.caller_context = self._caller_context.for_backward(step.caller_context)
                     self._run_rows(step, schedule, backward_part(schedule))
@@ -169,8 +169,8 @@ class Engine:
                     raise LossError(f"{wrong} {MODEL_LOSS_REMEDIES}")
                 kind.count_pass()
 
-            made = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
-            for (place, *_), output in zip(differentiable, made, strict=True):
+            attached = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
+            for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
         count = len(assembly.program.outputs)
         write_back_results(step.tensors, leaves, assembly.program, outputs[count:])
@@ -193,14 +193,14 @@ class Engine:
 
         def finish(gradients: Sequence[torch.Tensor | None]) -> GradientList:
             backward(gradients)
-            found: GradientList = [step.parameter_gradient(name) for name in names]
-            found += [step.exchange.input_gradients(place, leaves[place]) for place in places]
+            sums: GradientList = [step.parameter_gradient(name) for name in names]
+            sums += [step.exchange.input_gradients(place, leaves[place]) for place in places]
             if step.loss is None:
                 roll_back_with_caller([tensor for tensor in (*parameters, *inputs) if tensor.is_leaf])
-                return found
-            found += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
+                return sums
+            sums += [step.loss.own.pop(id(leaf))[1] for leaf in extra]
             divisor = step.loss.losses.divisor
-            return found if divisor is None else [g if g is None else _divided(g, divisor) for g in found]
+            return sums if divisor is None else [g if g is None else _divided(g, divisor) for g in sums]
 
         followed = step.transport.on_step_streams(finish)
         return attach_commit(followed, outputs, [*parameters, *inputs, *extra])

@@ -56,10 +56,10 @@ class Exchange:
 
     def _by_device(self, users: Sequence[int]) -> tuple[tuple[torch.device, tuple[int, ...]], ...]:
         """Groups users by device: a value is sent to each device once."""
-        found: dict[torch.device, list[int]] = {}
+        groups: dict[torch.device, list[int]] = {}
         for user in users:
-            found.setdefault(self._devices[user], []).append(user)
-        return tuple((device, tuple(those)) for device, those in found.items())
+            groups.setdefault(self._devices[user], []).append(user)
+        return tuple((device, tuple(those)) for device, those in groups.items())
 
     def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
         """Enters an input, which goes the way of all values, but is sent only when it is asked for."""
@@ -110,9 +110,9 @@ class Exchange:
         gradient = self._gradients.pop((user, name, i), None)
         if gradient is None:
             return None
-        found: torch.Tensor = self.transport.open(gradient, self._devices[user]) if self._may_move else gradient
-        self.moved.append((name, None, user, i, boundary_value_bytes(found)))
-        return found
+        opened: torch.Tensor = self.transport.open(gradient, self._devices[user]) if self._may_move else gradient
+        self.moved.append((name, None, user, i, boundary_value_bytes(opened)))
+        return opened
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enters the gradients of a drop-in's output, one for each micro-batch. They are sent when asked for."""
@@ -127,15 +127,15 @@ class Exchange:
         name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
-        found = [self._gradients.pop((PIPE_INPUT, name, i), None) for i in range(len(parts))]
+        gradients = [self._gradients.pop((PIPE_INPUT, name, i), None) for i in range(len(parts))]
         if self._may_move:
-            found = [None if g is None else self.transport.open(g, like.device) for g in found]
-        if all(g is None for g in found):
+            gradients = [None if g is None else self.transport.open(g, like.device) for g in gradients]
+        if all(g is None for g in gradients):
             return None
         if dim is None:
-            total: Any = sum(g for g in found if g is not None)
+            total: Any = sum(g for g in gradients if g is not None)
             return total  # type: ignore[no-any-return]
-        return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(found, parts, strict=True)], dim)
+        return torch.cat([torch.zeros_like(p) if g is None else g for g, p in zip(gradients, parts, strict=True)], dim)
 
 
 _WITH_VALUES = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)

@@ -3,7 +3,7 @@
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 
 - Every row comes to its end: an exception in one opens all fences, and the others stop before their next action.
-- `drive` returns when all rows have ended, not before; then the exception, if any, is raised in the caller. An
+- `run` returns when all rows have ended, not before; then the exception, if any, is raised in the caller. An
   interrupt of the caller (Ctrl-C) makes the step fail like any other; only a second one does not wait for the rows.
 - A worker holds nothing of a step once its row has ended, and none outlives the interpreter.
 
@@ -34,7 +34,7 @@ from fxpipe.scheduling.actions import Action, Rows
 class Executor(Protocol):
     """Runs the rows of a step to their end, or raises what made it fail."""
 
-    def drive(self, step: Step, rows: Rows) -> None: ...
+    def run(self, step: Step, rows: Rows) -> None: ...
 
     def close(self) -> None: ...
 
@@ -48,8 +48,8 @@ open_executors: weakref.WeakSet[Executor] = weakref.WeakSet()
 
 
 def close_all_executors() -> None:
-    for driver in list(open_executors):
-        driver.close()
+    for executor in list(open_executors):
+        executor.close()
 
 
 def run_row(step: Step, row: Sequence[Action], before: Callable[[], None] | None = None) -> None:
@@ -130,7 +130,7 @@ class ThreadedExecutor:
         self._closed = False
         open_executors.add(self)
 
-    def drive(self, step: Step, rows: Rows) -> None:
+    def run(self, step: Step, rows: Rows) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         if self._process != os.getpid() or not all(thread.is_alive() for thread in self._threads):
@@ -242,7 +242,7 @@ class InterleavedExecutor:
     def __init__(self, seed: int):
         self._random = random.Random(seed)
 
-    def drive(self, step: Step, rows: Rows) -> None:
+    def run(self, step: Step, rows: Rows) -> None:
         with step.in_row():
             self._run(step, rows)
         raise_failure(step)
@@ -281,7 +281,7 @@ class InlineExecutor:
         self._closed = False
         open_executors.add(self)
 
-    def drive(self, step: Step, rows: Rows) -> None:
+    def run(self, step: Step, rows: Rows) -> None:
         if self._closed:
             raise StateError(PIPE_CLOSED)
         (row,) = rows

@@ -70,14 +70,14 @@ class LossStage:
             self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
         with hold_generators(self.assembly.devices[-1]):
             loss, begin = self.run_as_caller(self._loss, outputs, i)
-        found: Sequence[torch.Tensor | None] = [None] * len(trained)
+        output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
-            found = self._go_back(loss, begin, [outputs[place] for place in trained], i)
-            for place, gradient in zip(trained, found, strict=True):
+            output_gradients = self._go_back(loss, begin, [outputs[place] for place in trained], i)
+            for place, gradient in zip(trained, output_gradients, strict=True):
                 self.exchange.send_gradient(links[place], i, gradient)
         if self.losses.whole_target is not None:
             gradients: list[torch.Tensor | None] = [None] * len(outputs)
-            for place, gradient in zip(trained, found, strict=True):
+            for place, gradient in zip(trained, output_gradients, strict=True):
                 gradients[place] = torch.zeros_like(outputs[place]) if gradient is None else gradient
             self.gradients[i] = gradients
 
@@ -99,13 +99,13 @@ class LossStage:
         if own:
             with suspend_hooks(own):
                 # What was made of them before this step belongs to all micro-batches: keep the graph.
-                found = gradients_of(wanted, [loss], [begin], keep_graph=True)
-            self._sum(own, found[-len(own) :])
+                gradients = gradients_of(wanted, [loss], [begin], keep_graph=True)
+            self._sum(own, gradients[-len(own) :])
         else:
-            found = gradients_of(wanted, [loss], [begin])
+            gradients = gradients_of(wanted, [loss], [begin])
         if reductions:
-            self.loss_weighting.note("loss", i, reductions, found[len(outputs) : len(outputs) + len(reductions)])
-        return found[: len(outputs)]
+            self.loss_weighting.note("loss", i, reductions, gradients[len(outputs) : len(outputs) + len(reductions)])
+        return gradients[: len(outputs)]
 
     def _sum(self, own: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         for leaf, gradient in zip(own, gradients, strict=True):

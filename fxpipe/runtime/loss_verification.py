@@ -54,9 +54,9 @@ def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tre
     trained = [any(g is not None for g in output.gradients) for output in outputs]
     if any(is_trained and output.how == "stack" for output, is_trained in zip(outputs, trained, strict=True)):
         return False  # it has another shape than the loss has seen
-    whole, found = _loss_of_whole(losses, outputs, trained, tree)
-    given = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
-    pairs = [*zip(given, found, strict=True)] if found else []
+    whole, gradients = _loss_of_whole(losses, outputs, trained, tree)
+    differentiated = [output for output, is_trained in zip(outputs, trained, strict=True) if is_trained]
+    pairs = [*zip(differentiated, gradients, strict=True)] if gradients else []
     is_seen = not any(gradient is not None and output.how in ("mean", "sum") for output, gradient in pairs)
     try:
         if is_seen or not losses.returns_weights:
@@ -65,8 +65,8 @@ def verify_loss(losses: MicroBatchLosses, outputs: Sequence[GatheredOutput], tre
             if isinstance(output.how, int) and gradient is not None:
                 _compare_gradients(losses, gradient, _gathered_gradient(output.gradients, output.how, losses.divisor))
     except LossError:
-        again, found_again = _loss_of_whole(losses, outputs, trained, tree)
-        if are_bitwise_equal([whole, *found], [again, *found_again]):
+        again, gradients_again = _loss_of_whole(losses, outputs, trained, tree)
+        if are_bitwise_equal([whole, *gradients], [again, *gradients_again]):
             raise
         return False  # it is random: nothing says what it would have been
     return is_seen
@@ -89,8 +89,8 @@ def _loss_of_whole(
         error.add_note("fxpipe: raised by loss_fn on the gathered outputs of the mini-batch, to verify the loss")
         raise
     leaves = [value for value, is_trained in zip(values, trained, strict=True) if is_trained]
-    found = torch.autograd.grad(scaled, leaves, allow_unused=True) if scaled.requires_grad and leaves else ()
-    return whole, found
+    gradients = torch.autograd.grad(scaled, leaves, allow_unused=True) if scaled.requires_grad and leaves else ()
+    return whole, gradients
 
 
 def _compare_values(losses: MicroBatchLosses, whole: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ class LossWeightingCheck:
 
     is_on: bool
     reduced: frozenset[tuple[int, str]]  # the outputs (maker, name) without the batch, which the model has reduced
-    found: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = field(
+    gradients: dict[tuple[Any, ...], dict[int, tuple[torch.Tensor, Any]]] = field(
         default_factory=lambda: defaultdict(dict)
     )  # by micro-batch the gradient that has arrived, and what the mean divides by
 
@@ -63,11 +63,16 @@ class LossWeightingCheck:
         """The sums and means in the head of a graph that ends in this output of `node`."""
         return reductions_under(node, number) if self.is_on else []
 
-    def note(self, place: Any, i: int, found: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]) -> None:
-        """Notes the gradients that have arrived at `found` in micro-batch i; `place`: of the graph."""
-        for ordinal, (reduction, gradient) in enumerate(zip(found, gradients, strict=True)):
+    def note(
+        self, place: Any, i: int, reductions: Sequence[Reduction], gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Notes the gradients that have arrived at `reductions` in micro-batch i; `place`: of the graph."""
+        for ordinal, (reduction, gradient) in enumerate(zip(reductions, gradients, strict=True)):
             if gradient is not None:
-                self.found[place, len(found), ordinal, reduction.edge.node.name()][i] = (gradient, reduction.count)
+                self.gradients[place, len(reductions), ordinal, reduction.edge.node.name()][i] = (
+                    gradient,
+                    reduction.count,
+                )
 
     def note_roots(
         self,
@@ -82,11 +87,11 @@ class LossWeightingCheck:
             if (
                 (j, name) in self.reduced
                 and gradient is not None
-                and (found := self.reductions_of(root.node, root.output_nr))
+                and (reductions := self.reductions_of(root.node, root.output_nr))
             ):
-                edges = [reduction.edge for reduction in found]
+                edges = [reduction.edge for reduction in reductions]
                 gradients = gradients_of(edges, [root], [gradient], keep_graph=True)
-                self.note((j, name), i, found, gradients)
+                self.note((j, name), i, reductions, gradients)
 
     def difference(self, share: Callable[[int], Any], means_only: bool = False) -> str | None:
         """Describes how elements count differently in different micro-batches; None where they do not.
@@ -97,7 +102,7 @@ class LossWeightingCheck:
             share: what a micro-batch counts.
             means_only: sums are not looked at: what is summed may well be divided by numbers of its own beyond.
         """
-        for (*_, name), by_micro_batch in self.found.items():
+        for (*_, name), by_micro_batch in self.gradients.items():
             if means_only and all(isinstance(count, int) and count == 1 for _, count in by_micro_batch.values()):
                 continue
             gradients, counts = zip(*by_micro_batch.values(), strict=True)
@@ -124,7 +129,7 @@ class LossWeightingCheck:
 
 def reductions_under(node: Any, number: int) -> list[Reduction]:
     """The first sums and means on the way down from a 0-dim value through 0-dim values, in the order of the graph."""
-    found: list[Reduction] = []
+    reductions: list[Reduction] = []
     todo: list[tuple[Any, int]] = [(node, number)]
     seen: set[tuple[Any, int]] = set()
     while todo:
@@ -135,10 +140,10 @@ def reductions_under(node: Any, number: int) -> list[Reduction]:
         if len(seen) > MOST_HEAD_NODES:
             return []
         if (count := _count_of(node)) is not None:
-            found.append(Reduction(GradientEdge(node, number), count))
+            reductions.append(Reduction(GradientEdge(node, number), count))
         else:
             todo.extend(reversed(node.next_functions))
-    return found
+    return reductions
 
 
 def _is_scalar(node: Any, number: int) -> bool:

@@ -38,12 +38,12 @@ def updated_running_statistics(
         return after
     # All calls at once, side by side: a stage may have dozens of them, with few channels each.
     widths = tuple(mean.numel() for _, _, _, mean, _, _ in micro_batches[0])
-    counts = tuple(tuple(n for _, _, n, *_ in found) for found in micro_batches)
+    counts = tuple(tuple(n for _, _, n, *_ in calls) for calls in micro_batches)
     mean, var = merge_statistics(
         counts,
         widths,
-        torch.stack([torch.cat([mean for _, _, _, mean, _, _ in found]) for found in micro_batches]),
-        torch.stack([torch.cat([var for _, _, _, _, var, _ in found]) for found in micro_batches]),
+        torch.stack([torch.cat([mean for _, _, _, mean, _, _ in calls]) for calls in micro_batches]),
+        torch.stack([torch.cat([var for _, _, _, _, var, _ in calls]) for calls in micro_batches]),
     )
     for call, new_mean, new_var in zip(
         _norm_calls(micro_batches[0]), mean.split(widths), var.split(widths), strict=True
@@ -68,8 +68,8 @@ def check_same_norm_calls(first: Sequence[BatchStatistics], other: Sequence[Batc
         )
 
 
-def _norm_calls(found: Sequence[BatchStatistics]) -> list[tuple[str, str, float]]:
-    return [(mean, var, momentum) for mean, var, *_, momentum in found]
+def _norm_calls(statistics: Sequence[BatchStatistics]) -> list[tuple[str, str, float]]:
+    return [(mean, var, momentum) for mean, var, *_, momentum in statistics]
 
 
 def merge_statistics(

@@ -63,10 +63,10 @@ def enter_graph(
                 edges.append(get_gradient_edge(value))
         uses.append(value)
     if through:
-        made = graph_entry(*through, _entry_token)
-        node: Any = made[0].grad_fn
+        entered = graph_entry(*through, _entry_token)
+        node: Any = entered[0].grad_fn
         for k, place in enumerate(places):
-            uses[place] = made[k]
+            uses[place] = entered[k]
             wanted.append(links[place])
             edges.append(GradientEdge(node, k))
     return uses, wanted, edges
@@ -155,13 +155,13 @@ class StageInstance:
         )
         first = (tape,) if function.split_parameters else ()
         uses, links, leaves = enter_graph(self.links, received)
-        made = self._run_as_caller(function.call, *first, *attributes, *uses)
-        sent, more = made[: len(stage.sends)], made[len(stage.sends) :]
+        values = self._run_as_caller(function.call, *first, *attributes, *uses)
+        sent, more = values[: len(stage.sends)], values[len(stage.sends) :]
         statistics: list[BatchStatistics] = []
         if more:
             assigns = len(stage.assigns)
             buffers = buffers | {n: value.detach() for n, value in zip(stage.assigns, more[:assigns], strict=True)}
-            statistics = [found for node in more[assigns:] for found in node]
+            statistics = [call for node in more[assigns:] for call in node]
         pending = BackwardHandle(links, leaves, [], [], tape)
         for link, edge in zip(links, leaves, strict=True):
             if link.later is not None:  # a later user's gradient enters there, too
@@ -211,11 +211,11 @@ class StageInstance:
             wanted += pending.tape.edges
         if not roots or not wanted:
             return [None] * len(pending.leaves)
-        found = gradients_of(wanted, roots, arrived)
-        self._add(zip(self._names, found, strict=False))
+        results = gradients_of(wanted, roots, arrived)
+        self._add(zip(self._names, results, strict=False))
         if pending.tape is not None:
-            pending.tape.arrived(found[of_weights:])
-        return found[len(self._summed) : of_weights]
+            pending.tape.arrived(results[of_weights:])
+        return results[len(self._summed) : of_weights]
 
     def weigh(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""

@@ -202,9 +202,9 @@ class Step:
             self.loss.run(i)
 
     def recompute(self, j: int, i: int) -> None:
-        given = self.saved.pop((j, i))
+        inputs = self.saved.pop((j, i))
         with RecomputeBlock():
-            self.pending[j, i] = self._run(j, i, given.received, given.buffers).pending
+            self.pending[j, i] = self._run(j, i, inputs.received, inputs.buffers).pending
 
     def _run(
         self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
@@ -222,8 +222,8 @@ class Step:
         arrived = [self.exchange.take_gradient(j, name, i) for name in pending.names]
         if self.loss_weighting.reduced:
             self.loss_weighting.note_roots(j, i, pending.names, pending.roots, arrived)
-        found = self.stage_instances[j].backward(pending, arrived)
-        for link, gradient in zip(pending.links, found, strict=True):
+        gradients = self.stage_instances[j].backward(pending, arrived)
+        for link, gradient in zip(pending.links, gradients, strict=True):
             self.exchange.send_gradient(link, i, gradient)
         if pending.tape is not None:
             self.tapes[j, i] = pending.tape
@@ -251,11 +251,11 @@ class Step:
 
     def parameter_gradient(self, name: str) -> torch.Tensor | None:
         """Sums the gradient of a parameter over micro-batches, and over stages in order; where the parameter is."""
-        found = [opened.sums.pop(name) for opened in self.stage_instances if name in opened.sums]
-        if not found:
+        sums = [instance.sums.pop(name) for instance in self.stage_instances if name in instance.sums]
+        if not sums:
             return None
         home = self.tensors.get(name).device
-        total, *more = [self.transport.bring(gradient, home) for gradient in found]
+        total, *more = [self.transport.bring(gradient, home) for gradient in sums]
         for gradient in more:
             total = total + gradient
         return total

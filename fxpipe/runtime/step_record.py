@@ -260,9 +260,9 @@ def _transfer_records(
         maker = source if source is not None else senders[user, value]
         if not has_loss and n in (maker, user):
             continue
-        made, used = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
-        if made.stage != used.stage:
-            yield TransferRecord(value, made, used, size)
+        origin, target = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
+        if origin.stage != target.stage:
+            yield TransferRecord(value, origin, target, size)
 
 
 def _device_record(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:

@@ -77,12 +77,12 @@ class PackedTensor:
         """The tensor, on the device where the memory is; on the current stream, where it is spread out."""
         if self.is_gathered:
             dense = self.memory.view(self.shape)
-            found = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
         else:
-            found = self.memory.as_strided(self.shape, self.stride, 0).detach()  # detached: no view for autograd
+            tensor = self.memory.as_strided(self.shape, self.stride, 0).detach()  # detached: no view for autograd
         if self.is_neg:
-            found = neg_view(found)
-        return found.conj() if self.is_conj else found
+            tensor = neg_view(tensor)
+        return tensor.conj() if self.is_conj else tensor
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
@@ -194,8 +194,8 @@ class CudaBackend:
 
     def copy(self, memory: torch.Tensor, target: torch.device) -> torch.Tensor:
         is_home = target.type == "cpu"
-        made = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=is_home)
-        return made.copy_(memory, non_blocking=True)
+        result = torch.empty(memory.shape, dtype=memory.dtype, device=target, pin_memory=is_home)
+        return result.copy_(memory, non_blocking=True)
 
     def pinned(self, memory: torch.Tensor) -> torch.Tensor:
         if memory.is_pinned():
@@ -241,25 +241,25 @@ class Transport:
 
     def __init__(self, devices: Iterable[torch.device], machine: DeviceBackend | None = None):
         self._machine = machine or CudaBackend()
-        found = dict.fromkeys(devices)
-        self._compute = {d: self._machine.current(d) for d in found if d.type == "cuda"}
+        distinct = dict.fromkeys(devices)
+        self._compute = {d: self._machine.current(d) for d in distinct if d.type == "cuda"}
         self._forced = _forced
         # Where stages and inputs are all on the CPU, `start_copy` and `open` need not be called.
-        self.may_copy = _forced or any(d.type != "cpu" for d in found)
+        self.may_copy = _forced or any(d.type != "cpu" for d in distinct)
         self._held: dict[tuple[torch.device, torch.device], deque[tuple[Any, torch.Tensor]]] = {}
         self._holding = threading.Lock()
 
     @classmethod
-    def of(cls, devices: Iterable[torch.device], given: Iterable[Any]) -> Transport:
+    def of(cls, devices: Iterable[torch.device], values: Iterable[Any]) -> Transport:
         """Makes a transport for stages on these devices, and what the caller gives, wherever that is."""
-        return cls([*devices, *(x.device for x in given if isinstance(x, torch.Tensor))])
+        return cls([*devices, *(x.device for x in values if isinstance(x, torch.Tensor))])
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def _stream(self, device: torch.device) -> Any:
         """The compute stream; of a device unknown so far, which only the caller's thread asks for, its current one."""
-        found = self._compute.get(device)
-        return self._machine.current(device) if found is None else found
+        stream = self._compute.get(device)
+        return self._machine.current(device) if stream is None else stream
 
     def compute_stream(self, device: torch.device) -> Any:
         """Returns the compute stream of a device; None for the CPU."""
@@ -285,11 +285,11 @@ class Transport:
             for compute, other in others:
                 compute.wait_event(self._machine.record(other))
             with self._machine.on(*self._compute.values()):
-                found = function(argument)
+                result = function(argument)
                 self.settle()
             for compute, other in others:
                 other.wait_event(self._machine.record(compute))
-            return found
+            return result
 
         return call
 
@@ -324,8 +324,8 @@ class Transport:
         source = self._machine.device_of(tensor)
         if source == target:
             return tensor
-        found: torch.Tensor = self.open(self._send(tensor, source, target), target)
-        return found
+        arrived: torch.Tensor = self.open(self._send(tensor, source, target), target)
+        return arrived
 
     def _send(self, tensor: torch.Tensor, source: torch.device, target: torch.device) -> PendingCopy:
         if not is_packable(tensor):
@@ -341,20 +341,20 @@ class Transport:
         machine = self._machine
         streams = machine.copy_streams(source, target)
         if source.type == "cpu":
-            given, memory = memory, machine.pinned(memory)
-            is_ours = given is not memory  # torch's allocator minds pinned memory that copies are still at
+            original, memory = memory, machine.pinned(memory)
+            is_ours = original is not memory  # torch's allocator minds pinned memory that copies are still at
         else:
             streams[0].wait_event(machine.record(self._stream(source)))
             is_ours = False
         with machine.on(*streams):
-            made = machine.copy(memory, target)
+            copy = machine.copy(memory, target)
             # The stream of the target is told to wait for the copy, on whichever that runs.
             arrived = machine.record(streams[-1], for_host=target.type == "cpu")
         if target.type != "cpu":
-            machine.keep(made, self._stream(target))
+            machine.keep(copy, self._stream(target))
         if not is_ours:
             self._hold(source, target, arrived, memory)
-        return made, arrived
+        return copy, arrived
 
     def _carried(self, tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
         """A copy of a tensor that is not plain, on both compute streams: torch has each wait for the other."""
@@ -396,6 +396,6 @@ def leaves_on_device(leaves: Iterable[Any], device: torch.device) -> list[Any]:
     """Brings what the caller gives to a device, for this thread to use at once."""
     leaves = list(leaves)
     transport = Transport.of((), leaves)
-    found = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    brought = [transport.bring(leaf, device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     transport.settle()
-    return found
+    return brought

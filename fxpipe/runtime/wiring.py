@@ -72,17 +72,17 @@ def _fences_before(
     links: tuple[tuple[ValueLink, ...], ...], users: dict[tuple[int, str], list[int]], stages: int, has_loss: bool
 ) -> dict[Fence, tuple[Fence, ...]]:
     """Finds the fences: F waits for the makers of what it receives; B for all who still send it a gradient."""
-    found: dict[Fence, tuple[Fence, ...]] = {}
+    fences: dict[Fence, tuple[Fence, ...]] = {}
     for j in range(stages):
         rows = [links[j], links[stages]] if has_loss and j == stages - 1 else [links[j]]
         makers = {link.value.source for row in rows for link in row} - {PIPE_INPUT, j}
-        found[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
+        fences[ActionKind.FORWARD, j] = tuple((ActionKind.FORWARD, source) for source in sorted(makers))
         senders = {k for (source, _), ks in users.items() if source == j for k in ks}
         senders |= {link.later for link in links[j] if link.later is not None}
         # The loss, as user number `stages`, sends its gradients within the last F.
         last = ((ActionKind.FORWARD, stages - 1),) if has_loss and stages in senders and j < stages - 1 else ()
-        found[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
-    return found
+        fences[ActionKind.BACKWARD, j] = (*((ActionKind.BACKWARD, k) for k in sorted(senders) if k < stages), *last)
+    return fences
 
 
 # -- Fences between actions on different devices: the second does not start before the first has passed --------------

@@ -73,57 +73,57 @@ ScheduleLike: TypeAlias = "str | Schedule | ScheduleFunction"  # a name or text,
 _ANY_ACTION = re.compile(r"(?<!\S)\d+[FRBWU]\d+(?!\S)")
 
 
-def as_schedule_like(given: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
+def as_schedule_like(schedule: object, known: Iterable[str] = SCHEDULES) -> ScheduleLike:
     """A name that is known, a table that can run, or a function: text is parsed. `known`: the names to tell of.
 
     Raises:
         ArgumentError: an unknown name, or something else.
         ScheduleError: text that is no schedule, or a schedule that would not run.
     """
-    if isinstance(given, str) and given not in SCHEDULES and _ANY_ACTION.search(given):
-        return parse_schedule(given)
-    if isinstance(given, Schedule):
-        in_tuples = isinstance(given.rows, tuple) and all(isinstance(row, tuple) for row in given.rows)
-        return given if in_tuples else replace(given, rows=tuple(map(tuple, given.rows)))  # it is to be a key
-    if (isinstance(given, str) and given in SCHEDULES) or (callable(given) and isinstance(given, Hashable)):
-        return given
+    if isinstance(schedule, str) and schedule not in SCHEDULES and _ANY_ACTION.search(schedule):
+        return parse_schedule(schedule)
+    if isinstance(schedule, Schedule):
+        in_tuples = isinstance(schedule.rows, tuple) and all(isinstance(row, tuple) for row in schedule.rows)
+        return schedule if in_tuples else replace(schedule, rows=tuple(map(tuple, schedule.rows)))  # it is to be a key
+    if (isinstance(schedule, str) and schedule in SCHEDULES) or (callable(schedule) and isinstance(schedule, Hashable)):
+        return schedule
     raise ArgumentError(
-        f"schedule={given!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
+        f"schedule={schedule!r} is unknown; there are {', '.join(map(repr, known))}; or give your own: a table "
         "('0F0 0F1 0B0 0B1', a line for each device), or a function (micro_batches, stages) -> table"
     )
 
 
-def custom_schedule(given: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
+def custom_schedule(schedule: Schedule | ScheduleFunction, n: int, m: int) -> Schedule:
     """The table for n stages and m micro-batches; not validated."""
-    if not isinstance(given, Schedule):
-        return _call_function(given, n, m)
-    if given.stages != n:
-        raise ArgumentError(f"schedule {given.name!r} is a table for {given.stages} stages, but there are {n}")
-    if given.micro_batches < m:
+    if not isinstance(schedule, Schedule):
+        return _call_function(schedule, n, m)
+    if schedule.stages != n:
+        raise ArgumentError(f"schedule {schedule.name!r} is a table for {schedule.stages} stages, but there are {n}")
+    if schedule.micro_batches < m:
         raise ArgumentError(
-            f"schedule {given.name!r} is a table for {given.micro_batches} micro-batches, but there are {m}: give "
-            f"chunks={given.micro_batches}, a longer table, or a function (micro_batches, stages) -> table"
+            f"schedule {schedule.name!r} is a table for {schedule.micro_batches} micro-batches, but there are {m}: "
+            f"give chunks={schedule.micro_batches}, a longer table, or a function (micro_batches, stages) -> table"
         )
-    rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in given.rows)
-    return Schedule(given.name, n, m, rows)
+    rows = tuple(tuple(action for action in row if action.micro_batch < m) for row in schedule.rows)
+    return Schedule(schedule.name, n, m, rows)
 
 
 def _call_function(function: ScheduleFunction, n: int, m: int) -> Schedule:
     name = getattr(function, "__name__", type(function).__name__)
     try:
-        made = function(m, n)
+        result = function(m, n)
     except Exception as error:
         error.add_note(f"fxpipe: raised by the schedule function {name!r}, called with micro_batches={m}, stages={n}")
         raise
-    if isinstance(made, str):
-        made = read_schedule(made, name)
-    if isinstance(made, Schedule):
-        return Schedule(made.name, n, m, made.rows)
+    if isinstance(result, str):
+        result = read_schedule(result, name)
+    if isinstance(result, Schedule):
+        return Schedule(result.name, n, m, result.rows)
     try:
-        rows: Rows = tuple(_parse_actions(row) for row in made)
+        rows: Rows = tuple(_parse_actions(row) for row in result)
     except TypeError:
         raise ScheduleError(
-            f"schedule function {name!r} returned {made!r} for micro_batches={m}, stages={n}; expected text, a "
+            f"schedule function {name!r} returned {result!r} for micro_batches={m}, stages={n}; expected text, a "
             "Schedule, or a row of actions for each device"
         ) from None
     return Schedule(name, n, m, rows)

@@ -61,11 +61,11 @@ def make_schedule(
     custom: 1 stages, 1 micro-batches
     device 0: 0F0 0B0
     """
-    given = as_schedule_like(schedule)
+    known_schedule = as_schedule_like(schedule)
     n, m = _check_count("stages", stages), _check_count("micro_batches", micro_batches)
-    placed = _default_placement(given, n) if placement is None else _check_device_numbers(placement, n)
-    known = _check_times(demands, n) if is_searched(given) else ()
-    return _make_schedule(given, n, m, _check_modes(checkpoint, n), placed, known)
+    placed = _default_placement(known_schedule, n) if placement is None else _check_device_numbers(placement, n)
+    known = _check_times(demands, n) if is_searched(known_schedule) else ()
+    return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, known)
 
 
 def is_searched(schedule: ScheduleLike) -> bool:
@@ -82,34 +82,34 @@ def schedule_text(schedule: ScheduleLike, micro_batches: int, placement: Placeme
 
 @lru_cache(maxsize=128)
 def _make_schedule(
-    given: ScheduleLike,
+    schedule_like: ScheduleLike,
     n: int,
     m: int,
     modes: tuple[Checkpoint, ...],
     placement: Placement | None,
     demands: tuple[StageTimes, ...],
 ) -> Schedule:
-    if isinstance(given, str):
+    if isinstance(schedule_like, str):
         assert placement is not None
-        check_placement(given, placement)
-        recipe = SCHEDULES[given]
+        check_placement(schedule_like, placement)
+        recipe = SCHEDULES[schedule_like]
         rows = recipe.search_rows(m, demands) if recipe.search_rows and demands else recipe.rows(m, placement)
-        made = Schedule(given, n, m, rows)
+        plain = Schedule(schedule_like, n, m, rows)
     else:
-        made = _checked_custom(given, n, m, placement)
-    schedule = Schedule(made.name, n, m, with_recompute(made.rows, m, modes))
+        plain = _checked_custom(schedule_like, n, m, placement)
+    schedule = Schedule(plain.name, n, m, with_recompute(plain.rows, m, modes))
     validate(schedule)
     return schedule
 
 
-def _default_placement(given: ScheduleLike, n: int) -> Placement | None:
+def _default_placement(schedule: ScheduleLike, n: int) -> Placement | None:
     """Returns the placement of a schedule that is known by name; one of the user's own says itself where stages are."""
-    if not isinstance(given, str):
+    if not isinstance(schedule, str):
         return None
-    recipe = SCHEDULES[given]
+    recipe = SCHEDULES[schedule]
     if n % recipe.stages_per_device:
         raise ArgumentError(
-            f"schedule {given!r} has {recipe.stages_per_device} stages on each device, and {n} cannot be shared out "
+            f"schedule {schedule!r} has {recipe.stages_per_device} stages on each device, and {n} cannot be shared out "
             f"so: give "
             f"a multiple of {recipe.stages_per_device}"
         )
@@ -140,25 +140,25 @@ def check_placement(name: str, placement: Placement) -> None:
         )
 
 
-def _checked_custom(given: Schedule | ScheduleFunction, n: int, m: int, placement: Placement | None) -> Schedule:
-    made = custom_schedule(given, n, m)
-    validate(made)
-    if placement not in (None, placement_of(made)):
+def _checked_custom(custom: Schedule | ScheduleFunction, n: int, m: int, placement: Placement | None) -> Schedule:
+    schedule = custom_schedule(custom, n, m)
+    validate(schedule)
+    if placement not in (None, placement_of(schedule)):
         raise ArgumentError(
-            f"schedule {made.name!r} has its stages on devices {placement_of(made)}, and they are on {placement}: give "
-            "each row the stages of its device"
+            f"schedule {schedule.name!r} has its stages on devices {placement_of(schedule)}, and they are on "
+            f"{placement}: give each row the stages of its device"
         )
-    return made
+    return schedule
 
 
 def _check_modes(checkpoint: str | Sequence[str], n: int) -> tuple[Checkpoint, ...]:
     """A mode for each stage."""
-    given = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
-    if len(given) != n:
+    modes = tuple(checkpoint) if isinstance(checkpoint, (tuple, list)) else (cast(str, checkpoint),) * n
+    if len(modes) != n:
         raise ArgumentError(
-            f"checkpoint={checkpoint!r} has {len(given)} modes for {n} stages: give one for each, or one for all"
+            f"checkpoint={checkpoint!r} has {len(modes)} modes for {n} stages: give one for each, or one for all"
         )
-    return tuple(cast(Checkpoint, _check_known("checkpoint", mode, CHECKPOINTS)) for mode in given)
+    return tuple(cast(Checkpoint, _check_known("checkpoint", mode, CHECKPOINTS)) for mode in modes)
 
 
 def _check_times(demands: Sequence[StageTimes] | None, n: int) -> tuple[StageTimes, ...]:
@@ -172,29 +172,29 @@ def _check_device_numbers(placement: Sequence[int], n: int) -> Placement:
     if len(placement) != n:
         raise ArgumentError(f"placement has {len(placement)} entries for {n} stages: give the device of each")
     try:
-        found = tuple(map(operator.index, placement))
+        numbers = tuple(map(operator.index, placement))
     except TypeError:
         raise ArgumentTypeError(f"placement={placement!r}: expected the number of a device for each stage") from None
-    if set(found) != set(range(max(found) + 1)):
+    if set(numbers) != set(range(max(numbers) + 1)):
         raise ArgumentError(
-            f"placement={found} must name devices 0, 1, ... without a gap, since one without a stage would have "
+            f"placement={numbers} must name devices 0, 1, ... without a gap, since one without a stage would have "
             "nothing to do"
         )
-    return found
+    return numbers
 
 
-def _check_known(argument: str, given: str, known: Iterable[str]) -> str:
+def _check_known(argument: str, value: str, known: Iterable[str]) -> str:
     known = tuple(known)
-    if given not in known:
-        raise ArgumentError(f"{argument}={given!r} is unknown; there are {', '.join(map(repr, known))}")
-    return given
+    if value not in known:
+        raise ArgumentError(f"{argument}={value!r} is unknown; there are {', '.join(map(repr, known))}")
+    return value
 
 
-def _check_count(argument: str, given: SupportsIndex) -> int:
+def _check_count(argument: str, value: SupportsIndex) -> int:
     """Converts a count to int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
-    count = whole_number(given)
+    count = whole_number(value)
     if count is None:
-        raise ArgumentTypeError(f"{argument}={given!r} is no number of {argument}: give an integer of at least 1")
+        raise ArgumentTypeError(f"{argument}={value!r} is no number of {argument}: give an integer of at least 1")
     if count < 1:
-        raise ArgumentError(f"{argument}={given!r} is too few: give an integer of at least 1")
+        raise ArgumentError(f"{argument}={value!r} is too few: give an integer of at least 1")
     return count

@@ -36,10 +36,10 @@ def merge_stage_rows(rows: Rows, placement: tuple[int, ...]) -> Rows:
     """Rows of devices from rows of stages: `placement` says for each stage which device has it."""
     devices = max(placement) + 1
     if devices == len(placement):
-        made: list[tuple[Action, ...]] = [()] * devices
+        ordered: list[tuple[Action, ...]] = [()] * devices
         for row, d in zip(rows, placement, strict=True):
-            made[d] = row
-        return tuple(made)
+            ordered[d] = row
+        return tuple(ordered)
     return _take_turns(rows, [[j for j, d in enumerate(placement) if d == e] for e in range(devices)])
 
 
@@ -47,7 +47,7 @@ def _take_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
     held = {action for row in rows for action in row}
     ended: set[Action] = set()  # before this clock
     place = [0] * len(rows)
-    made: list[list[Action]] = [[] for _ in stages_of]
+    device_rows: list[list[Action]] = [[] for _ in stages_of]
     while len(ended) < len(held):
         started = []
         for d, stages in enumerate(stages_of):
@@ -56,11 +56,11 @@ def _take_turns(rows: Rows, stages_of: list[list[int]]) -> Rows:
             if ready:
                 action = max(ready, key=_urgency)
                 place[action.stage] += 1
-                made[d].append(action)
+                device_rows[d].append(action)
                 started.append(action)
         assert started, "rows of stages that wait for each other"
         ended.update(started)
-    return tuple(map(tuple, made))
+    return tuple(map(tuple, device_rows))
 
 
 def _urgency(action: Action) -> tuple[int, int]:
@@ -146,7 +146,7 @@ def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
     there = {action for row in rows for action in row if action.kind is ActionKind.RECOMPUTE}
 
     def filled(row: tuple[Action, ...]) -> tuple[Action, ...]:
-        made: list[Action] = []
+        actions: list[Action] = []
         for action in row:
             again = Action(ActionKind.RECOMPUTE, action.stage, action.micro_batch)
             if (
@@ -154,9 +154,9 @@ def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
                 and action.micro_batch < recomputed[action.stage]
                 and again not in there
             ):
-                made.insert(_recompute_place(made, action, recomputed), again)
-            made.append(action)
-        return tuple(made)
+                actions.insert(_recompute_place(actions, action, recomputed), again)
+            actions.append(action)
+        return tuple(actions)
 
     return tuple(map(filled, rows))
 

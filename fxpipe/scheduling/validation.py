@@ -293,7 +293,7 @@ def activations_in_flight(schedule: Schedule) -> tuple[int, ...]:
     now, most = [0] * schedule.stages, [0] * schedule.stages
     for action in (action for row in schedule.rows for action in row):
         j, last = action.stage, ActionKind.WEIGHT if action.stage in split else ActionKind.BACKWARD
-        made = ActionKind.RECOMPUTE if (j, action.micro_batch) in recomputed else ActionKind.FORWARD
-        now[j] += (action.kind is made) - (action.kind is last)
+        first = ActionKind.RECOMPUTE if (j, action.micro_batch) in recomputed else ActionKind.FORWARD
+        now[j] += (action.kind is first) - (action.kind is last)
         most[j] = max(most[j], now[j])
     return tuple(most)

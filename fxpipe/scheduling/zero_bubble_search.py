@@ -153,8 +153,8 @@ class PartialSchedule:
             _send(stage.end, self.stages[j - 1].demand.sending, self.stages[j - 1].gradients)
 
 
-def _send(made: float, seconds: float, arrivals: list[float]) -> None:
-    arrivals.append((max(made, arrivals[-1]) if arrivals else made) + seconds)
+def _send(ready: float, seconds: float, arrivals: list[float]) -> None:
+    arrivals.append((max(ready, arrivals[-1]) if arrivals else ready) + seconds)
 
 
 def schedule_rows(rows: Rows, m: int, demands: Sequence[StageTimes]) -> PartialSchedule:
@@ -187,9 +187,9 @@ def zero_bubble_auto(m: int, demands: Sequence[StageTimes]) -> Rows:
         ArgumentError: a limit does not hold a single micro-batch.
     """
     least = _least_seconds(m, demands)
-    found = candidate_schedules(m, demands)
-    best = next(found)
-    while least < (1 - MIN_GAIN) * best.seconds and (play := next(found, None)) is not None:
+    candidates = candidate_schedules(m, demands)
+    best = next(candidates)
+    while least < (1 - MIN_GAIN) * best.seconds and (play := next(candidates, None)) is not None:
         if play.seconds < (1 - MIN_GAIN) * best.seconds:
             best = play
     return best.rows

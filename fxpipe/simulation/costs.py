@@ -117,9 +117,9 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
             raise ArgumentError(f"transfers[{k}] goes from stage {transfer.source} to itself: leave it out")
 
 
-def _check_numbers(name: str, given: StageCost | Transfer) -> None:
-    for field in fields(given):
-        value = getattr(given, field.name)
+def _check_numbers(name: str, figures: StageCost | Transfer) -> None:
+    for field in fields(figures):
+        value = getattr(figures, field.name)
         if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"
             raise ArgumentError(f"{name}.{field.name}={value!r} is no {what}, 0 or more and finite")
@@ -160,19 +160,19 @@ def stage_times_of(
 
 def _stage_times(cost: StageCost, value: float, gradient: float, mode: str, limit: float | None) -> StageTimes:
     weight = cost.backward / 2 if cost.weight is None else cost.weight
-    given, saved = cost.input_bytes + cost.portal_bytes, cost.saved_bytes
-    if not given + saved:
+    received, saved = cost.input_bytes + cost.portal_bytes, cost.saved_bytes
+    if not received + saved:
         saved, limit = 1.0, None
     again = 0.0 if mode == "never" else cost.forward if cost.recompute is None else cost.recompute
     if limit is not None:
         of_last = saved if mode == "except_last" else 0.0  # its F keeps what the F of others leave to R
-        limit = max(given + saved, limit - cost.static_bytes - cost.working_bytes - of_last)
+        limit = max(received + saved, limit - cost.static_bytes - cost.working_bytes - of_last)
     return StageTimes(
         forward=value + cost.forward + cost.action,
         backward=gradient + cost.backward - weight + cost.action,
         weight=weight + cost.action,
         recompute=again + cost.action if mode != "never" else 0.0,
-        forward_memory=given + saved if mode == "never" else given,
+        forward_memory=received + saved if mode == "never" else received,
         recompute_memory=0.0 if mode == "never" else saved,
         limit=limit,
     )

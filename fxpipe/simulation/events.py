@@ -69,13 +69,13 @@ def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> Depen
 
 def receive_copies(ways: DependencyEdges) -> dict[ActionKind, list[ReceiveCopies]]:
     """Sums the copies that each stage receives before F and before B: all that comes, one after the other."""
-    found = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
+    copies = {kind: [ReceiveCopies() for _ in by_stage] for kind, by_stage in ways.items()}
     for kind, by_stage in ways.items():
         for way in (way for leaving in by_stage for way in leaving):
-            found[kind][way.user].seconds += way.seconds
+            copies[kind][way.user].seconds += way.seconds
             if way.seconds:
-                found[kind][way.user].over |= dict.fromkeys(way.over)
-    return found
+                copies[kind][way.user].over |= dict.fromkeys(way.over)
+    return copies
 
 
 def dependency_counts(by_stage: list[list[DependencyEdge]], m: int) -> list[list[int]]:
@@ -96,14 +96,14 @@ def action_durations(schedule: Schedule, stages: Sequence[StageCost]) -> dict[Ac
         ActionKind.BACKWARD: [float(s.backward) - (weight[j] if j in split else 0.0) for j, s in enumerate(stages)],
         ActionKind.WEIGHT: weight,
     }
-    found = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
-    return found | {ActionKind.UPDATE: [float(s.update) for s in stages]}
+    durations = {kind: [time + s.action for time, s in zip(times, stages, strict=True)] for kind, times in own.items()}
+    return durations | {ActionKind.UPDATE: [float(s.update) for s in stages]}
 
 
 def device_by_stage(schedule: Schedule) -> list[int]:
     """Returns the device of each stage."""
-    found = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
-    return [found[j] for j in range(schedule.stages)]
+    device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
+    return [device_of[j] for j in range(schedule.stages)]
 
 
 @dataclass(frozen=True, slots=True)

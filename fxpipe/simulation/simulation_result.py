@@ -164,10 +164,10 @@ def compare_steps(simulated: StepTimeline, measured: StepTimeline) -> StepCompar
 
 
 def _by_kind(spans: Iterable[Span]) -> dict[ActionKind, float]:
-    found = dict.fromkeys(ActionKind, 0.0)
+    seconds = dict.fromkeys(ActionKind, 0.0)
     for span in spans:
-        found[span.action.kind] += span.seconds
-    return found
+        seconds[span.action.kind] += span.seconds
+    return seconds
 
 
 def _describe_actions(actions: Counter[Action]) -> str:
@@ -225,7 +225,7 @@ class Simulation(TimelineMixin):
         spans: list[list[Span]] = [[] for _ in self.schedule.rows]
         for span in self.spans:
             spans[span.device].append(span)
-        return tuple(memory_timeline_of(found, self.stages) for found in spans)
+        return tuple(memory_timeline_of(row, self.stages) for row in spans)
 
     @property
     def fits(self) -> tuple[bool | None, ...]:

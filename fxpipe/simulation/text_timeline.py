@@ -109,9 +109,9 @@ def _row_cells(owners: Sequence[int | None], names: Sequence[tuple[str, ActionKi
 
 def column_extents(owners: Sequence[int | None]) -> dict[int, tuple[int, int]]:
     """Computes the first column and the number of columns of each span that is shown."""
-    found: dict[int, tuple[int, int]] = {}
+    extents: dict[int, tuple[int, int]] = {}
     for place, k in enumerate(owners):
         if k is not None:
-            first, width = found.get(k, (place, 0))
-            found[k] = first, width + 1
-    return found
+            first, width = extents.get(k, (place, 0))
+            extents[k] = first, width + 1
+    return extents

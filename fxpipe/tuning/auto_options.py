@@ -40,9 +40,9 @@ def prepare_best(
     usual = replace(settings, left=frozenset())
     plans = ModelPlans(studied, usual)
     limits: MemoryLimits = [worker.memory for worker in planned_workers(usual)]
-    found = list(_free_candidates(studied, settings))
-    with progress("tuning", len(found), "candidates") as step:
-        rows = search_candidates(found, plans, limits, modes=_modes_to_try(settings), step=step)
+    candidates = list(_free_candidates(studied, settings))
+    with progress("tuning", len(candidates), "candidates") as step:
+        rows = search_candidates(candidates, plans, limits, modes=_modes_to_try(settings), step=step)
     for row in rank_fitting(rows):
         assert row.plan is not None
         ready = plans.prepared(row.plan)

@@ -70,9 +70,9 @@ class ModelPlans:
     _nodes: dict[int, list[StageCost]] = field(default_factory=dict)  # by samples
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        found = self._prepared(self._unlimited(candidate, mode))
-        modes = found.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
-        return _variant(found.plan, candidate, self.studied.batch, modes)
+        graph = self._prepared(self._unlimited(candidate, mode))
+        modes = graph.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(graph.plan, candidate, self.studied.batch, modes)
 
     def has(self, candidate: Candidate) -> bool:
         try:
@@ -84,9 +84,9 @@ class ModelPlans:
         settings = self._settings(candidate)
         if isinstance(settings.checkpoint, str):
             settings = replace(settings, checkpoint=mode)
-        found = self._prepared(settings)
-        modes = found.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
-        return _variant(found.plan, candidate, self.studied.batch, modes)
+        graph = self._prepared(settings)
+        modes = graph.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
+        return _variant(graph.plan, candidate, self.studied.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
@@ -112,14 +112,14 @@ class ModelPlans:
     def prepared(self, plan: Plan) -> PreparedGraph:
         """Returns the prepared graph that runs a plan that came from here."""
         nodes = [stage.nodes for stage in plan.stages]
-        found = next(
+        graph = next(
             one
             for one in self._same.values()
             if one.plan.placement == plan.placement and [stage.nodes for stage in one.plan.stages] == nodes
         )
         schedule = next((c for c in (self.settings.schedule,) if not isinstance(c, str)), plan.schedule)
-        settings = replace(found.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
-        return replace(found, plan=plan, settings=settings)
+        settings = replace(graph.settings, schedule=schedule, chunks=plan.chunks, checkpoint=plan.checkpoint)
+        return replace(graph, plan=plan, settings=settings)
 
     def _settings(self, candidate: Candidate) -> Settings:
         settings = self.settings
@@ -187,11 +187,11 @@ def _stage_of_nodes(nodes: Sequence[StageCost], starting: float) -> StageCost:
 class PlanVariants:
     """Variants of a plan whose stages stay where they are."""
 
-    given: Plan
+    base: Plan
     batch: int
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        return _variant(self.given, candidate, self.batch, mode)
+        return _variant(self.base, candidate, self.batch, mode)
 
     def has(self, candidate: Candidate) -> bool:
         return True
@@ -226,9 +226,9 @@ def with_memory_limits(plan: Plan, limits: Sequence[float | None]) -> Plan:
 
 def memory_limits_of(plan: Plan) -> list[float | None]:
     """Returns the memory that the stages of each worker may take."""
-    found: list[float | None] = []
+    sums: list[float | None] = []
     for k in range(len(plan.workers)):
         limits = [stage.memory_limit for stage, place in zip(plan.stages, plan.placement, strict=True) if place == k]
         known = [limit for limit in limits if limit is not None]
-        found.append(math.fsum(known) if len(known) == len(limits) else None)
-    return found
+        sums.append(math.fsum(known) if len(known) == len(limits) else None)
+    return sums

@@ -68,9 +68,9 @@ def search_candidates(
         if bound > (1 + SAME_STEP_TOLERANCE) * best and not plans.has(candidate):
             rows.append(_skipped_candidate(candidate, NO_SHORTER, bound))
         else:
-            found = list(_try_candidate(candidate, plans, limits, modes, others or {}, best))
-            rows += found
-            steps = sorted([*steps, *(row.step_seconds for row in found if row.fits)])[:wanted]
+            results = list(_try_candidate(candidate, plans, limits, modes, others or {}, best))
+            rows += results
+            steps = sorted([*steps, *(row.step_seconds for row in results if row.fits)])[:wanted]
         step()
     return tuple(rows)
 
@@ -95,9 +95,9 @@ def _try_candidate(
         yield row
         if row.fits or row.step_seconds > (1 + SAME_STEP_TOLERANCE) * best:
             return  # recomputing takes time, and so does what a limit asks for
-        found = list(_try_within_limits(candidate, plans, limits, "auto", others))
-        yield from found
-        if any(row.fits and row.checkpoint != "always" for row in found):
+        results = list(_try_within_limits(candidate, plans, limits, "auto", others))
+        yield from results
+        if any(row.fits and row.checkpoint != "always" for row in results):
             return  # no stage recomputes without need
         for mode in ("except_last", "always"):
             yield _simulate_candidate(candidate, plans.plan(candidate, mode), limits, others)

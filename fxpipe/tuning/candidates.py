@@ -66,14 +66,14 @@ def candidates_of_plan(plan: Plan, schedules: Sequence[str], chunks: Sequence[in
 def chunks_for_batch(batch: int, most: int) -> tuple[int, ...]:
     """Numbers of micro-batches for mini-batches of so many samples, at most `most`."""
     divisors = [d for d in range(1, batch + 1) if batch % d == 0]
-    found = []
+    counts = []
     power = 1
     while power <= batch:
         near = [d for d in divisors if power / NEAR_POWER < d < power * NEAR_POWER]
-        found.append(min(near, key=lambda d: (abs(d - power), d), default=power))
+        counts.append(min(near, key=lambda d: (abs(d - power), d), default=power))
         power *= 2
-    found.append(batch)
-    return tuple(count for count in dict.fromkeys(found) if count <= max(1, most))
+    counts.append(batch)
+    return tuple(count for count in dict.fromkeys(counts) if count <= max(1, most))
 
 
 # -- The result of each candidate: a row of the table, and their order -----------------------------------------------

@@ -109,9 +109,9 @@ def _step_timer(
 
 
 @contextlib.contextmanager
-def _restore_all(modules: Sequence[nn.Module], given: Any) -> Iterator[None]:
+def _restore_all(modules: Sequence[nn.Module], inputs: Any) -> Iterator[None]:
     """A block after which modules, gradients of what was given, and random numbers are as before."""
-    leaves = [leaf for leaf in flatten(given)[0] if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    leaves = [leaf for leaf in flatten(inputs)[0] if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
     gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None  # else it would be added to

@@ -130,7 +130,7 @@ def tune(
         MemoryLimitError: nothing fits; says what is the least that would.
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut; see `fxpipe.errors`.
     """
-    given = locals()
+    options = locals()
     with planning_block(), show_progress(parse_switch("progress", progress)):
         parse_switch("measure", measure)
         names = parse_choices("schedules", schedules, TRAINING_SCHEDULES)
@@ -139,7 +139,7 @@ def tune(
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
         size = None if batch_size is None else _parse_counts("batch_size", [batch_size])[0]
         if isinstance(model_or_plan, Plan):
-            _check_beside_plan(given)
+            _check_beside_plan(options)
             return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
         if not isinstance(model_or_plan, nn.Module):
             raise ArgumentTypeError(
@@ -151,11 +151,13 @@ def tune(
             raise ArgumentError(f"balance={balance!r}: expected {', '.join(map(repr, BALANCES))}; tune cuts by itself")
         if measure and hardware is not None:
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
-        settings = make_settings(PipelineOptions.among(given, but=TUNED_OPTIONS), anywhere=hardware is not None)
+        settings = make_settings(PipelineOptions.among(options, but=TUNED_OPTIONS), anywhere=hardware is not None)
         kwargs = example_kwargs or {}
         studied = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())
-        others = {name: given[name] for name in TRACING_OPTIONS if not is_default(given[name], OPTION_DEFAULTS[name])}
+        others = {
+            name: options[name] for name in TRACING_OPTIONS if not is_default(options[name], OPTION_DEFAULTS[name])
+        }
         plans, limits = ModelPlans(studied, settings), [worker.memory for worker in planned_workers(settings)]
         rows = _search_all(
             lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
@@ -175,10 +177,10 @@ def tune(
         return _tuning_of_rows(rows, limits, studied.batch)
 
 
-def _check_beside_plan(given: Mapping[str, Any]) -> None:
+def _check_beside_plan(options: Mapping[str, Any]) -> None:
     """Raises `ArgumentError` where something was given that a plan, which has its stages, says itself."""
     for name, parameter in inspect.signature(tune).parameters.items():
-        if name not in PLAN_ARGUMENTS and not is_default(given[name], parameter.default):
+        if name not in PLAN_ARGUMENTS and not is_default(options[name], parameter.default):
             raise ArgumentError(f"{name} beside a plan, which has its stages: give the model, or leave {name} out")
 
 
@@ -191,8 +193,8 @@ def _tune_plan(
     modes: Sequence[str] | None,
 ) -> Tuning:
     batch = size or plan.batch or plan.chunks * plan.micro_batch
-    given = parse_memory_limit(memory_limit, len(plan.workers))
-    limits: MemoryLimits = memory_limits_of(plan) if given is None else given
+    own_limits = parse_memory_limit(memory_limit, len(plan.workers))
+    limits: MemoryLimits = memory_limits_of(plan) if own_limits is None else own_limits
     rows = _search_all(
         lambda count: candidates_of_plan(plan, names, count),
         PlanVariants(plan, batch),
@@ -287,11 +289,11 @@ def _check_best(
     return tuple(row if runs.get(row.chunks, True) else replace(row, plan=None, why=why) for row in rows)
 
 
-def _parse_counts(argument: str, given: Any) -> tuple[int, ...]:
+def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:
     """Whole numbers, at least 1, each once."""
-    if isinstance(given, (str, int)) or not isinstance(given, Sequence):
-        raise ArgumentTypeError(f"{argument}={given!r}: expected a list of whole numbers, as in [1, 2, 4]")
-    found = [whole_number(one) for one in given]
-    if not found or any(one is None or one < 1 for one in found):
-        raise ArgumentError(f"{argument}={list(given)!r}: expected whole numbers, at least 1")
-    return tuple(dict.fromkeys(one for one in found if one is not None))
+    if isinstance(value, (str, int)) or not isinstance(value, Sequence):
+        raise ArgumentTypeError(f"{argument}={value!r}: expected a list of whole numbers, as in [1, 2, 4]")
+    counts = [whole_number(one) for one in value]
+    if not counts or any(one is None or one < 1 for one in counts):
+        raise ArgumentError(f"{argument}={list(value)!r}: expected whole numbers, at least 1")
+    return tuple(dict.fromkeys(one for one in counts if one is not None))

@@ -83,8 +83,8 @@ class Tuning:
 
 def _modes_text(modes: tuple[str, ...]) -> str:
     """`0, 2 always` of ("always", "never", "always")."""
-    found = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
-    return "; ".join(text for text in found if not text.endswith("never"))
+    texts = [f"{', '.join(str(j) for j, m in enumerate(modes) if m == mode)} {mode}" for mode in dict.fromkeys(modes)]
+    return "; ".join(text for text in texts if not text.endswith("never"))
 
 
 def _step_text(row: CandidateResult) -> str:

@@ -28,8 +28,8 @@ def check_output_path(path: str | Path, formats: Sequence[str], what: str) -> st
     known = ", ".join(f".{name}" for name in formats)
     form = place.suffix.removeprefix(".").lower()
     if form not in formats:
-        given = f"the suffix {place.suffix!r} names no format" if place.suffix else "a suffix must name the format"
-        raise ArgumentError(f"{what} cannot be saved to {str(path)!r}: {given}; give one of {known}")
+        problem = f"the suffix {place.suffix!r} names no format" if place.suffix else "a suffix must name the format"
+        raise ArgumentError(f"{what} cannot be saved to {str(path)!r}: {problem}; give one of {known}")
     folder = place.parent
     if place.is_dir():
         raise _file_error(what, path, "it is a directory; give the path of a file")
@@ -64,10 +64,10 @@ def write_atomically(path: str | Path, content: bytes, what: str) -> None:
             part.unlink(missing_ok=True)
 
 
-def _as_path(given: str | Path) -> Path:
-    if not isinstance(given, str | os.PathLike):
-        raise ArgumentTypeError(f"path={given!r}: expected the path of a file, as str or pathlib.Path")
-    return Path(given)
+def _as_path(path: str | Path) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise ArgumentTypeError(f"path={path!r}: expected the path of a file, as str or pathlib.Path")
+    return Path(path)
 
 
 def _file_error(what: str, path: str | Path, why: str) -> FileError:
@@ -85,8 +85,8 @@ def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
     Raises:
         ArgumentError: names the place, what is there and what was expected.
     """
-    found: T = _read(kind, value, where)
-    return found
+    result: T = _read(kind, value, where)
+    return result
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:

@@ -68,7 +68,7 @@ def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
 
 def polynomial_of(coefficients: Iterable[Any]) -> Polynomial:
     """Makes a polynomial of any numbers, whole ones as ints."""
-    found = [int(c) if c == int(c) else float(c) for c in coefficients]
-    while found and found[-1] == 0:
-        found.pop()
-    return Polynomial(tuple(found))
+    numbers = [int(c) if c == int(c) else float(c) for c in coefficients]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return Polynomial(tuple(numbers))

@@ -79,19 +79,19 @@ def put_together(children: Any, parts: ObjectParts) -> Any:
     children = list(children)
     items, values = children[: len(parts.keys)], children[len(parts.keys) :]
     make: Any = parts.base.__new__
-    made = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
+    new = make(parts.kind, items) if parts.base is tuple else make(parts.kind)
     if parts.base is list:
-        list.extend(made, items)
+        list.extend(new, items)
     elif issubclass(parts.base, dict):
         for key, item in zip(parts.keys, items, strict=True):
-            parts.base.__setitem__(made, key, item)
+            parts.base.__setitem__(new, key, item)
     slots = _slots(parts.kind)
     for name, value in zip(parts.names, values, strict=True):
         if name in slots:
-            slots[name].__set__(made, value)  # also where the class is frozen
+            slots[name].__set__(new, value)  # also where the class is frozen
         else:
-            made.__dict__[name] = value
-    return made
+            new.__dict__[name] = value
+    return new
 
 
 def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
@@ -105,13 +105,13 @@ def _slots(kind: type[Any]) -> dict[str, MemberDescriptorType]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for name, slot in _slots(type(value)).items():
         try:
-            found[name] = slot.__get__(value)
+            attributes[name] = slot.__get__(value)
         except AttributeError:  # not set
             continue
-    return found
+    return attributes
 
 
 # -- Contents of objects --------------------------------------------------------------------------------------------

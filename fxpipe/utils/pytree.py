@@ -185,8 +185,8 @@ def _flatten(
     keys: Sequence[pytree.KeyEntry]
     context: Any
     if known is not None:
-        made, context = known.flatten_fn(value)
-        children = list(made)
+        flat, context = known.flatten_fn(value)
+        children = list(flat)
         keys = _keys(value, known, children, context)
     elif (base := builtin_base_of(type(value))) is not None and (kind := kind_of(value)) is not None:
         keys, children, context = take_apart(value, base)
@@ -221,8 +221,8 @@ def redefined_class(spec: pytree.TreeSpec, other: pytree.TreeSpec) -> str | None
     kinds = [_class_of(spec), _class_of(other)]
     if kinds[0] is not kinds[1] and kinds[0].__qualname__ == kinds[1].__qualname__:
         return str(kinds[0].__name__)
-    found = (redefined_class(a, b) for a, b in zip(spec.children(), other.children(), strict=False))
-    return next((name for name in found if name is not None), None)
+    names = (redefined_class(a, b) for a, b in zip(spec.children(), other.children(), strict=False))
+    return next((name for name in names if name is not None), None)
 
 
 def _class_of(spec: pytree.TreeSpec) -> Any:
@@ -257,8 +257,8 @@ def _children_like(tree: Any, spec: pytree.TreeSpec) -> list[Any]:
         if spec.type is _Object:
             _, children, context = take_apart(tree, spec.context.base)
         else:
-            made, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
-            children = list(made)
+            flat, context = pytree.SUPPORTED_NODES[spec.type].flatten_fn(tree)
+            children = list(flat)
         comparable = isinstance(context, (list, tuple, ObjectParts))
         if len(children) == spec.num_children and (not comparable or context == spec.context):
             return children

@@ -30,8 +30,8 @@ call_in_forked_child(_generator_locks.clear)
 
 def generator_lock(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Held by whoever draws from the generator that the process has for a device."""
-    found = _generator_locks.get(device)
-    if found is None:
+    lock = _generator_locks.get(device)
+    if lock is None:
         # Of two that are made at once, the first is for both.
-        found = _generator_locks.setdefault(device, threading.RLock())
-    return found
+        lock = _generator_locks.setdefault(device, threading.RLock())
+    return lock

@@ -57,13 +57,13 @@ def shorten_source_line(line: str) -> str:
 
 def number_ranges(numbers: Sequence[int]) -> str:
     """`0-2, 5` of 0, 1, 2, 5."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1][1:] = [number]
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
         else:
-            found.append([number])
-    return ", ".join("-".join(map(str, ends)) for ends in found)
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def bytes_of_limit(size: float, limit: float) -> str:

@@ -50,7 +50,7 @@ def three_digits(number: float) -> str:
 # -- Whole numbers given by users ------------------------------------------------------------------------------------
 
 
-def whole_number(given: Any) -> int | None:
+def whole_number(value: Any) -> int | None:
     """Converts to int, so that whatever stands for an integer (numpy's, too) has one form; None if nothing does.
 
     True stands for none: it is given by mistake.
@@ -58,9 +58,9 @@ def whole_number(given: Any) -> int | None:
     >>> whole_number(3), whole_number(3.0), whole_number(True)
     (3, None, None)
     """
-    if isinstance(given, bool):
+    if isinstance(value, bool):
         return None
     try:
-        return operator.index(given)
+        return operator.index(value)
     except TypeError:
         return None

@@ -85,13 +85,13 @@ def box_names(step: StepTimeline, frame: TimeAxis, top: float, pitch: float, hei
     letters = text_size_for(height)
     if letters < SMALLEST_TEXT:
         return BoxNames((), False)
-    found: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
+    spans_by_kind: defaultdict[tuple[int, ActionKind], list[tuple[Span, str]]] = defaultdict(list)
     for span, name in zip(step.spans, span_names(step.spans), strict=True):
-        found[span.device, span.action.kind].append((span, name))
+        spans_by_kind[span.device, span.action.kind].append((span, name))
     loops = has_looped_stages(step.spans)
     texts: list[Text] = []
     are_stacked = False
-    for (device, kind), row in found.items():
+    for (device, kind), row in spans_by_kind.items():
         sorts: list[list[tuple[str, ...]]] = [[(name,) for _, name in row]]
         if not loops:
             sorts.append([(str(span.action.micro_batch),) for span, _ in row])
@@ -141,8 +141,8 @@ def _merged_boxes(row: Sequence[Span], device: int, frame: TimeAxis, y: float, h
         seconds[span.action.kind].append(span.seconds)
     if RECEIVING_COLOUR in by_colour:
         yield Bars(y, height, tuple(by_colour[RECEIVING_COLOUR]), RECEIVING_COLOUR, f"device {device}: receiving")
-    for kind, found in seconds.items():
-        title = f"device {device}: {kind.words}, {len(found)} times, {human_seconds(sum(found))} in all"
+    for kind, lengths in seconds.items():
+        title = f"device {device}: {kind.words}, {len(lengths)} times, {human_seconds(sum(lengths))} in all"
         yield Bars(y, height, tuple(by_colour[KIND_COLOURS[kind]]), KIND_COLOURS[kind], title)
 
 

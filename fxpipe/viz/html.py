@@ -64,15 +64,15 @@ def missing_cell() -> HtmlCell:
     return HtmlCell(MISSING_TEXT)
 
 
-def table_markup(found: HtmlTable, attributes: str = "") -> str:
+def table_markup(table: HtmlTable, attributes: str = "") -> str:
     """A `table` element. `attributes` are markup."""
-    numbers = [any(row[k].value is not None for row in found.rows) for k in range(len(found.headers))]
+    numbers = [any(row[k].value is not None for row in table.rows) for k in range(len(table.headers))]
     head = "".join(
         f'<th scope="col"{_class_attribute(number=is_number)}>{escape_markup(name)}</th>'
-        for name, is_number in zip(found.headers, numbers, strict=True)
+        for name, is_number in zip(table.headers, numbers, strict=True)
     )
     lines = [f"<table{attributes}>", f"<thead><tr>{head}</tr></thead>", "<tbody>"]
-    for row in found.rows:
+    for row in table.rows:
         lines.append(f"<tr>{''.join(map(_td_markup, row, numbers))}</tr>")
     return "\n".join([*lines, "</tbody>", "</table>"])
 
@@ -171,8 +171,8 @@ def notebook_table(headers: Sequence[str], rows: Sequence[tuple[HtmlCell, ...]])
         )
         lines.append(f'<tr style="background:transparent">{cells}</tr>')
     body = "".join(lines)
-    found = f'<table style="{_TABLE_STYLE}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
-    return f'<div style="{_FRAME_STYLE}">{found}</div>'
+    table = f'<table style="{_TABLE_STYLE}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div style="{_FRAME_STYLE}">{table}</div>'
 
 
 def _cell_markup(cell: HtmlCell) -> str:

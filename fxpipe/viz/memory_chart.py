@@ -152,15 +152,15 @@ def _limit_line(limit: float, frame: TimeAxis, y: float) -> Line:
 def _thin_steps(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, MemoryParts]]:
     """Keeps the greatest and the last of all steps on one point of the picture: what one would see of them."""
     kept: list[tuple[float, MemoryParts]] = []
-    for found in _steps_by_grain(memory, frame, 1.0):
-        highest = max(found, key=lambda step: step[1].total)
-        kept += [highest] if highest is found[-1] else [highest, found[-1]]
+    for steps in _steps_by_grain(memory, frame, 1.0):
+        highest = max(steps, key=lambda step: step[1].total)
+        kept += [highest] if highest is steps[-1] else [highest, steps[-1]]
     return kept
 
 
 def _envelope(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, float]]:
     """The most within every few points: many lines would be too restless with each rise and fall."""
-    return [(found[0][0], max(size.total for _, size in found)) for found in _steps_by_grain(memory, frame, GRAIN)]
+    return [(steps[0][0], max(size.total for _, size in steps)) for steps in _steps_by_grain(memory, frame, GRAIN)]
 
 
 def _steps_by_grain(memory: MemoryTimeline, frame: TimeAxis, grain: float) -> Iterator[list[tuple[float, MemoryParts]]]:
@@ -201,8 +201,8 @@ BARS_TEXT_SIZE = 11.0  # of the letters
 def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequence[float | None]) -> Scene:
     """Draws for each device its name, what it holds at its peak, and what it may hold, where that is known."""
     height = 16.0 if len(names) > 20 else 24.0
-    held = [kind for kind in MEMORY_COLOURS if any(getattr(found, kind) for found in parts)]
-    peak = max(found.total for found in parts)
+    held = [kind for kind in MEMORY_COLOURS if any(getattr(memory, kind) for memory in parts)]
+    peak = max(memory.total for memory in parts)
     drawn = [None if limit is None or limit > FLAT_LIMIT_RATIO * peak else limit for limit in limits]
     longest = max(peak, *(limit or 0.0 for limit in drawn)) or 1
     start, bottom = BARS_MARGIN + BARS_NAMES_WIDTH, BARS_LEGEND_HEIGHT + height * len(names)
@@ -211,18 +211,18 @@ def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequ
         entries.append(LegendEntry("limit", LIMIT_COLOUR, is_line=True))
     items: list[Item] = legend_items(entries, start, 16, BARS_WIDTH)
     items.append(Line(((start, BARS_LEGEND_HEIGHT), (start, bottom)), GRID))
-    for row, (name, found, limit, level) in enumerate(zip(names, parts, limits, drawn, strict=True)):
+    for row, (name, memory, limit, level) in enumerate(zip(names, parts, limits, drawn, strict=True)):
         top, x = BARS_LEGEND_HEIGHT + row * height, start
         base = top + height / 2 + 4
         items.append(Text(BARS_MARGIN, base, fit_text(name, BARS_NAMES_WIDTH - 8, BARS_TEXT_SIZE), BARS_TEXT_SIZE))
         for kind in held:
-            amount = getattr(found, kind)
+            amount = getattr(memory, kind)
             width = BARS_WIDTH * amount / longest
             if width > 0.05:  # points
                 title = f"{name}: {human_bytes(amount)} of {kind}"
                 items.append(Rect(x, top + 3, width, height - 6, MEMORY_COLOURS[kind], title=title))
             x += width
-        is_over = limit is not None and found.total > limit
+        is_over = limit is not None and memory.total > limit
         if level is not None:
             at = start + BARS_WIDTH * level / longest
             items.append(
@@ -230,7 +230,9 @@ def memory_bars(names: Sequence[str], parts: Sequence[MemoryParts], limits: Sequ
             )
             x = max(x, at)
         of = f" of {human_bytes(limit)}" if limit is not None else ""
-        items.append(Text(x + 8, base, human_bytes(found.total) + of, BARS_TEXT_SIZE, LIMIT_COLOUR if is_over else INK))
+        items.append(
+            Text(x + 8, base, human_bytes(memory.total) + of, BARS_TEXT_SIZE, LIMIT_COLOUR if is_over else INK)
+        )
     return Scene(
         start + BARS_WIDTH + BARS_AMOUNTS_WIDTH,
         bottom + BARS_MARGIN,

@@ -69,10 +69,10 @@ class PortalBundle:
 
 def bundles_of(portals: Sequence[Portal]) -> tuple[PortalBundle, ...]:
     """Bundles portals by their ends; the largest bundle first."""
-    found: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
+    members_by_ends: defaultdict[tuple[int, int], list[Portal]] = defaultdict(list)
     for portal in portals:
-        found[portal.source, portal.target].append(portal)
-    bundles = [PortalBundle(source, target, tuple(members)) for (source, target), members in found.items()]
+        members_by_ends[portal.source, portal.target].append(portal)
+    bundles = [PortalBundle(source, target, tuple(members)) for (source, target), members in members_by_ends.items()]
     return tuple(sorted(bundles, key=lambda bundle: (-bundle.bytes, bundle.source, bundle.target)))
 
 
@@ -100,8 +100,8 @@ class GraphLayout:
             max(stage_seconds(stage) for stage in plan.stages),
             bundles[:MAX_ARCS],
             bundles[MAX_ARCS:],
-            {stage: tuple(found) for stage, found in leaving.items()},
-            {stage: tuple(found) for stage, found in arriving.items()},
+            {stage: tuple(own) for stage, own in leaving.items()},
+            {stage: tuple(own) for stage, own in arriving.items()},
         )
 
     @property

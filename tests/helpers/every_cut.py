@@ -24,9 +24,9 @@ from helpers.oracle import Seeded, draw_seed, parts_of
 class WithGrad(InterleavedExecutor):
     """Like a worker's thread, whatever the thread of the caller (autograd's own, in a backward) has set."""
 
-    def drive(self, step: Any, rows: Rows) -> None:
+    def run(self, step: Any, rows: Rows) -> None:
         with torch.enable_grad():
-            super().drive(step, rows)
+            super().run(step, rows)
 
 
 CPU = torch.device("cpu")

@@ -237,9 +237,9 @@ class Functions(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("driver", ["workers", "one thread"])
+@pytest.mark.parametrize("executor", ["workers", "one thread"])
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_dispatch_mode_sees_the_operations_of_forward_and_backward(driver, fresh):
+def test_a_dispatch_mode_sees_the_operations_of_forward_and_backward(executor, fresh):
     plain = _net()
     with Operations() as want_forward:
         loss = plain(_x()).sum()
@@ -247,7 +247,7 @@ def test_a_dispatch_mode_sees_the_operations_of_forward_and_backward(driver, fre
         loss.backward()
     with _pipe_of(_net(), **({"example_args": ()} if fresh else {})) as pipe:
         usual = pipe._fxpipe.engine.executor
-        pipe._fxpipe.engine.executor = InterleavedExecutor(0) if driver == "one thread" else usual
+        pipe._fxpipe.engine.executor = InterleavedExecutor(0) if executor == "one thread" else usual
         with Operations() as forward:
             loss = pipe(_x()).sum()
         with Operations() as backward:

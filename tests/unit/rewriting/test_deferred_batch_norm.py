@@ -502,21 +502,21 @@ def test_two_forwards_in_flight_do_not_mix():
         assert_tracks(pipe, plain)
 
 
-def test_every_driver_gives_the_same_bits():
+def test_every_executor_gives_the_same_bits():
     model, x = convolutions(), torch.randn(8, 3, 8, 8)
     start, target = copy.deepcopy(model.state_dict()), torch.zeros(8, 4, 4, 4)
     want: dict[str, torch.Tensor] = {}
     with closing(fxpipe.pipeline(model, ["cpu"] * 2, 4, deferred_batch_norm=True)) as pipe:
         engine = pipe._fxpipe.engine
-        for driver in [
+        for executor in [
             InterleavedExecutor(0),
             InterleavedExecutor(7),
             ThreadedExecutor([torch.device("cpu")] * 2, jitter=3),
         ]:
             model.load_state_dict(start)
             engine.executor.close()
-            engine.executor = driver
+            engine.executor = executor
             pipe.forward_backward(x, target=target, loss_fn=F.mse_loss)
             want = want or copy.deepcopy(model.state_dict())
             assert all(torch.equal(want[k], v) for k, v in model.state_dict().items())
-            driver.close()
+            executor.close()

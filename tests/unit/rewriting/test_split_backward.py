@@ -402,10 +402,10 @@ def test_some_stages_have_w(uses):
             uses.stages = None
 
 
-def _train(every, starts, chunks, driver, steps=3, with_w=True, checkpoint="never"):
+def _train(every, starts, chunks, executor, steps=3, with_w=True, checkpoint="never"):
     """Losses, and the model after some steps of an optimizer."""
     program, traced, model = every.program(starts), every.traced, copy.deepcopy(every.model)
-    engine = Engine(model, driver)
+    engine = Engine(model, executor)
     assembly = BoundProgram(
         program,
         wire_program(program),
@@ -652,9 +652,9 @@ def test_nothing_is_left_of_a_step(monkeypatch):
     steps, tapes = [], []
 
     class Watching(InterleavedExecutor):
-        def drive(self, step, rows):
+        def run(self, step, rows):
             steps.append(step)
-            super().drive(step, rows)
+            super().run(step, rows)
 
     def made(**options):
         tapes.append(WeightGradientTape(**options))
@@ -688,9 +688,9 @@ def test_a_failure_in_w_is_noted():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Spoils()(x).sum().backward()
     every = EverySplit(Spoils(), x)
-    for driver in (InterleavedExecutor(0), ThreadedExecutor([CPU])):
-        with closing(driver), pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-            _train(every, (0,), 3, driver)
+    for executor in (InterleavedExecutor(0), ThreadedExecutor([CPU])):
+        with closing(executor), pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            _train(every, (0,), 3, executor)
         assert caught.value.__notes__ == ["fxpipe: stage 0 of 1 on cpu, micro-batch 0, backward of weights"]
 
 

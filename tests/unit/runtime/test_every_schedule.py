@@ -81,8 +81,8 @@ def test_any_interleaving_of_the_workers_comes_to_the_same_bits(schedule):
         for seed in (None, 0, 1, 2):
             pipe.zero_grad()
             pipe.load_state_dict(before)
-            with closing(pipe._fxpipe.engine.executor if seed is None else InterleavedExecutor(seed)) as driver:
-                pipe._fxpipe.engine.executor = driver
+            with closing(pipe._fxpipe.engine.executor if seed is None else InterleavedExecutor(seed)) as executor:
+                pipe._fxpipe.engine.executor = executor
                 torch.manual_seed(2)
                 pipe.forward_backward(*args, target=target, loss_fn=case.loss, **kwargs)
             found.append({name: p.grad for name, p in pipe.named_parameters()})

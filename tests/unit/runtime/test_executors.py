@@ -30,7 +30,7 @@ CPUS = [torch.device("cpu")] * STAGES
 
 @pytest.fixture(scope="module")
 def pipe():
-    """Planned once; tests change its settings and its driver."""
+    """Planned once; tests change its settings and its executor."""
     torch.manual_seed(4)
     ids, _ = tokens(BATCH)
     pipe = fxpipe.pipeline(
@@ -41,11 +41,11 @@ def pipe():
     return pipe
 
 
-def _run(pipe, driver, schedule, checkpoint):
+def _run(pipe, executor, schedule, checkpoint):
     """Loss, gradients and buffers of two steps; the model is as before."""
     start = copy.deepcopy(pipe.model.state_dict())
     inside = pipe._fxpipe
-    usual, inside.engine.executor = inside.engine.executor, driver
+    usual, inside.engine.executor = inside.engine.executor, executor
     order = "gpipe" if schedule == "drop-in" else schedule
     inside.settings = dataclasses.replace(inside.settings, schedule=order, checkpoint=checkpoint)
     ids, t = tokens(BATCH)
@@ -99,14 +99,14 @@ def _assert_equal(have, want, what):
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "drop-in"])
-def test_every_driver_gives_the_same_bits(pipe, schedule, checkpoint):
-    with closing(ThreadedExecutor(CPUS)) as driver:
-        want = _run(pipe, driver, schedule, checkpoint)
+def test_every_executor_gives_the_same_bits(pipe, schedule, checkpoint):
+    with closing(ThreadedExecutor(CPUS)) as executor:
+        want = _run(pipe, executor, schedule, checkpoint)
     for seed in range(12):
         _assert_equal(_run(pipe, InterleavedExecutor(seed), schedule, checkpoint), want, f"Interleaved({seed})")
     for seed in range(2):
-        with closing(ThreadedExecutor(CPUS, jitter=seed)) as driver:
-            _assert_equal(_run(pipe, driver, schedule, checkpoint), want, f"Workers(jitter={seed})")
+        with closing(ThreadedExecutor(CPUS, jitter=seed)) as executor:
+            _assert_equal(_run(pipe, executor, schedule, checkpoint), want, f"Workers(jitter={seed})")
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -139,15 +139,15 @@ class Thrice(nn.Module):
         return x
 
 
-def test_autocast_under_every_driver():
+def test_autocast_under_every_executor():
     """Autocast's cache belongs to the process: what one worker clears must not move the bits of another."""
     x = torch.randn(32, 16)
     pipe = fxpipe.pipeline(
         nn.Sequential(*(Thrice() for _ in CPUS)), ["cpu"] * STAGES, 8, balance=["0", "1"], example_args=(x,)
     )
 
-    def run(driver):
-        pipe._fxpipe.engine.executor = driver
+    def run(executor):
+        pipe._fxpipe.engine.executor = executor
         pipe.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = pipe.forward_backward(x, target=torch.zeros_like(x), loss_fn=F.mse_loss)
@@ -159,18 +159,18 @@ def test_autocast_under_every_driver():
     usual = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
-        with closing(ThreadedExecutor(CPUS)) as driver:
+        with closing(ThreadedExecutor(CPUS)) as executor:
             for k in range(10):
-                _assert_equal(run(driver), want, f"Workers, run {k}")
+                _assert_equal(run(executor), want, f"Workers, run {k}")
     finally:
         sys.setswitchinterval(usual)
 
 
-def test_a_driver_can_be_given():
+def test_a_executor_can_be_given():
     ids, _ = tokens(BATCH)
     model = TiedAtBothEnds()
     planned = fxpipe.pipeline(model, ["cpu"] * STAGES, CHUNKS, example_args=(ids,))
-    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, driver=InterleavedExecutor(3))
+    pipe = fxpipe.Pipeline(model, planned._fxpipe.settings, planned.plan, executor=InterleavedExecutor(3))
     before = threading.active_count()
     torch.manual_seed(0)
     want = planned(ids)
@@ -186,7 +186,7 @@ def test_a_driver_can_be_given():
 
 
 class Counted:
-    """As much of a step as a driver sees."""
+    """As much of a step as a executor sees."""
 
     def __init__(self, schedule, slow=0.0, fail_at=None):
         self.failure, self.done, self.slow, self.fail_at = None, [], slow, fail_at
@@ -227,28 +227,28 @@ def test_workers_run_every_action():
     with closing(ThreadedExecutor(CPUS)) as workers:
         for _ in range(3):
             step, rows = _counted()
-            workers.drive(step, rows)
+            workers.run(step, rows)
             assert sorted(map(str, step.done)) == sorted(str(a) for row in rows for a in row)
 
 
 def test_the_failure_of_an_action_is_raised_when_all_rows_have_ended():
-    for driver in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
-        with closing(driver):
+    for executor in (ThreadedExecutor(CPUS), InterleavedExecutor(0)):
+        with closing(executor):
             step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 1, 1))
             with pytest.raises(RuntimeError, match="1F1"):
-                driver.drive(step, rows)
+                executor.run(step, rows)
             assert step.failure is None  # else the exception would hold the step, and the step the exception
             count = len(step.done)
             time.sleep(0.02)
             assert len(step.done) == count
             again, rows = _counted()
-            driver.drive(again, rows)
+            executor.run(again, rows)
 
 
 def test_rows_that_cannot_go_on_are_an_error_of_the_single_thread():
     step, rows = _counted()
     with pytest.raises(InternalError, match="no action is ready"):
-        InterleavedExecutor(0).drive(step, tuple(row[1:] for row in rows))
+        InterleavedExecutor(0).run(step, tuple(row[1:] for row in rows))
 
 
 def test_a_failure_outside_of_an_action_opens_the_fences_too():
@@ -278,13 +278,13 @@ def test_an_interrupt_of_the_caller(times):
         workers.times = times
         step, rows = _counted(slow=0.01)
         with pytest.raises(KeyboardInterrupt):
-            workers.drive(step, rows)
+            workers.run(step, rows)
         if times == 1:
             count = len(step.done)
             time.sleep(0.03)
             assert len(step.done) == count < sum(map(len, rows))
         after, rows = _counted()
-        workers.drive(after, rows)
+        workers.run(after, rows)
         assert len(after.done) == sum(map(len, rows))
 
 
@@ -292,14 +292,14 @@ def test_an_interrupt_is_not_lost_behind_a_failure():
     with closing(Interrupted(CPUS)) as workers:
         step, rows = _counted(fail_at=Action(ActionKind.FORWARD, 0, 0))
         with pytest.raises(KeyboardInterrupt):
-            workers.drive(step, rows)
+            workers.run(step, rows)
 
 
 def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
     monkeypatch.setattr("fxpipe.runtime.executors.POLL_SECONDS", 0.02)
     with closing(ThreadedExecutor(CPUS)) as workers:
         step, rows = _counted()
-        workers.drive(step, rows)
+        workers.run(step, rows)
         workers._queues[1].put(None)
         for _ in range(200):
             if not workers._threads[1].is_alive():
@@ -307,7 +307,7 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
             time.sleep(0.01)
         old = workers._threads
         step, rows = _counted()
-        workers.drive(step, rows)
+        workers.run(step, rows)
         assert len(step.done) == sum(map(len, rows))
         assert workers._threads is not old
         for thread in old:
@@ -326,9 +326,9 @@ def test_a_worker_that_has_died_is_an_error_and_is_replaced(monkeypatch):
         ended = []
         monkeypatch.setattr(workers, "_before", before)
         with pytest.raises(InternalError, match=r"fxpipe-2-cpu has ended in the middle of a step .it was told to end"):
-            workers.drive(step, rows)
+            workers.run(step, rows)
         step, rows = _counted()
-        workers.drive(step, rows)
+        workers.run(step, rows)
         assert len(step.done) == sum(map(len, rows))
 
 
@@ -347,10 +347,10 @@ def test_what_has_ended_a_worker_is_said(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr("fxpipe.runtime.executors.run_row", fail)
             with pytest.raises(InternalError, match=r"fxpipe-1-cpu has ended .*MemoryError: no room") as caught:
-                workers.drive(step, rows)
+                workers.run(step, rows)
         assert caught.value.__cause__ is cause
         step, rows = _counted()
-        workers.drive(step, rows)
+        workers.run(step, rows)
         assert len(step.done) == sum(map(len, rows))
 
 
@@ -370,11 +370,11 @@ def test_threads_that_cannot_start(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse_third)
             with pytest.raises(RuntimeError, match="can't start"):
-                workers.drive(step, rows)
+                workers.run(step, rows)
         for thread in started:
             thread.join(1)
         assert not any(thread.is_alive() for thread in started)
-        workers.drive(step, rows)
+        workers.run(step, rows)
         assert len(step.done) == sum(map(len, rows))
 
 
@@ -385,7 +385,7 @@ def test_closing_while_another_thread_runs_a_step():
 
     def run():
         try:
-            workers.drive(step, rows)
+            workers.run(step, rows)
         except Exception as error:
             errors.append(error)
 
@@ -414,7 +414,7 @@ def test_each_worker_has_its_share_of_the_cores():
     try:
         with closing(ThreadedExecutor(CPUS)) as workers:
             schedule = make_schedule("gpipe", STAGES, CHUNKS, "never")
-            workers.drive(Asking(schedule), schedule.rows)
+            workers.run(Asking(schedule), schedule.rows)
             assert found == dict.fromkeys(range(STAGES), 2)
             assert torch.get_num_threads() == 6
             later = []

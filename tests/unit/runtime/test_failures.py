@@ -473,11 +473,13 @@ def test_a_step_that_went_well_keeps_no_activation_alive(run):
             gc.enable()
 
 
-@pytest.mark.parametrize("driver", [ThreadedExecutor([torch.device("cpu")] * STAGES, jitter=1), InterleavedExecutor(1)])
-def test_failures_under_other_drivers(driver):
+@pytest.mark.parametrize(
+    "executor", [ThreadedExecutor([torch.device("cpu")] * STAGES, jitter=1), InterleavedExecutor(1)]
+)
+def test_failures_under_other_executors(executor):
     with _make(Model()) as pipe:
         pipe._fxpipe.engine.executor.close()
-        pipe._fxpipe.engine.executor = driver
+        pipe._fxpipe.engine.executor = executor
         for kind, j, i in ((ActionKind.FORWARD, 1, 1), (ActionKind.BACKWARD, 2, 0), (ActionKind.BACKWARD, 0, 3)):
             error = Boom()
             Bomb.arm(((kind, j, i), error))

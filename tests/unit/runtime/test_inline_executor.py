@@ -34,12 +34,12 @@ def _data():
     return torch.randn(7, 4, generator=generator), torch.randint(0, 3, (7,), generator=generator)
 
 
-def _pipe(driver=None, checkpoint="never", **options):
+def _pipe(executor=None, checkpoint="never", **options):
     torch.manual_seed(1)
     x, _ = _data()
     pipe = fxpipe.pipeline(Model(), ["cpu"], 3, example_args=(x,), checkpoint=checkpoint, **options)
-    if driver is not None:
-        pipe._fxpipe.engine.executor = driver
+    if executor is not None:
+        pipe._fxpipe.engine.executor = executor
     return pipe
 
 
@@ -138,8 +138,8 @@ def test_an_exception_in_a_stage_leaves_nothing_set(error):
         assert all(p.grad is not None for p in pipe.parameters())
 
 
-@pytest.mark.parametrize("driver", [None, InterleavedExecutor(0)])
-def test_what_loss_fn_leaves_set_does_not_outlast_it(driver):
+@pytest.mark.parametrize("executor", [None, InterleavedExecutor(0)])
+def test_what_loss_fn_leaves_set_does_not_outlast_it(executor):
     def loss_fn(y, t):
         loss = F.cross_entropy(y, t)
         torch.set_grad_enabled(False)
@@ -148,7 +148,7 @@ def test_what_loss_fn_leaves_set_does_not_outlast_it(driver):
 
     found = []
     for leaves_it in (False, True):
-        with _pipe(driver) as pipe:
+        with _pipe(executor) as pipe:
             x, t = _data()
             torch.manual_seed(2)
             before = _state()

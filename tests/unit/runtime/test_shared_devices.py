@@ -84,9 +84,9 @@ def test_any_placement(placement):
 # Drivers
 
 
-def _run(pipe, driver, drop_in):
+def _run(pipe, executor, drop_in):
     start = copy.deepcopy(pipe.model.state_dict())
-    pipe._fxpipe.engine.executor = driver
+    pipe._fxpipe.engine.executor = executor
     pipe.zero_grad()
     torch.manual_seed(8)
     ids, t = tokens(7)
@@ -103,7 +103,7 @@ def _run(pipe, driver, drop_in):
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b", "drop-in"])
 @pytest.mark.parametrize(("workers", "per_device"), [(2, 2), (1, 3), (2, 3)])
-def test_every_driver_gives_the_same_bits(workers, per_device, order):
+def test_every_executor_gives_the_same_bits(workers, per_device, order):
     torch.manual_seed(4)
     schedule, drop_in = ("gpipe", True) if order == "drop-in" else (order, False)
     modes = tuple(CHECKPOINTS[j % 3] for j in range(workers * per_device))
@@ -118,15 +118,15 @@ def test_every_driver_gives_the_same_bits(workers, per_device, order):
     set_options(pipe, checkpoint=modes)
     cpus = pipe._fxpipe.settings.workers
     assert len(cpus) == workers
-    with closing(ThreadedExecutor(cpus)) as driver:
-        want = _run(pipe, driver, drop_in)
+    with closing(ThreadedExecutor(cpus)) as executor:
+        want = _run(pipe, executor, drop_in)
         actions = [r.action for r in pipe.last_step.actions]
         rows = make_schedule(schedule, len(modes), 4, modes, pipe.plan.placement).rows
         assert sorted(map(str, actions)) == sorted(str(a) for row in rows for a in row)
-    drivers = [*map(InterleavedExecutor, range(8)), *(ThreadedExecutor(cpus, jitter=seed) for seed in range(2))]
-    for driver in drivers:
-        with closing(driver):
-            have = _run(pipe, driver, drop_in)
+    executors = [*map(InterleavedExecutor, range(8)), *(ThreadedExecutor(cpus, jitter=seed) for seed in range(2))]
+    for executor in executors:
+        with closing(executor):
+            have = _run(pipe, executor, drop_in)
         for name, value in want.items():
             assert torch.equal(have[name], value), f"{name} differs by {(have[name] - value).abs().max()}"
 

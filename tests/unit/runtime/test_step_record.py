@@ -81,12 +81,12 @@ def test_there_is_none_before_the_first_step():
         assert pipe.last_step is pipe.last_step, "it is made once"
 
 
-@pytest.mark.parametrize("driver", ["workers", "one thread"])
+@pytest.mark.parametrize("executor", ["workers", "one thread"])
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_a_step_is_recorded_with_what_went_between_stages(driver, checkpoint):
+def test_a_step_is_recorded_with_what_went_between_stages(executor, checkpoint):
     with _pipe(checkpoint=checkpoint) as pipe:
         usual = pipe._fxpipe.engine.executor
-        pipe._fxpipe.engine.executor = InterleavedExecutor(1) if driver == "one thread" else usual
+        pipe._fxpipe.engine.executor = InterleavedExecutor(1) if executor == "one thread" else usual
         before = time.perf_counter()
         _step(pipe)
         took = time.perf_counter() - before

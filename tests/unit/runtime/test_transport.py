@@ -263,7 +263,7 @@ def unet():
 def pretend(unet, monkeypatch):
     """`pretend(devices, seed)`: the stages are on these devices; returns the machine."""
     pipe = unet[0]
-    graphs, driver = list(pipe._fxpipe.graphs), pipe._fxpipe.engine.executor
+    graphs, executor = list(pipe._fxpipe.graphs), pipe._fxpipe.engine.executor
 
     def begin(devices, seed):
         machine = FakeMachine(seed)
@@ -293,7 +293,7 @@ def pretend(unet, monkeypatch):
 
     yield begin
     pipe._fxpipe.graphs[:] = graphs
-    pipe._fxpipe.engine.executor = driver
+    pipe._fxpipe.engine.executor = executor
 
 
 @pytest.mark.parametrize("drop_in", [False, True])

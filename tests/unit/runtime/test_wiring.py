@@ -33,13 +33,13 @@ def _loss(outputs, target):
     return F.mse_loss(near, target) + F.mse_loss(far, target)
 
 
-def _gradients(driver, schedule="gpipe"):
+def _gradients(executor, schedule="gpipe"):
     torch.manual_seed(1)
     model = TwoHeads()
     x, y, t = (torch.randn(8, 4) for _ in range(3))
     pipe = fxpipe.pipeline(model, ["cpu", "cpu"], 4, schedule=schedule, balance=["tanh"], example_args=(x, y))
-    pipe._fxpipe.engine.executor = driver
-    with closing(driver):
+    pipe._fxpipe.engine.executor = executor
+    with closing(executor):
         pipe.forward_backward(x, y, target=t, loss_fn=_loss)
         found = {name: p.grad for name, p in model.named_parameters()}
         pipe.zero_grad()
@@ -133,8 +133,8 @@ def test_a_gradient_comes_from_the_next_later_user_and_is_waited_for():
         return sum(F.mse_loss(y, target) for y in outputs)
 
     for seed in range(4):
-        pipe._fxpipe.engine.executor = driver = InterleavedExecutor(seed)
-        with closing(driver):
+        pipe._fxpipe.engine.executor = executor = InterleavedExecutor(seed)
+        with closing(executor):
             pipe.forward_backward(x, target=x, loss_fn=loss)
         found = {name: p.grad for name, p in model.named_parameters()}
         pipe.zero_grad()
