@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+from fxpipe.simulation.costs import StageCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,10 @@ class StageSite:
     recomputed: int = 1  # micro-batches of which a stage that recomputes has all activations at one time, at most
     state: float = 3.0  # bytes of gradient and optimizer state for each byte of a trained parameter
 
+    def activations(self, recompute: bool) -> int:
+        """Returns the micro-batches of which a stage holds all that is kept for backward at one time, at most."""
+        return self.recomputed if recompute else self.in_flight
+
 
 # -- The load of a stage on the device where it would run: seconds, and bytes of memory, for any start and end -------
 #
@@ -104,13 +109,12 @@ class StageSite:
 # comes from there costs nothing. A stage's *seconds*, which the step waits for, are the sum of both:
 # a device copies what it receives before it computes.
 #
-# **Memory.** For the time of a step a stage has
+# **Memory** is that of `stage_memory`, of
 #
 #     weights, each once, with the gradients and the optimizer's state of those that are trained
-#     + for each micro-batch in flight:  the received flows that are kept for backward
-#     + for each micro-batch in flight, or if the stage recomputes for each that has run again and not yet gone back:
-#       the other storages kept for backward
-#     + the largest working memory of a place
+#     the received flows that are kept for backward
+#     the other storages kept for backward, which a stage that recomputes has of few micro-batches at one time
+#     the largest working memory of a place
 #
 # A stage that recomputes keeps all that its forward was given. Another one keeps the received flows that return (their
 # gradient is asked for at them) or are saved here. What is saved and was made in an earlier stage has come as a flow,
@@ -123,19 +127,13 @@ class StageSite:
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """A stage in seconds and bytes, for one micro-batch."""
+    """The load of a stage of a cut on its device: what it costs, and what that comes to there."""
 
-    forward_seconds: float
-    backward_seconds: float
+    cost: StageCost
     recompute: bool  # does it run its forward again before its backward
     receive_seconds: float  # values in forward, gradients in backward
-    seconds: float  # of all that: the time in which the stage is done with a micro-batch
-    parameter_bytes: float  # buffers among them
-    state_bytes: float  # gradients and the optimizer's state
-    received_bytes: float  # kept for backward of what other stages made; for each micro-batch in flight
-    held_bytes: float  # kept for backward beside that; for each in flight, but for few only if it recomputes
-    working_bytes: float  # held for a moment
-    memory: float  # of all that
+    seconds: float  # of all: the time in which the stage is done with a micro-batch
+    memory: float  # bytes, with all micro-batches that it has at one time
 
 
 def stage_loads(
@@ -143,38 +141,7 @@ def stage_loads(
 ) -> tuple[StageLoad, ...]:
     """The load of each stage of a cut; stage j is on `sites[j]`."""
     storages = flow_of_storage(chain)
-    stages = enumerate(pairwise([*starts, len(chain)]))
-    return tuple(_stage_load(chain, sites, j, start, end, recompute[j], storages) for j, (start, end) in stages)
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedBytes:
-    """Bytes that a stage keeps for backward of what other stages made."""
-
-    kept: float  # where it does not recompute
-    plain_portals: float  # of that, what stages before the last one made
-    received: float  # where it recomputes: all of it
-    recomputing_portals: float
-
-
-def received_bytes(chain: Chain, starts: Sequence[int]) -> tuple[ReceivedBytes, ...]:
-    """Computes the received bytes of each stage of a cut."""
-    storages = flow_of_storage(chain)
-    received = []
-    for j, (start, end) in enumerate(pairwise([*starts, len(chain)])):
-        came = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
-        saved = _held_bytes(chain, start, end, storages)[1]
-        kept = [flow for i, flow in came if flow.returns or i in saved]
-        flows = (kept, [flow for _, flow in came])
-        before = starts[j - 1] if j else 0
-        sums = [(_flow_bytes(of), _flow_bytes(flow for flow in of if flow.maker < before)) for of in flows]
-        received.append(ReceivedBytes(*sums[0], *sums[1]))
-    return tuple(received)
-
-
-def _flow_bytes(flows: Iterable[Flow]) -> float:
-    """Bytes of them all."""
-    return math.fsum(flow.bytes for flow in flows)
+    return tuple(_stage_load(chain, sites, starts, j, recompute[j], storages) for j in range(len(starts)))
 
 
 def recompute_choices(site: StageSite) -> tuple[bool, ...]:
@@ -227,55 +194,43 @@ def flow_of_storage(chain: Chain) -> dict[int, int]:
 def _stage_load(
     chain: Chain,
     sites: Sequence[StageSite],
+    starts: Sequence[int],
     stage: int,
-    start: int,
-    end: int,
     recompute: bool,
     storages: Mapping[int, int],
 ) -> StageLoad:
     site = sites[stage]
+    before, start, end = [0, *starts, len(chain)][stage : stage + 3]
     forward, backward = chain.forward[site.kind][start:end], chain.backward[site.kind][start:end]
-    received = [i for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
-    transfers = [sending_seconds(chain.flows[i], site.link) for i in received]
+    arrived = [(i, flow) for i, flow in enumerate(chain.flows) if flow_arrives(flow, start, end)]
+    transfers = [sending_seconds(flow, site.link) for _, flow in arrived]
     if stage + 1 < len(sites):
         returning = (flow for flow in chain.flows if gradient_arrives(flow, start, end, len(chain)))
         transfers += [sending_seconds(flow, sites[stage + 1].link) for flow in returning]
     work = [*forward, *backward, *(forward if recompute else ())]
 
     weights = [w for w in chain.weights if any_within(w.users, start, end)]
-    parameters = [w.bytes for w in weights]
-    state = [w.bytes * site.state for w in weights if w.is_trained]
-    kept, held = _kept_bytes(chain, received, start, end, recompute, storages)
-    working = max(chain.working[start:end], default=0.0)
-    held_times = site.recomputed if recompute else site.in_flight
-    activations = [b * site.in_flight for b in kept] + [b * held_times for b in held]
-    return StageLoad(
+    trained = [w.bytes for w in weights if w.is_trained]
+    held, arrived_and_saved = _held_bytes(chain, start, end, storages)
+    kept = [flow for i, flow in arrived if recompute or flow.returns or i in arrived_and_saved]
+    cost = StageCost(
         math.fsum(forward),
         math.fsum(backward),
-        recompute,
-        math.fsum(transfers),
-        math.fsum(work + transfers),
-        math.fsum(parameters),
-        math.fsum(state),
-        math.fsum(kept),
-        math.fsum(held),
-        working,
-        math.fsum([*parameters, *state, *activations, working]),
+        parameter_bytes=math.fsum(w.bytes for w in weights),
+        gradient_bytes=math.fsum(trained),
+        optimizer_bytes=math.fsum(size * (site.state - 1) for size in trained),
+        saved_bytes=math.fsum(held),
+        input_bytes=math.fsum(flow.bytes for flow in kept if flow.maker >= before),
+        portal_bytes=math.fsum(flow.bytes for flow in kept if flow.maker < before),
+        working_bytes=max(chain.working[start:end], default=0.0),
     )
-
-
-def _kept_bytes(
-    chain: Chain, received: Sequence[int], start: int, end: int, recompute: bool, storages: Mapping[int, int]
-) -> tuple[list[float], list[float]]:
-    """Bytes kept for backward: of received flows, and beside them."""
-    held, came_and_saved = _held_bytes(chain, start, end, storages)
-    flows = ((i, chain.flows[i]) for i in received)
-    return [flow.bytes for i, flow in flows if recompute or flow.returns or i in came_and_saved], held
+    memory = cost.memory(site.in_flight, site.activations(recompute))
+    return StageLoad(cost, recompute, math.fsum(transfers), math.fsum(work + transfers), memory)
 
 
 def _held_bytes(chain: Chain, start: int, end: int, storages: Mapping[int, int]) -> tuple[list[float], set[int]]:
     """Bytes kept for backward beside received flows; and which of those are saved."""
-    held, came_and_saved = [], set()
+    held, arrived_and_saved = [], set()
     for i, storage in enumerate(chain.held):
         if not any_within(storage.savers, start, end):
             continue
@@ -283,7 +238,7 @@ def _held_bytes(chain: Chain, start: int, end: int, storages: Mapping[int, int])
         if flow is None:
             held.append(storage.bytes)
         elif any_within(chain.flows[flow].users, start, end):
-            came_and_saved.add(flow)
+            arrived_and_saved.add(flow)
         else:  # it came as a view
             held.append(chain.flows[flow].bytes)
-    return held, came_and_saved
+    return held, arrived_and_saved

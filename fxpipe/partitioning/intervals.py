@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 
 from fxpipe.partitioning.block import exact_integers
 from fxpipe.partitioning.chain import Chain, Flow, Link, StageSite, flow_of_storage, sending_seconds
+from fxpipe.simulation.costs import stage_memory
 
 ENDS_PER_BLOCK = 16  # ends in a step of the sorted sets of a clock
 
@@ -216,11 +217,10 @@ class StageMemory:
 
     def memory(self, site: StageSite, recompute: bool, start: int, end: int) -> int:
         """Returns all bytes that a stage has in memory; they never fall as `end` grows."""
-        lasting = self._with_state(site.state).bytes(start, end) + self._largest_working(start, end)
-        if recompute:
-            held, received = self._held.bytes(start, end), self._received.bytes(start, end)
-            return lasting + site.recomputed * held + site.in_flight * received
-        return lasting + site.in_flight * self._kept.bytes(start, end)
+        static, working = self._with_state(site.state).bytes(start, end), self._largest_working(start, end)
+        received = self._received.bytes(start, end) if recompute else 0  # else among what is kept, and held as long
+        saved = (self._held if recompute else self._kept).bytes(start, end)
+        return stage_memory(static, received, saved, working, site.in_flight, site.activations(recompute))
 
     def _with_state(self, state: float) -> SharedBytes:
         if state not in self._of_weights:

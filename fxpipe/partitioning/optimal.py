@@ -146,20 +146,20 @@ def best_attempt(chain: Chain, sites: Sequence[StageSite]) -> tuple[tuple[int, .
 
 
 def _shortage_row(stage: int, places: tuple[int, int], load: StageLoad, site: StageSite) -> tuple[str, ...]:
-    each, times = load.received_bytes + load.held_bytes, site.in_flight
+    cost, times = load.cost, site.in_flight
     if load.recompute:
-        held = human_bytes(load.held_bytes) + (f" x {site.recomputed}" if site.recomputed > 1 else "")
-        activations = f"{human_bytes(load.received_bytes)} x {times} + {held}, recomputed"
+        saved = human_bytes(cost.saved_bytes) + (f" x {site.recomputed}" if site.recomputed > 1 else "")
+        activations = f"{human_bytes(cost.received_bytes)} x {times} + {saved}, recomputed"
     else:
-        activations = f"{human_bytes(each)} x {times}"
+        activations = f"{human_bytes(cost.received_bytes + cost.saved_bytes)} x {times}"
     limit, over = ("none", "") if site.memory is None else (human_bytes(site.memory), _overrun(load, site.memory))
     return (
         str(stage),
         f"{places[0]}-{places[1] - 1}",
-        human_bytes(load.parameter_bytes),
-        human_bytes(load.state_bytes),
+        human_bytes(cost.parameter_bytes),
+        human_bytes(cost.static_bytes - cost.parameter_bytes),
         activations,
-        human_bytes(load.working_bytes),
+        human_bytes(cost.working_bytes),
         human_bytes(load.memory),
         limit,
         over,
@@ -190,13 +190,13 @@ def _problem_message(
             f"the parameters: with gradients and optimizer state they take {human_bytes(everything)}, and all devices "
             f"together have {human_bytes(together)}"
         )
-    lasting = load.parameter_bytes + load.state_bytes
-    activations, in_flight = load.memory - lasting - load.working_bytes, sites[stage].in_flight
+    lasting, working = load.cost.static_bytes, load.cost.working_bytes
+    activations, in_flight = load.memory - lasting - working, sites[stage].in_flight
     momentary = _largest_working_label(chain, names, places)
     size, words = max(
         (lasting, "the parameters: with gradients and optimizer state they take"),
         (activations, f"the activations: with {in_flight} micro-batches in flight they take"),
-        (load.working_bytes, f"working memory: {momentary} for a moment takes"),
+        (working, f"working memory: {momentary} for a moment takes"),
     )
     return f"{words} {human_bytes(size)} of the {human_bytes(load.memory)} of stage {stage}"
 

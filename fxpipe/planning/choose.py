@@ -27,7 +27,7 @@ from fxpipe.plans import Bottleneck
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import SCHEDULES, is_searched, make_schedule
 from fxpipe.scheduling.row_transforms import neighbour_groups
-from fxpipe.simulation import Simulation, StageCost, Transfer, simulate_schedule, transfers_of
+from fxpipe.simulation import Simulation, Transfer, simulate_schedule, transfers_of
 from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tracing import Traced
 
@@ -110,8 +110,7 @@ def _simulate_cut(
     m = settings.micro_batches(case.batch)
     weights = _weight_seconds(case, starts)
     costs = [
-        StageCost(load.forward_seconds, load.backward_seconds, weight=min(weight, load.backward_seconds))
-        for load, weight in zip(loads, weights, strict=True)
+        replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
     ]
     demands = stage_times_of(costs, transfers, checkpoint) if is_searched(settings.schedule) else None
     schedule = make_schedule(settings.schedule, len(loads), m, checkpoint, settings.placement, demands)

@@ -18,7 +18,7 @@ from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import NodeWork, Operation, shared_adapters
 from fxpipe.partitioning import stage_loads
-from fxpipe.partitioning.chain import Chain, Link, received_bytes
+from fxpipe.partitioning.chain import Chain, Link
 from fxpipe.planning.choose import Cut
 from fxpipe.planning.cost_model import chain_of, worker_link
 from fxpipe.plans import (
@@ -76,17 +76,17 @@ def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[Sta
 
 def _stage_bytes_at(cut: Cut, chain: Chain) -> list[tuple[int, ...]]:
     """Computes the numbers of a `StageBytes` for each stage, at one size."""
-    loads = stage_loads(chain, cut.sites, cut.starts, cut.recompute)
+    ways = (stage_loads(chain, cut.sites, cut.starts, [way] * len(cut.starts)) for way in (False, True))
     return [
         (
-            int(came.kept),
-            int(load.held_bytes),
-            int(load.working_bytes),
-            int(came.plain_portals),
-            int(came.received - came.kept),
-            int(came.recomputing_portals - came.plain_portals),
+            int(plain.received_bytes),
+            int(plain.saved_bytes),
+            int(plain.working_bytes),
+            int(plain.portal_bytes),
+            int(again.received_bytes - plain.received_bytes),
+            int(again.portal_bytes - plain.portal_bytes),
         )
-        for load, came in zip(loads, received_bytes(chain, cut.starts), strict=True)
+        for plain, again in zip(*([load.cost for load in loads] for loads in ways), strict=True)
     ]
 
 
@@ -221,36 +221,35 @@ def plan_of_cut(
     knows_work = all(cost.work is not None for profile in cut.profiles for cost in profile.nodes)
     stages = []
     for j, (start, end) in enumerate(zip(cut.starts, ends, strict=True)):
-        load, memory, costs = cut.loads[j], cut.sites[j].memory, by_kind[cut.sites[j].kind]
+        cost, memory, costs = cut.loads[j].cost, cut.sites[j].memory, by_kind[cut.sites[j].kind]
         own = [costs[name] for name in names[start:end]]
         sent = _sent_bytes(program, j, formulas)
         copied = [costs[name] for name in copies[j]]
-        gradients = int(load.state_bytes / cut.sites[j].state)
-        update = 0.0 if hardware is None else hardware.update_seconds(gradients, load.state_bytes - gradients)
+        update = 0.0 if hardware is None else hardware.update_seconds(cost.gradient_bytes, cost.optimizer_bytes)
         stages.append(
             StagePlan(
                 index=j,
                 device=str(settings.devices[j]),
                 nodes=tuple(names[start:end]),
                 code=program.stages[j].code,
-                forward_seconds=load.forward_seconds + sum(cost.forward.at(samples) for cost in copied),
-                backward_seconds=load.backward_seconds,
-                parameter_bytes=int(load.parameter_bytes),
-                activation_bytes=int(load.received_bytes + load.held_bytes),
+                forward_seconds=cost.forward + sum(one.forward.at(samples) for one in copied),
+                backward_seconds=cost.backward,
+                parameter_bytes=int(cost.parameter_bytes),
+                activation_bytes=int(cost.received_bytes + cost.saved_bytes),
                 sent_bytes=sent(samples),
                 # Both are sums, rounded.
-                weight_seconds=min(load.backward_seconds, math.fsum(cost.weight.at(samples) for cost in own)),
+                weight_seconds=min(cost.backward, math.fsum(one.weight.at(samples) for one in own)),
                 action_seconds=action_seconds(str(settings.devices[j])),
                 copies=tuple(copies[j]),
-                state_bytes=int(load.state_bytes),
-                gradient_bytes=gradients,
+                state_bytes=int(cost.gradient_bytes + cost.optimizer_bytes),
+                gradient_bytes=int(cost.gradient_bytes),
                 memory_limit=None if memory is None else int(memory),
                 bytes=bytes_of_stages[j],
                 flops=stage_flops(cut.profiles[0], {*names[start:end]}),
                 fixed=StageSeconds(
-                    math.fsum(cost.forward.fixed for cost in (*own, *copied)),
-                    math.fsum(cost.backward.fixed for cost in own),
-                    math.fsum(cost.weight.fixed for cost in own),
+                    math.fsum(one.forward.fixed for one in (*own, *copied)),
+                    math.fsum(one.backward.fixed for one in own),
+                    math.fsum(one.weight.fixed for one in own),
                 ),
                 sent=sent,
                 work=_stage_work(own, copied, operations) if knows_work else StageWork(),
@@ -329,7 +328,12 @@ def _planned_transfers(
         one, other = placement[source], placement[target]
         over = () if hardware is None else shared_adapters(hardware, one, other)
         sent = PlannedTransfer(
-            source, target, sum(size(samples) for size in sizes), 0.0, 0.0, polynomial_sum(sizes), len(sizes), over
+            source,
+            target,
+            sum(size(samples) for size in sizes),
+            over=over,
+            size=polynomial_sum(sizes),
+            values=len(sizes),
         )
         sendings.append(transfer_over_link(sent, worker_link(settings, one, other)))
     return tuple(sendings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import ArgumentError
 from fxpipe.hardware import Operation
-from fxpipe.simulation.costs import StageCost, Transfer
+from fxpipe.simulation.costs import StageCost, Transfer, stage_memory
 from fxpipe.utils.polynomial import ZERO, Polynomial
 
 if TYPE_CHECKING:
@@ -107,17 +107,13 @@ class Portal:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedTransfer:
-    """A transfer from a stage to another for one micro-batch: values to a later one, gradients to an earlier one."""
+class PlannedTransfer(Transfer):
+    """All values, or all gradients, that go from one stage to another, and what they come to for any size."""
 
-    source: int
-    target: int
     bytes: int
-    seconds: float  # on its way, where the link is known
-    fixed_seconds: float = 0.0  # of that, what it is for any size
+    fixed_seconds: float = 0.0  # of `seconds`, what they are for any size
     size: Polynomial = ZERO  # `bytes` for any size
     values: int = 1  # how many, each of which is a transfer
-    over: tuple[str, ...] = ()  # names of what the way shares with others: network adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +212,7 @@ class PlanData:
 
     def costs(self) -> tuple[list[StageCost], list[Transfer]]:
         """Returns the input of the simulator: the costs of each stage, and all transfers between stages."""
-        stages = [self._cost(stage) for stage in self.stages]
-        return stages, [Transfer(s.source, s.target, s.bytes, s.seconds, s.over) for s in self.sendings]
+        return [self._cost(stage) for stage in self.stages], list(self.sendings)
 
     def _cost(self, stage: StagePlan) -> StageCost:
         b, sizes, recomputes = self.micro_batch, stage.bytes, self.recomputes(stage.index)
@@ -269,12 +264,12 @@ class PlanData:
         return _evaluate_at(self._stage(stage).flops, b)
 
     def _memory(self, stage: StagePlan) -> Polynomial:
-        from fxpipe.scheduling import activations_in_flight
+        from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
 
-        fixed = Polynomial((stage.parameter_bytes + stage.state_bytes,))
-        received = stage.bytes.kept(self.recomputes(stage.index)).times(self.in_flight(stage.index))
-        held = stage.bytes.held.times(activations_in_flight(self.as_schedule())[stage.index])
-        return fixed + received + held + stage.bytes.working
+        schedule, j, sizes = self.as_schedule(), stage.index, stage.bytes
+        static = Polynomial((stage.parameter_bytes + stage.state_bytes,))
+        counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
+        return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, sizes.working, *counts)
 
     def _stage(self, stage: int) -> StagePlan:
         if not 0 <= stage < len(self.stages):

@@ -14,8 +14,9 @@ does), `executors` (that run the rows), `engine` (whole steps). `microbatches`, 
 from fxpipe.runtime.bound_program import BoundProgram
 from fxpipe.runtime.engine import Engine
 from fxpipe.runtime.executors import Executor, InlineExecutor, InterleavedExecutor, ThreadedExecutor, executor_for
-from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord, TransferRecord
+from fxpipe.runtime.step_record import ActionRecord, DeviceRecord, StepRecord
 from fxpipe.runtime.wiring import wire_program
+from fxpipe.simulation.timeline import TransferRecord
 
 __all__ = [
     "ActionRecord",

@@ -16,7 +16,7 @@ import torch
 
 from fxpipe.scheduling.actions import Action, ActionKind, Schedule
 from fxpipe.simulation.text_timeline import timeline_lines
-from fxpipe.simulation.timeline import Span, StepTimeline, TransferArrow
+from fxpipe.simulation.timeline import Span, StepTimeline, TransferRecord
 from fxpipe.simulation.timeline_mixin import TimelineMixin
 from fxpipe.utils.text_table import text_table
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, percent
@@ -96,20 +96,6 @@ class ActionRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferRecord:
-    """A value, or its gradient, on the way from one action to another; on one device nothing is copied."""
-
-    value: str
-    maker: Action
-    user: Action
-    bytes: int
-
-    @property
-    def is_gradient(self) -> bool:
-        return self.user.kind is not ActionKind.FORWARD
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceRecord:
     """Totals of one device in a step."""
 
@@ -162,9 +148,9 @@ class StepRecord(TimelineMixin):
             away=self.away,
         )
 
-    def arrows(self) -> Iterator[TransferArrow]:
+    def arrows(self) -> Iterator[TransferRecord]:
         """Yields all that went from stage to stage."""
-        yield from (TransferArrow(one.maker, one.user, one.bytes, one.value) for one in self.transfers)
+        yield from self.transfers
 
     def save_trace(self, path: str | Path) -> None:
         """Writes the step for chrome://tracing or https://ui.perfetto.dev.
@@ -210,8 +196,8 @@ def step_record_of(
     transfers = tuple(_transfer_records(assembly, moved, has_loss))
     received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
     for transfer in transfers:
-        received[transfer.user] += transfer.bytes
-        sent[transfer.maker] += transfer.bytes
+        received[transfer.user] += int(transfer.bytes)
+        sent[transfer.maker] += int(transfer.bytes)
 
     actions: list[ActionRecord] = []
     free: dict[int, float] = {}  # since when the device has nothing to do
@@ -262,7 +248,7 @@ def _transfer_records(
             continue
         origin, target = (Action(ActionKind.FORWARD, n - 1, i) if j == n else Action(kind, j, i) for j in (maker, user))
         if origin.stage != target.stage:
-            yield TransferRecord(value, origin, target, size)
+            yield TransferRecord(origin, target, size, value)
 
 
 def _device_record(name: str, actions: Sequence[ActionRecord]) -> DeviceRecord:

@@ -16,6 +16,20 @@ goes from a user of the value to the next earlier user, and from the first user 
 0 -> 3: 8 bytes
 1 -> 0: 8 bytes
 3 -> 1: 8 bytes
+
+Costs of stages and transfers have this form from the cut to the plan. What else says such things says more, or less:
+
+| type                                     | what it is beside `StageCost` and `Transfer`                        |
+|------------------------------------------|---------------------------------------------------------------------|
+| `partitioning.chain.StageLoad`           | a cost on a device: with what it receives, and all micro-batches    |
+| `partitioning.intervals.StageMemory` ... | tables that answer for any start and end, in exact integers         |
+| `partitioning.chain.Flow`                | a value between nodes, before there are stages                      |
+| `plans.StagePlan`                        | a cost as formulas in the micro-batch size, for a file              |
+| `plans.PlannedTransfer`                  | a `Transfer` with such formulas                                     |
+| `plans.Portal`, `rewriting.program.Skip` | one value, by its name                                              |
+| `scheduling.StageTimes`                  | F, B, W and R with their transfers, for a search                    |
+| `simulation.events.DependencyEdge`       | what an action waits for, also where nothing is sent                |
+| `simulation.timeline.TransferRecord`     | a transfer between two actions                                      |
 """
 
 from __future__ import annotations
@@ -23,9 +37,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from fxpipe.errors import ArgumentError
 from fxpipe.scheduling import StageTimes
+from fxpipe.utils.polynomial import Polynomial
+
+Bytes = TypeVar("Bytes", int, float, Polynomial)  # for one micro-batch size, or for any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,34 @@ class StageCost:
     def static_bytes(self) -> float:
         """The bytes that are held all the time."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def received_bytes(self) -> float:
+        """The bytes kept of what F was given by other stages."""
+        return self.input_bytes + self.portal_bytes
+
+    def memory(self, in_flight: int, activations: int) -> float:
+        """The bytes that the stage holds at most, with so many micro-batches; see `stage_memory`."""
+        sizes = float(self.static_bytes), float(self.received_bytes), float(self.saved_bytes), float(self.working_bytes)
+        return stage_memory(*sizes, in_flight, activations)
+
+
+def stage_memory(
+    static: Bytes, received: Bytes, saved: Bytes, working: Bytes, in_flight: int, activations: int
+) -> Bytes:
+    """Computes the memory of a stage: the one formula of the limits of a cut, of `Plan.memory`, and of what is shown.
+
+    A simulation follows the same bytes from action to action, and so never holds more.
+
+    Args:
+        static: always there.
+        received: kept of what other stages made, for each micro-batch.
+        saved: kept for backward beside that, for each micro-batch.
+        working: held for a moment.
+        in_flight: micro-batches that have gone forward and not yet back, at most.
+        activations: of those, how many have their saved bytes at one time: with recomputation, few.
+    """
+    return static + received * in_flight + saved * activations + working
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +146,14 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
     if len(stages) != count:
         raise ArgumentError(f"stages has {len(stages)} costs; give {count}, one for each stage of the schedule")
     for j, stage in enumerate(stages):
-        _check_numbers(f"stages[{j}]", stage)
+        _check_numbers(f"stages[{j}]", StageCost, stage)
         if stage.weight is not None and stage.weight > stage.backward:
             raise ArgumentError(
                 f"stages[{j}].weight={stage.weight!r} is more than its backward={stage.backward!r}, of which it is a "
                 "part: give in backward the seconds of inputs and weights together"
             )
     for k, transfer in enumerate(transfers):
-        _check_numbers(f"transfers[{k}]", transfer)
+        _check_numbers(f"transfers[{k}]", Transfer, transfer)
         for name in ("source", "target"):
             if getattr(transfer, name) not in range(count):
                 raise ArgumentError(
@@ -117,8 +163,8 @@ def check_costs(stages: Sequence[StageCost], transfers: Sequence[Transfer], coun
             raise ArgumentError(f"transfers[{k}] goes from stage {transfer.source} to itself: leave it out")
 
 
-def _check_numbers(name: str, figures: StageCost | Transfer) -> None:
-    for field in fields(figures):
+def _check_numbers(name: str, kind: type[StageCost | Transfer], figures: StageCost | Transfer) -> None:
+    for field in fields(kind):
         value = getattr(figures, field.name)
         if field.name != "over" and value is not None and not (math.isfinite(value) and value >= 0):
             what = "size; give bytes" if field.name.endswith("bytes") else "time; give seconds"

@@ -16,7 +16,7 @@ from fxpipe.simulation.timeline import (
     MemoryTimeline,
     Span,
     StepTimeline,
-    TransferArrow,
+    TransferRecord,
     memory_timeline_of,
 )
 from fxpipe.simulation.timeline_mixin import TimelineMixin
@@ -291,7 +291,7 @@ class Simulation(TimelineMixin):
             limits=self.limits,
         )
 
-    def arrows(self) -> Iterator[TransferArrow]:
+    def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers from stage to stage, micro-batch by micro-batch."""
         kinds = {span.action.kind for span in self.spans}
         for transfer in self.transfers:
@@ -299,7 +299,7 @@ class Simulation(TimelineMixin):
             if kind in kinds:
                 for i in range(self.schedule.micro_batches):
                     maker, user = (Action(kind, j, i) for j in (transfer.source, transfer.target))
-                    yield TransferArrow(maker, user, transfer.bytes)
+                    yield TransferRecord(maker, user, transfer.bytes)
 
     def compared(self, record: HasTimeline) -> StepComparison:
         """Compares with a step that ran the same actions: `print(simulation.compared(pipe.last_step))`.

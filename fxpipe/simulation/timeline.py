@@ -106,8 +106,11 @@ def memory_timeline_of(spans: Sequence[Span], stages: Sequence[StageCost]) -> Me
 
 
 @dataclass(frozen=True, slots=True)
-class TransferArrow:
-    """A transfer from the action that makes a value, or its gradient, to one of another stage that needs it."""
+class TransferRecord:
+    """A transfer from the action that makes a value, or its gradient, to one of another stage that needs it.
+
+    On one device nothing is copied.
+    """
 
     maker: Action
     user: Action
@@ -173,6 +176,6 @@ class HasTimeline(Protocol):
         """The step; without memory over time, which takes the longest to find out, where nobody asks for it."""
         ...
 
-    def arrows(self) -> Iterator[TransferArrow]:
+    def arrows(self) -> Iterator[TransferRecord]:
         """Yields all transfers from stage to stage."""
         ...

@@ -36,7 +36,7 @@ class Polynomial:
         pairs = zip_longest(self.coefficients, other.coefficients, fillvalue=0)
         return Polynomial(tuple(one + two for one, two in pairs))
 
-    def times(self, number: float) -> Polynomial:
+    def __mul__(self, number: float) -> Polynomial:
         return Polynomial(tuple(number * c for c in self.coefficients))
 
     @property

@@ -23,7 +23,7 @@ from fxpipe.simulation.timeline import (
     MemoryTimeline,
     Span,
     StepTimeline,
-    TransferArrow,
+    TransferRecord,
 )
 from fxpipe.utils.files import write_atomically
 
@@ -70,7 +70,7 @@ def _metadata_event(what: str, device: int, **args: Any) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": PERFETTO_PROCESS, "tid": device, "args": args}
 
 
-def _action_events(step: StepTimeline, arrows: Sequence[TransferArrow]) -> Iterator[dict[str, Any]]:
+def _action_events(step: StepTimeline, arrows: Sequence[TransferRecord]) -> Iterator[dict[str, Any]]:
     received: defaultdict[Action, float] = defaultdict(int)
     sent: defaultdict[Action, float] = defaultdict(int)
     for arrow in arrows:
@@ -99,7 +99,7 @@ def _action_events(step: StepTimeline, arrows: Sequence[TransferArrow]) -> Itera
         }
 
 
-def _flow_events(arrow: TransferArrow, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
+def _flow_events(arrow: TransferRecord, at: dict[Action, Span], number: int) -> Iterator[dict[str, Any]]:
     """Yields the flow from within the maker's event, at its end, to the user's start: an end lies in its event."""
     maker, user = at[arrow.maker], at[arrow.user]
     start, end = _nanoseconds(maker)

@@ -23,7 +23,7 @@ KNOWN = StepRecord(
         ActionRecord(B1, 0.005, 0.008, 1, 0.0, 0, 2048),
         ActionRecord(B0, 0.0085, 0.010, 0, 0.0065, 2048, 0),
     ),
-    (TransferRecord("relu", F0, F1, 2048), TransferRecord("relu", B1, B0, 2048)),
+    (TransferRecord(F0, F1, 2048, "relu"), TransferRecord(B1, B0, 2048, "relu")),
     (DeviceRecord("cpu", 0.0035, 0.0065, 2048, 2048), DeviceRecord("cuda:0", 0.005, 0.003, 2048, 2048)),
     0.0,
 )

@@ -147,12 +147,14 @@ def test_a_cut_comes_to_what_its_stages_do(name: str, order: Callable[[Traced], 
         parts |= {node.name for node in traced.nodes if node.target is operator.getitem}
         for j, one in enumerate(seen):
             where_j = f"stage {j}, {where}"
-            assert kept[j].parameter_bytes == sum(t.nbytes for t in one.parameters.values()), where_j
-            assert kept[j].state_bytes == 3 * sum(t.nbytes for t in one.parameters.values() if t.requires_grad), where_j
-            assert again[j].received_bytes == sum(one.arrives.values()), where_j
-            said = kept[j].received_bytes + kept[j].held_bytes, again[j].received_bytes + again[j].held_bytes
+            trained = sum(t.nbytes for t in one.parameters.values() if t.requires_grad)
+            plain, recomputing = kept[j].cost, again[j].cost
+            assert plain.parameter_bytes == sum(t.nbytes for t in one.parameters.values()), where_j
+            assert (plain.gradient_bytes, plain.optimizer_bytes) == (trained, 2 * trained), where_j
+            assert recomputing.received_bytes == sum(one.arrives.values()), where_j
+            said = [cost.received_bytes + cost.saved_bytes for cost in (plain, recomputing)]
             if parts.isdisjoint(one.arrives):
-                assert said == (one.kept, one.kept_to_recompute), where_j
+                assert said == [one.kept, one.kept_to_recompute], where_j
                 exact += 1
             else:  # a part counts beside what it is a part of: rather too much than too little
                 assert said[0] >= one.kept, where_j

@@ -194,7 +194,7 @@ def test_a_device_that_a_map_leaves_out_takes_its_seconds_along() -> None:
     cut = choose_cut([traced], [on_cpu, on_gpu], BATCH, settings)
     assert [str(worker) for worker in cut.settings.workers] == ["cuda:0"]
     assert cut.profiles == (on_gpu,)
-    assert cut.loads[0].forward_seconds == pytest.approx(on_gpu.forward_seconds)
+    assert cut.loads[0].cost.forward == pytest.approx(on_gpu.forward_seconds)
 
 
 def test_more_marks_than_cuts_are_refused() -> None:
