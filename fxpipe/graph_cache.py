@@ -37,6 +37,7 @@ from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.micro_batch_sizes import sizes_of_micro_batches
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
 from fxpipe.tuning.auto_options import with_best_chunks
+from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
 
@@ -152,6 +153,7 @@ class PipelineState:
             self.settings = replace(self.settings, chunks=self.plan.chunks)
         self._chosen_for = which
 
+    @planning_block()
     def _make_graph(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
     ) -> tuple[PreparedGraph, BoundProgram]:

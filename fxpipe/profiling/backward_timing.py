@@ -30,6 +30,7 @@ from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.node_devices import set_node_device
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
+from fxpipe.utils.locks import cancellation_point
 
 WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
 _NOTE_PREFIX = "fxpipe: while measuring "
@@ -152,6 +153,7 @@ def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> tor
 @contextlib.contextmanager
 def naming_node(node: fx.Node) -> Iterator[None]:
     """Notes the node on what is raised in this block."""
+    cancellation_point()
     try:
         yield
     except Exception as error:

@@ -33,6 +33,7 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.cache_key import TensorGuard, requires_grad_flags, tensors_match
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
+from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
 from fxpipe.utils.pytree import is_plain_layout
 
@@ -412,6 +413,7 @@ def runs_python(node: fx.Node) -> bool:
 
 def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:
     """Runs a working node."""
+    cancellation_point()
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)

@@ -6,7 +6,7 @@ entered, one sets back what the other had set. The flags would then stay for goo
 aside, without a word. So these have turns: `DISPATCH_MODE_LOCK`.
 
 And a thread that is inside torch when the interpreter ends aborts the process. So threads that plan are known, and
-broken off before.
+end before: at the next `cancellation_point()`, which planning passes at each node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ def call_in_forked_child(function: Callable[[], object]) -> None:
 
 
 EXIT_WAIT_SECONDS = 5.0  # seconds that the interpreter waits for threads that plan
-_REPEAT_SECONDS = 0.05  # seconds until they are told again: code of others may swallow what should have ended it
+_POLL_SECONDS = 0.01
+# Seconds for them to come to a cancellation point. Then they are broken off between two lines of Python, whatever these
+# are: also where C++ has called Python and takes no exception, as torch does in places, which aborts the process.
+_PATIENCE_SECONDS = 2.0
 
+_exiting_thread: threading.Thread | None = None  # that which ends the interpreter
+_cancelled = set[threading.Thread]()
 _planning_threads: Counter[threading.Thread] = Counter()
 
 
@@ -46,6 +51,7 @@ def planning_block() -> Iterator[None]:
 
 
 def _begin_planning() -> None:
+    cancellation_point()
     _planning_threads[threading.current_thread()] += 1
 
 
@@ -56,23 +62,33 @@ def _end_planning() -> None:
         del _planning_threads[thread]
 
 
-def stop_planning_threads() -> None:
-    """Breaks off what other threads plan, and waits until they have ended, as far as that is soon.
+def cancellation_point() -> None:
+    """Ends the thread that calls it where another one ends the interpreter: by a SystemExit, which says no word."""
+    if _exiting_thread is not None and _exiting_thread is not (thread := threading.current_thread()):
+        _cancelled.add(thread)
+        raise SystemExit
 
-    They get a SystemExit, which ends a thread without a word, and which comes between two lines of Python only.
-    """
-    deadline = time.monotonic() + EXIT_WAIT_SECONDS
-    told = set()
-    while others := {*_planning_threads} - {threading.current_thread()}:
-        for thread in others:
-            stop: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
-            stop(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-        told |= others
-        if time.monotonic() > deadline:
+
+def stop_planning_threads() -> None:
+    """Ends what other threads plan, and waits until they have ended, as far as that is soon."""
+    global _exiting_thread
+    _exiting_thread = threading.current_thread()
+    begun = time.monotonic()
+    broken_off = set[threading.Thread]()
+    while (seconds := time.monotonic() - begun) < EXIT_WAIT_SECONDS:
+        planning = {*_planning_threads} - {_exiting_thread}
+        if not planning and not any(thread.is_alive() for thread in _cancelled):
             return
-        time.sleep(_REPEAT_SECONDS)
-    for thread in told:
-        thread.join(_REPEAT_SECONDS)
+        if seconds > _PATIENCE_SECONDS:
+            for thread in planning - broken_off:
+                _raise_in(thread)
+            broken_off = planning
+        time.sleep(_POLL_SECONDS)
+
+
+def _raise_in(thread: threading.Thread) -> None:
+    raise_in: Any = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 class ForkSafeLock:
@@ -113,5 +129,8 @@ DISPATCH_MODE_LOCK = ForkSafeLock()
 
 @call_in_forked_child
 def _forget_other_threads() -> None:
+    global _exiting_thread
+    _exiting_thread = None
+    _cancelled.clear()
     for thread in {*_planning_threads} - {threading.current_thread()}:
         del _planning_threads[thread]

@@ -9,7 +9,8 @@ A pass that may take long says how far it is, and knows nothing of who looks:
 
 A bar appears once its step has taken longer than a second, and is gone when it ends, well or not. Nothing is shown
 where stderr is no terminal (a file, a pipe, a notebook, closed, None), nor in a block of `show_progress(False)`: what
-the argument `progress` of the entry points comes to. One bar within another stands below it.
+the argument `progress` of the entry points comes to. One bar within another stands below it. Each part is also a
+cancellation point (`utils.locks`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Protocol
+
+from fxpipe.utils.locks import cancellation_point
 
 BAR_DELAY = 1.0  # seconds before a bar appears: most steps are over by then
 
@@ -65,6 +68,7 @@ def progress(what: str, total: float | None, unit: str = "nodes") -> Iterator[Pr
             if note:
                 bar.set_postfix_str(note, refresh=False)
             bar.update(done)
+            cancellation_point()
 
         yield step
 
@@ -78,3 +82,4 @@ def _is_terminal() -> bool:
 
 def ignore_progress(done: float = 1, note: str = "") -> None:
     """The step of what nobody looks at."""
+    cancellation_point()
