@@ -48,15 +48,15 @@ MAX_GRAPHS = 16  # of one model, by inputs, mode and state of the caller; the ol
 class PipelineState:
     """The state of a pipe, kept apart from the model's names: its plan, its graphs and its engine."""
 
-    def __init__(self, model: nn.Module, settings: Settings, given: Plan | None, driver: Executor):
-        self.model, self.asked, self.given = model, settings, given
+    def __init__(self, model: nn.Module, settings: Settings, plan: Plan | None, executor: Executor):
+        self.model, self.asked, self.given_plan = model, settings, plan
         self.settings = settings  # with what planning has decided, once it has
-        self.engine = Engine(model, driver)
+        self.engine = Engine(model, executor)
         self.plan: Plan | None = None
         self.first: PreparedGraph | None = None
         self.graphs: list[tuple[PreparedGraph, BoundProgram]] = []
         self.closed = False
-        self.checks_evaluation = given is None  # whether evaluation will be refused is asked with the first plan
+        self.checks_evaluation = plan is None  # whether evaluation will be refused is asked with the first plan
         self._chosen_for = (False, 0)  # of which mini-batches the number of micro-batches is: do they train? samples
         self._answers: dict[str, list[dict[str, str]]] = {}  # of graphs that differ in nothing else: read -> answer
         self._warned = self._has_prints = False
@@ -64,7 +64,7 @@ class PipelineState:
     def plan_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans a model without values; the first call, when it has some, plans it again with measured seconds."""
         with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
-            self.plan = prepare(self.model, args, kwargs, self.settings, self.given, _peek_seed()).plan
+            self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, _peek_seed()).plan
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
         """Takes a graph that was studied and cut elsewhere."""
@@ -167,7 +167,7 @@ class PipelineState:
             if self.first is None:
                 # Planned as it will be trained, also where the first call only evaluates; a given plan has its mode.
                 with torch.inference_mode(False), torch.enable_grad(), show_progress(self.settings.progress):
-                    first = prepare(self.model, args, kwargs, self.settings, self.given, seed)
+                    first = prepare(self.model, args, kwargs, self.settings, self.given_plan, seed)
                     reason = self._refusal_of_evaluation(first, args, kwargs, seed)
                 self.first = first
                 self.plan, self.settings = self.first.plan, self.first.settings
@@ -193,7 +193,7 @@ class PipelineState:
     def _refusal_of_evaluation(
         self, first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int
     ) -> str | None:
-        """Why a model that trains will be refused when it is evaluated, which one wants to hear before an epoch."""
+        """Predicts why a model that trains will be refused when it is evaluated; one wants to hear that early."""
         if not self.checks_evaluation:
             return None
         self.checks_evaluation = False
@@ -274,9 +274,9 @@ def _add_batch_size_note(error: Exception, model: nn.Module, args: tuple[Any, ..
     """Inputs that disagree on the batch size make a model fail in words of its own: add what one would look for."""
     if isinstance(error, FxpipeError):
         return
-    found = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
-    if len({size for _, size in found}) > 1:
-        sizes = ", ".join(f"{path}: {size}" for path, size in found)
+    sizes_by_path = [(leaf.path, leaf.shape[0]) for leaf in input_leaves(model, args, kwargs)[0] if leaf.shape]
+    if len({size for _, size in sizes_by_path}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in sizes_by_path)
         error.add_note(
             f"fxpipe: inputs differ in dimension 0 ({sizes}); if it holds the batch, give all the same number of "
             "samples"

@@ -30,7 +30,7 @@ MAX_PRINTED_STAGES = 8
 
 
 def pipeline_lines(model: str, settings: Settings, plan: Plan | None) -> list[str]:
-    """`model` is the name of its class. Without a plan it says when there will be one."""
+    """Returns lines of `print`. `model` is the name of its class; without a plan they say when there will be one."""
     workers, stages = settings.workers, len(settings.placement)
     shared = f"in {stages} stages " if stages > len(workers) else ""
     devices = ", ".join(map(str, workers))
@@ -69,7 +69,7 @@ def schedule_name(settings: Settings) -> str:
 
 
 def _stage_content(plan: Plan, stage: int) -> str:
-    """Its first and its last module."""
+    """Names the first and the last module of a stage."""
     groups = node_groups_of(plan.stages[stage], 1, 0.0)
     return groups[0].name if groups else "nothing"
 
@@ -285,12 +285,12 @@ class Pipeline(nn.Module):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        copied = Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given)
+        copied = Pipeline(copy.deepcopy(self.model, memo), self._fxpipe.asked, self._fxpipe.given_plan)
         copied._fxpipe.checks_evaluation = self._fxpipe.checks_evaluation
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given)
+        return Pipeline, (self.model, self._fxpipe.asked, self._fxpipe.given_plan)
 
     # -- Access as to the model --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`torch.compile`: is it loaded, and when does it compile a backward?
+"""The state of `torch.compile`: whether it is loaded, and when it compiles a backward.
 
 Both hold from torch 2.11 to 2.14. When a backward is compiled is optional.
 """

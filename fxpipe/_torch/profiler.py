@@ -1,4 +1,4 @@
-"""The state of torch's profiler: is one on, and what does it see? All of it is optional.
+"""The state of torch's profiler: whether one is on, and what it sees. All of it is optional.
 
 From torch 2.11 to 2.14 it is all there. Without the flag of the process actions have no ranges; without the rest nobody
 is warned of a profiler that sees one thread only.

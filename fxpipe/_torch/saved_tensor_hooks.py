@@ -99,7 +99,7 @@ def saving_block_for(function: Any, block: NoSavedTensors) -> AbstractContextMan
 
 
 def is_hooks_error(error: BaseException | None) -> bool:
-    """Was it raised since there are hooks where whoever ran (`torch.func`, the model) allows none?"""
+    """Returns whether it was raised since there are hooks where what ran (`torch.func`, the model) allows none."""
     while error is not None:
         frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(error.__traceback__))
         if saved_tensors_hooks.__module__ in frames:

@@ -25,7 +25,7 @@ BALANCES = ("auto", "block", "optimal")  # besides those by hand
 
 
 def parse_switch(name: str, value: bool) -> bool:
-    """True or False, and nothing that merely looks so."""
+    """Checks that it is True or False, and nothing that merely looks so."""
     if not isinstance(value, bool):
         raise ArgumentTypeError(f"{name}={value!r}: expected True or False")
     return value

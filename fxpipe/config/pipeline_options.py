@@ -82,7 +82,7 @@ PLANNING_OPTIONS = ("balance", "pin", "memory_limit", "optimizer_state", "hardwa
 
 
 def is_default(value: Any, default: Any) -> bool:
-    """Was an argument left out, or given as it would be then? Tensors and the like are never compared."""
+    """Returns whether an argument was left out, or has its default; tensors and the like are never compared."""
     if isinstance(value, (str, float, int)):
         return bool(value == default)
     return value is default or (isinstance(value, (tuple, list, dict)) and not value and not default)

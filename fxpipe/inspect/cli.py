@@ -21,7 +21,7 @@ EXIT_INTERRUPTED = 130  # as a shell has it: 128 + SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what `argv` says and returns the exit status: 0, 2 for what the user has to mend, 130 if interrupted."""
+    """Runs a command line and returns the exit status: 0, 2 for what the user has to mend, 130 if interrupted."""
     try:
         request = parse_request(sys.argv[1:] if argv is None else argv)
         out = sys.stdout

@@ -31,7 +31,7 @@ class StepSummary:
 
     @property
     def over_bytes(self) -> int:
-        """0 where it fits."""
+        """The bytes over the limit; 0 where it fits."""
         return 0 if self.limit_bytes is None else max(0, self.peak_bytes - self.limit_bytes)
 
 

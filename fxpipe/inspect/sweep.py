@@ -136,7 +136,7 @@ def _cores_note(rows: Sequence[SweepRow]) -> str:
 
 
 def _problem_lines(rows: Sequence[SweepRow]) -> list[str]:
-    """Why there is no plan, once for each number of devices and reason."""
+    """Says why there is no plan, once for each number of devices and reason."""
     schedules: dict[tuple[int, str], list[str]] = {}
     for row in rows:
         if row.problem:

@@ -172,7 +172,7 @@ def memory_pools(settings: Settings) -> tuple[int, ...]:
 
 
 def device_kind(device: torch.device) -> str:
-    """Its name. Two GPUs of one make are of one kind."""
+    """Returns the name of a device's kind: two GPUs of one make are of one kind."""
     if device.type != "cuda":
         return device.type
     import torch

@@ -1,4 +1,4 @@
-"""Will a pipe that trains be refused when it is evaluated? Asked when it is planned.
+"""The check, at planning, that a pipe which trains will not be refused when it is evaluated.
 
 Evaluation is another graph (no dropout, other branches, no gradients), which is made at the first call of it: after an
 epoch, usually. So while the first plan is made the model is recorded in evaluation as well, on two samples, as training

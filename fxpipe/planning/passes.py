@@ -205,7 +205,7 @@ def _profile_kinds(
 
 
 def _samples_to_measure(traced: Traced, batch: int, settings: Settings) -> int:
-    """Those of a micro-batch. Where these are to be chosen yet not a single one, which not every model takes."""
+    """Returns the samples of a micro-batch. Where their number is open it is not 1, which not every model takes."""
     samples = settings.largest_micro_batch(batch)
     if "chunks" not in settings.left or (samples > 1 and traced.holds_at(samples)):
         return samples

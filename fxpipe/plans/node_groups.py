@@ -116,7 +116,7 @@ def _stage_nodes(stage: StagePlan) -> list[_Node]:
 
 
 def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
-    """Its parts, one level down."""
+    """Yields the parts of a run, one level down."""
     depth = len(run.prefix)
     if all(len(node.path) == depth for node in run.nodes):
         yield from (_NodeRun([node], is_outside_module=True) for node in run.nodes)
@@ -126,7 +126,7 @@ def _open_run(run: _NodeRun) -> Iterator[_NodeRun]:
 
 
 def _join_small(parts: list[_NodeRun], least: float) -> list[_NodeRun]:
-    """Small ones that stand next to each other as one."""
+    """Joins small ones that stand next to each other."""
     gathered: list[_NodeRun] = []
     for is_small, runs in groupby(parts, key=lambda run: run.share < least):
         group = list(runs)

@@ -45,7 +45,7 @@ class PendingBackward:
     ends: list[torch.Tensor]  # from which its backward starts
     starts: list[torch.Tensor]  # and to which it goes
     totals: list[torch.Tensor | None]  # of gradients of parameters
-    found: list[float]  # where its seconds go
+    times: list[float]  # where its seconds go
     then: PendingBackward | None = None  # another way back over the same graph, at once
     includes_second_pass: bool = False  # the way `then` goes is a part of this one, which leaves it out
 
@@ -93,7 +93,7 @@ class BackwardQueue:
             if waiting.then is not None:
                 self._one(waiting.then, waiting.ends)
                 if waiting.includes_second_pass:
-                    waiting.found[-1] += waiting.then.found[-1]
+                    waiting.times[-1] += waiting.then.times[-1]
         while self.again:
             self._one(*self.again.pop())
         self.clear()
@@ -110,7 +110,7 @@ class BackwardQueue:
             seconds, gradients = self.clock.backward_seconds(
                 waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
             )
-        waiting.found.append(seconds)
+        waiting.times.append(seconds)
         for start, gradient in zip(waiting.starts, gradients, strict=False):
             if gradient is not None and gradient.layout == torch.strided:
                 self._strides.setdefault(_memory_location(start), gradient.stride())
@@ -121,19 +121,19 @@ class GradientSumTimes:
     """Times of adding a gradient to another."""
 
     clock: Clock
-    _found: dict[TensorSignature, float] = field(default_factory=dict)  # seconds
+    _seconds: dict[TensorSignature, float] = field(default_factory=dict)  # seconds
 
     def seconds(self, value: torch.Tensor) -> float:
         """Measures the sum of two gradients of `value`, once for those that are alike."""
         if value.layout != torch.strided:
             return 0.0
         like = TensorSignature.of(value)
-        if like not in self._found:
+        if like not in self._seconds:
             with torch.no_grad():
                 total, gradient = torch.zeros_like(value), torch.zeros_like(value)
-                found = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
-            self._found[like] = median(found[1:])  # the first is not warm
-        return self._found[like]
+                samples = [self.clock.seconds(total.add_, gradient)[0] for _ in range(_SUM_SAMPLES + 1)]
+            self._seconds[like] = median(samples[1:])  # the first is not warm
+        return self._seconds[like]
 
 
 def _memory_location(tensor: torch.Tensor) -> Hashable:
@@ -186,7 +186,7 @@ def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeC
     """The calls of all working nodes, with the devices among their arguments as in a stage on `device`."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    found = {}
+    calls = {}
     for node in traced.graph.nodes:
         if node.op == "output":
             continue
@@ -196,5 +196,5 @@ def calls_on(traced: Traced, device: torch.device | None) -> dict[fx.Node, NodeC
                 set_node_device(copy, device)
             originals = {copies[n]: n for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((copy.args, copy.kwargs), originals.__getitem__)
-            found[node] = NodeCall(copy.target, args, kwargs, copy.op == "call_method")
-    return found
+            calls[node] = NodeCall(copy.target, args, kwargs, copy.op == "call_method")
+    return calls

@@ -86,10 +86,11 @@ def _work_of(by_size: tuple[tuple[int, NodeOperations], ...], samples: int) -> N
     def operations(which: str) -> tuple[Operation, ...]:
         wanted = [dtype for dtype, _, _ in getattr(here, which)]
         rows = {size: getattr(ran, which) for size, ran in by_size}
-        alike = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
+        same_types = {size: row for size, row in rows.items() if [dtype for dtype, _, _ in row] == wanted}
         return tuple(
             Operation(
-                dtype, *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in alike.items()), samples) for i in (1, 2))
+                dtype,
+                *(_fit_to_polynomial(tuple((s, row[k][i]) for s, row in same_types.items()), samples) for i in (1, 2)),
             )
             for k, dtype in enumerate(wanted)
         )

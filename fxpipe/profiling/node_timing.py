@@ -130,7 +130,7 @@ class TimingRounds:
     _back: BackwardQueue = field(init=False)
     _chosen: set[fx.Node] = field(default_factory=set)  # of which to take a sample in this round
     _taken: Counter[fx.Node] = field(default_factory=Counter)  # samples
-    _alike: ValueReuse = field(init=False)
+    _reuse: ValueReuse = field(init=False)
     _negligible: float = 0.0  # seconds, for all nodes of a kind
 
     def __post_init__(self) -> None:
@@ -138,16 +138,16 @@ class TimingRounds:
         self._back, self._sums = BackwardQueue(self.clock), GradientSumTimes(self.clock)
         self._written = set().union(*self.effects.written_classes)
         self._of_inputs = dependents_of(self.traced, self.traced.placeholders.values())
-        self._alike = ValueReuse(self.traced, self.effects)
+        self._reuse = ValueReuse(self.traced, self.effects)
 
     def round(self) -> bool:
         """Runs one more round, if any node needs another sample; returns whether there was one."""
         try:
             return self._round()
         except Exception:
-            if not self._alike.has_reused:
+            if not self._reuse.has_reused:
                 raise
-            self._alike.forbid()  # values that stand for others may be the reason
+            self._reuse.forbid()  # values that stand for others may be the reason
             for samples in self.samples.values():
                 del samples.forward[len(samples.backward) :]  # what has not gone back is half a sample
             return self._round()
@@ -168,7 +168,7 @@ class TimingRounds:
         finally:
             self.values.clear()
             self._back.clear()
-            self._alike.clear()
+            self._reuse.clear()
         if stop:
             self._negligible = NEGLIGIBLE_SHARE * sum(self.samples[self.kind[n]].seconds for n in nodes)
         return stop > 0
@@ -210,7 +210,7 @@ class TimingRounds:
 
     def _visit(self, node: fx.Node, place: int) -> None:
         """Makes the value of a node, and takes a sample where one is wanted."""
-        if node in self.kind and not self._wants(node) and self._has_taken_alike(node):
+        if node in self.kind and not self._wants(node) and self._has_reused_value(node):
             return
         for source in node.all_input_nodes:
             if source.op in ("placeholder", "get_attr") and source not in self.values:
@@ -228,7 +228,7 @@ class TimingRounds:
             self._sums_of[node] = self._time_sums(node, place, written) if any(samples.gives_grad) else 0.0
         if result is None and not node.users and not written and node in self.bytes:
             return
-        if result is None and self._has_taken_alike(node):
+        if result is None and self._has_reused_value(node):
             return
         if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
@@ -236,7 +236,7 @@ class TimingRounds:
                 result = (function(*args, **kwargs),)
         (value,) = result
         self._note(node, value)
-        self._alike.keep(node, self.kind[node], self.values[node])
+        self._reuse.keep(node, self.kind[node], self.values[node])
         self._spread_grad(written, samples.leaves_grad)
 
     def _note(self, node: fx.Node, value: NodeValue) -> None:
@@ -244,9 +244,9 @@ class TimingRounds:
         grads = iter(self.samples[self.kind[node]].gives_grad)
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
 
-    def _has_taken_alike(self, node: fx.Node) -> bool:
+    def _has_reused_value(self, node: fx.Node) -> bool:
         """Takes a value of the node's kind, if this round has one, to stand for its own; returns whether it has."""
-        value = self._alike.take(node, self.kind[node])
+        value = self._reuse.take(node, self.kind[node])
         if value is None:
             return False
         self._note(node, value)

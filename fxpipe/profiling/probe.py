@@ -90,7 +90,7 @@ def _probe_once(
 
 
 def _detached_inputs(values: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Tensors of their own on the same storages; one for each."""
+    """Makes tensors of their own on the same storages; one for each."""
     own: dict[int, torch.Tensor] = {}
 
     def detach(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _CountingMode(TorchDispatchMode):
         self.alive: dict[int, int] = {}  # number of a storage -> its bytes
 
     def end(self) -> tuple[int, int]:
-        """Arithmetic, and most bytes at one time beyond those that are alive now."""
+        """Returns the arithmetic, and the most bytes at one time beyond those that are alive now."""
         self._forget_gone()
         return self.arithmetic, self.most - sum(self.alive.values())
 

@@ -108,7 +108,7 @@ class _EstimateRun:
     leaves: Sequence[Any]
     hardware: Hardware
     step: ProgressStep
-    alike: NodeCache | None  # None: each node is a kind of its own
+    cache: NodeCache | None  # None: each node is a kind of its own
     values: dict[fx.Node, _Value] = field(default_factory=dict)  # without gradients
     grads: dict[fx.Node, tuple[bool, ...]] = field(default_factory=dict)  # by tensor of a value: does it require grad
     fixed: set[fx.Node] = field(default_factory=set)  # depend on no input: their gradients are those of parameters
@@ -126,7 +126,7 @@ class _EstimateRun:
             except Exception as error:
                 error.add_note(f"fxpipe: while estimating {node.name} ({node.meta['source']})")
                 raise
-            if self.alike is None:  # else values are few, and their ids are their names
+            if self.cache is None:  # else values are few, and their ids are their names
                 for used in (*node.all_input_nodes, node):
                     if self.effects.last[used] <= place:
                         self.values.pop(used, None)
@@ -154,7 +154,7 @@ class _EstimateRun:
         inputs = node.all_input_nodes
         written = [self.effects.alias[n] in self.effects.written_classes[place] for n in inputs]
         roles = [(self.grads[n], n in self.fixed, is_written) for n, is_written in zip(inputs, written, strict=True)]
-        key = self.alike.key(node, self.values) if self.alike is not None else None
+        key = self.cache.key(node, self.values) if self.cache is not None else None
         kind = node if key is None else (key, tuple(roles))
         before = None if kind in self.known else self._own(node)
         value = self._value(node, key)
@@ -171,13 +171,13 @@ class _EstimateRun:
         return cost.estimate
 
     def _value(self, node: fx.Node, key: Hashable | None) -> _Value:
-        value = self.alike.known(key) if self.alike is not None else None
+        value = self.cache.known(key) if self.cache is not None else None
         if value is None:
             with set_thread_state(node.meta["state"]), torch.no_grad():
                 value = call_node(node, self.values.__getitem__)
             value = _map_tensors(torch.Tensor.detach, value)
-            if self.alike is not None:
-                self.alike.keep(node, key, value, self.values)
+            if self.cache is not None:
+                self.cache.keep(node, key, value, self.values)
         return value
 
     def _spread_grad(self, classes: set[int]) -> None:

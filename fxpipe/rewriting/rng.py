@@ -58,11 +58,11 @@ def seeded_generator(device: torch.device, ordinal: int) -> torch.Generator:
 
 
 def seeded_function(
-    ordinal: int, function: Callable[..., Any] | str, device: torch.device, dice: bool = False
+    ordinal: int, function: Callable[..., Any] | str, device: torch.device, python_rng: bool = False
 ) -> Callable[..., Any]:
     """`function` (or the method of that name), its random numbers taken from the seed of the running micro-batch.
 
-    `device` is the stage's. `dice`: it draws from Python's and numpy's, too.
+    `device` is the stage's. `python_rng`: it draws from Python's and numpy's, too.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,9 @@ def seeded_function(
         seed = mix_seed(stage_context.seed, ordinal)
         generators = [_own_generator(at).manual_seed(seed) for at in dict.fromkeys((_CPU, device))]
         work = functools.partial(call, *args, **kwargs)
-        return _lend_generators(generators, functools.partial(_call_with_python_rng, seed, work) if dice else work)
+        return _lend_generators(
+            generators, functools.partial(_call_with_python_rng, seed, work) if python_rng else work
+        )
 
     chosen: Callable[..., Any]
     if takes_generator(function):

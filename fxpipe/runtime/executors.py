@@ -175,7 +175,7 @@ class ThreadedExecutor:
         return lambda: time.sleep(own.random() * 2e-3)
 
     def _start(self) -> None:
-        """New threads, each with its share of the cores; the caller's number of threads stays as it is."""
+        """Starts new threads, each with its share of the cores; the caller's number of threads stays as it is."""
         own = torch.get_num_threads()
         share = max(1, own // len(self._devices))
         ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -109,7 +109,7 @@ def expand_groups(rows: Rows, groups: StageGroups) -> Rows:
 
 
 def round_robin(devices: int, per_device: int) -> tuple[int, ...]:
-    """Stage after stage in loops over the devices.
+    """Places stage after stage in loops over the devices.
 
     >>> round_robin(3, 2)
     (0, 1, 2, 0, 1, 2)
@@ -118,7 +118,7 @@ def round_robin(devices: int, per_device: int) -> tuple[int, ...]:
 
 
 def there_and_back(devices: int, per_device: int) -> tuple[int, ...]:
-    """Every other loop backwards, so that neighbours at the turn share a device.
+    """Places every other loop backwards, so that neighbours at the turn share a device.
 
     >>> there_and_back(3, 2)
     (0, 1, 2, 2, 1, 0)
@@ -137,7 +137,7 @@ CHECKPOINTS: tuple[Checkpoint, ...] = ("always", "except_last", "never")
 
 
 def with_recompute(rows: Rows, m: int, modes: Sequence[Checkpoint]) -> Rows:
-    """R directly before its B: it waits for no other stage, and so runs while the gradient is still on its way.
+    """Puts R directly before its B: it waits for no other stage, and so runs while the gradient is still on its way.
 
     `modes` has one for each stage. Where rows have an R already, it stays where it is. A gradient that comes through
     stages on the same device, which keep what they made, has to come to these first: R goes before their B.

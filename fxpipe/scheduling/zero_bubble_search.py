@@ -84,7 +84,7 @@ class StageState:
 
     @property
     def held(self) -> float:
-        """Memory that is taken."""
+        """The memory that is taken."""
         demand, waiting = self.demand, self.backwards - self.weights
         return (
             demand.forward_memory * (self.forwards - self.weights)

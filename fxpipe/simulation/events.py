@@ -47,7 +47,7 @@ class ReceiveCopies:
 
 
 def dependency_edges(schedule: Schedule, transfers: Sequence[Transfer]) -> DependencyEdges:
-    """Between neighbours there is a way also where nothing is sent."""
+    """Collects the ways between stages; between neighbours there is one also where nothing is sent."""
     device_of = device_by_stage(schedule)
     ways: DependencyEdges = {kind: [[] for _ in device_of] for kind in NEIGHBOUR_STEP}
     for kind, step in NEIGHBOUR_STEP.items():

@@ -90,7 +90,7 @@ class ComparedFigure:
 
     @property
     def ratio(self) -> float:
-        """Simulated over measured."""
+        """The simulated step over the measured one."""
         return self.simulated / self.measured if self.measured else float("nan")
 
 
@@ -339,7 +339,7 @@ class Simulation(TimelineMixin):
 
 
 def _idle_before(spans: Sequence[Span]) -> tuple[float, ...]:
-    """Before each, how long its device had nothing to do."""
+    """Computes for each span how long its device had nothing to do before it."""
     ended: dict[int, float] = {}
     gaps = []
     for span in spans:

@@ -35,7 +35,7 @@ class PlanSource(Protocol):
     """The source of the plans of candidates."""
 
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
-        """Cut for stages that recompute so, as if memory had no limit.
+        """The plan for stages that recompute so, as if memory had no limit.
 
         Raises:
             FxpipeError: there is no such plan.
@@ -45,7 +45,7 @@ class PlanSource(Protocol):
         """Returns True if its plan for stages that do not recompute is there already."""
 
     def within_limits(self, candidate: Candidate, mode: CheckpointMode) -> Plan | None:
-        """Cut so that it fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
+        """The plan that fits; "auto" leaves to planning what is recomputed. None where cuts cannot be moved.
 
         Raises:
             FxpipeError: there is no such plan.

@@ -180,7 +180,7 @@ def _sufficient_limit(row: CandidateResult, limits: MemoryLimits) -> str:
 
 
 def _rounded_up_bytes(need: float) -> str:
-    """Rounded up, so that it does fit."""
+    """Formats bytes, rounded up, so that it does fit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if need >= size:
             return f"'{-(-int(need * 100) // size) / 100 + 0.01:.2f}{unit}'"

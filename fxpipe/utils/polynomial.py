@@ -62,7 +62,7 @@ ZERO = Polynomial()
 
 
 def polynomial_sum(polynomials: Iterable[Polynomial]) -> Polynomial:
-    """Their sum."""
+    """Returns the sum of these polynomials."""
     return functools.reduce(operator.add, polynomials, ZERO)
 
 

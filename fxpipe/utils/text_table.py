@@ -19,7 +19,7 @@ EMPTY_CELL = "-"
 def text_table(
     rows: Sequence[Sequence[str]], headers: Sequence[str], left: Collection[str] = (), *, has_rule: bool = True
 ) -> str:
-    """Every table that is printed.
+    """Formats every table that is printed.
 
     Args:
         rows: their cells.

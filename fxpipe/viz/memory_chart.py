@@ -159,7 +159,7 @@ def _thin_steps(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, Me
 
 
 def _envelope(memory: MemoryTimeline, frame: TimeAxis) -> list[tuple[float, float]]:
-    """The most within every few points: many lines would be too restless with each rise and fall."""
+    """The most within every few points: many lines would be too unsteady with each rise and fall."""
     return [(steps[0][0], max(size.total for _, size in steps)) for steps in _steps_by_grain(memory, frame, GRAIN)]
 
 

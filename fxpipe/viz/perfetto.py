@@ -119,5 +119,5 @@ def _memory_events(device: int, memory: MemoryTimeline) -> Iterator[dict[str, An
 
 
 def _nanoseconds(span: Span) -> tuple[int, int]:
-    """Whole ones, at which an arrow and its event meet."""
+    """Converts to whole nanoseconds, at which an arrow and its event meet."""
     return round(span.start * 1e9), round(span.end * 1e9)

@@ -110,7 +110,7 @@ class GraphLayout:
 
     @property
     def lane_height(self) -> float:
-        """Its height."""
+        """The height of the lane."""
         return 2 * TEXT_ROW + 10 if self.is_low else 4 * TEXT_ROW + 14
 
     @property
@@ -400,7 +400,7 @@ def _stage_title(plan: Plan, stage: StagePlan) -> str:
 
 
 def _box_text(group: NodeGroup, stage: StagePlan, x: float, width: float, frame: GraphLayout) -> Iterator[Item]:
-    """Its name and its time, each where there is room."""
+    """Formats a stage's name and its time, each where there is room."""
     room = width - 8
     name = (
         count_text(len(group.nodes), "node") if group.is_elided else short_group_name(group.name, room, SMALL_LETTERS)

@@ -192,7 +192,7 @@ def _paint_cells(cells: Sequence[TerminalCell]) -> str:
 
 
 def _axis_line(seconds: float, width: int) -> str:
-    """Round times below the columns that they fall on."""
+    """Writes round times below the columns that they fall on."""
     line = [" "] * (width + 12)
     free = 0
     for time, name in time_ticks(seconds, width // 12):

@@ -115,7 +115,7 @@ def _timeline_data(step: StepTimeline, drawn: Gantt, wheel: bool) -> dict[str, A
 
 
 def _json_in_page(value: Any) -> str:
-    """Within a page: nothing in it ends the element that it stands in."""
+    """Formats JSON for a page: nothing in it ends the element that it stands in."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -650,7 +650,7 @@ def test_pythons_and_numpys_numbers_go_with_torchs():
     found = []
     for seed in (1, 1, 2):
         stage_context.seed = seed
-        found.append(seeded_function(0, roll, CPU, dice=True)())
+        found.append(seeded_function(0, roll, CPU, python_rng=True)())
     assert found[0] == found[1]
     assert all(a != b for a, b in zip(found[0], found[2], strict=True))
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
