@@ -1225,9 +1225,9 @@ PLANS = (
         "unit/simulation/test_simulated_plans.py::test_peaks_are_those_of_the_formulas_of_the_plan",
     ),
     Mutant(
-        "plans/data.py",
-        "return fixed + received + held + stage.bytes.working",
-        "return fixed + received + held",
+        "simulation/costs.py",
+        "return static + received * in_flight + saved * activations + working",
+        "return static + received * in_flight + saved * activations",
         "unit/plans/test_saved_plan.py::test_memory_of_a_stage_is_what_was_counted_for_the_planned_size",
     ),
     Mutant(
