@@ -882,7 +882,7 @@ def test_what_has_not_gone_back_when_a_round_fails_is_run_again() -> None:
     tanh.op, tanh.target = "call_function", failing
     seconds = itertools.count()
     rounds = TimingRounds(traced, traced.effects, [x], Clock(lambda: next(seconds)), 5, math.inf, lambda: None)
-    rounds._alike.has_reused = True  # so that it is tried again
+    rounds._reuse.has_reused = True  # so that it is tried again
     run_all_rounds(rounds)
     assert rounds.measured(linear).forward_seconds == rounds.measured(linear).backward_seconds == 1
 
