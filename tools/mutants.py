@@ -941,8 +941,8 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        'self.end is not None and node.meta["random"]',
-        'self.end is None and node.meta["random"]',
+        "self.end is not None and info(node).is_random",
+        "self.end is None and info(node).is_random",
         "behaviour/test_continuation.py::test_random_numbers_are_drawn_once",
     ),
     Mutant(
@@ -1049,7 +1049,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/written_inputs.py",
-        'bool(node.meta.get("random")) or any',
+        "info(node).is_random or any",
         "any",
         "behaviour/test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
     ),
@@ -1067,7 +1067,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/verify/written_inputs.py",
-        '            differs = bool(node.meta["number"].free_symbols)',
+        "            differs = bool(number.free_symbols)",
         "            differs = False",
         "behaviour/test_written_inputs.py::test_an_input_that_is_not_cut_and_differs_between_micro_batches_is_refused",
     ),

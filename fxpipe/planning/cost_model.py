@@ -12,6 +12,7 @@ from fxpipe.hardware import MEMORY_MARGIN, link_between, local_link, local_memor
 from fxpipe.partitioning.chain import Chain, Flow, HeldStorage, Link, ParameterUse, StageSite
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import activations_in_flight, make_schedule, micro_batches_in_flight
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -81,7 +82,7 @@ def _flows(traced: Traced, effects: Effects, samples: int, copied: frozenset[fx.
             # An input that forward writes to is a value of the stage that does so, which writes to a clone.
             maker, returns, users = writer, effects.alias[node] in with_gradient, [u for u in users if u > writer]
         if users and node not in copied:
-            size = bytes_at(bytes_formula(node.meta.get("shapes", ())), traced.batch, samples)
+            size = bytes_at(bytes_formula(info(node).shapes), traced.batch, samples)
             yield Flow(size, maker, tuple(users), returns)
 
 

@@ -20,6 +20,7 @@ from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.scheduling import make_schedule
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import info
 from fxpipe.utils.units import count_text
 
 
@@ -55,7 +56,7 @@ def is_cut_by_hand(traced: Traced, settings: Settings) -> bool:
 
 
 def _partition_nodes(traced: Traced, chain: Chain) -> NodeSequence:
-    modules = tuple(node.meta["module"] for node in traced.nodes)
+    modules = tuple(info(node).module for node in traced.nodes)
     busy = {path[:end] for path in {*modules} for end in _prefix_ends(path)}
     paths = [path for path, _ in traced.model.named_modules() if path and path not in busy]
     inside = {path: whole for path in paths for whole in traced.whole if path.startswith(f"{whole}.")}

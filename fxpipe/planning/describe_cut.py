@@ -44,6 +44,7 @@ from fxpipe.scheduling import schedule_text
 from fxpipe.simulation import transfers_of
 from fxpipe.tracing import Traced
 from fxpipe.tracing.cache_key import evaluating_modules
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
@@ -95,7 +96,7 @@ def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
 
     A size that depends on values (nonzero) counts as 0.
     """
-    formula = bytes_formula(node.meta.get("shapes", ()))
+    formula = bytes_formula(info(node).shapes)
     return _value_bytes(formula.subs(dict.fromkeys(formula.free_symbols - {batch}, 0)), batch, samples)
 
 
@@ -120,7 +121,7 @@ def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
 
 def user_line_of(node: fx.Node) -> str:
     """The user's line that made the node; empty where it is not known."""
-    line = str(node.meta.get("source", ""))
+    line = info(node).source
     return "" if line == UNKNOWN_LINE else line
 
 
@@ -148,9 +149,10 @@ def opaque_nodes(traced: Traced) -> tuple[OpaqueNode, ...]:
     """Modules that are one node of the graph; of one that is called several times, the first call."""
     opaque: dict[str, OpaqueNode] = {}
     for node in traced.nodes:
-        if "whole" in node.meta:
-            name = opaque_name(node) if "continued" in node.meta else node.meta["whole"]
-            opaque.setdefault(name, OpaqueNode(name, node.meta["why"], user_line_of(node)))
+        call = info(node).opaque
+        if call is not None and call.module is not None:
+            name = opaque_name(node) if info(node).is_graph_break else call.module
+            opaque.setdefault(name, OpaqueNode(name, call.why, user_line_of(node)))
     return tuple(opaque.values())
 
 
@@ -254,7 +256,7 @@ def plan_of_cut(
                 sent=sent,
                 work=_stage_work(own, copied, operations) if knows_work else StageWork(),
                 update_seconds=update,
-                modules=tuple(node.meta["module"] for node in traced.nodes[start:end]),
+                modules=tuple(info(node).module for node in traced.nodes[start:end]),
                 shares=time_shares(own, samples),
             )
         )
@@ -291,7 +293,7 @@ def plan_of_cut(
 def value_sizes(traced: Traced, samples: int) -> dict[str, int]:
     """Computes the bytes of the value of each node, by name."""
     nodes: Sequence[fx.Node] = list(traced.graph.nodes)
-    return {n.name: bytes_at(bytes_formula(n.meta.get("shapes", ())), traced.batch, samples) for n in nodes}
+    return {n.name: bytes_at(bytes_formula(info(n).shapes), traced.batch, samples) for n in nodes}
 
 
 def _sent_bytes(program: Program, stage: int, formulas: Mapping[str, Polynomial]) -> Polynomial:

@@ -28,6 +28,7 @@ from torch import fx
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils.locks import cancellation_point
@@ -158,7 +159,7 @@ def naming_node(node: fx.Node) -> Iterator[None]:
         yield
     except Exception as error:
         if not any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{_NOTE_PREFIX}{node.name} ({node.meta['source']})")
+            error.add_note(f"{_NOTE_PREFIX}{node.name} ({info(node).source})")
         raise
 
 

@@ -14,6 +14,7 @@ import sympy
 from torch import fx
 
 from fxpipe.profiling.profile_data import Seconds
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
@@ -55,7 +56,7 @@ def shares_memory(effects: Effects, node: fx.Node) -> bool:
 
 
 def _node_bytes(node: fx.Node) -> sympy.Expr:
-    return bytes_formula(node.meta["shapes"])
+    return bytes_formula(info(node).shapes)
 
 
 # -- counts and seconds at some sizes ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from fxpipe.profiling.profile_data import SavedStorage
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
 from fxpipe.tracing.fake_tensors import in_fake_mode, is_faked
 from fxpipe.tracing.model_state import preserve_state, slots_of
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at
 from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import tensors_in
@@ -289,8 +290,8 @@ def _storage_bytes(
     traced: Traced, seen: ObservedStorage, runs: Mapping[int, StorageObservations], samples: int
 ) -> sympy.Expr:
     label = seen.label
-    if isinstance(label, ValueLabel) and label.part == 0 and label.tensor < len(label.node.meta["shapes"]):
-        formula = label.node.meta["shapes"][label.tensor].bytes
+    if isinstance(label, ValueLabel) and label.part == 0 and label.tensor < len(info(label.node).shapes):
+        formula = info(label.node).shapes[label.tensor].bytes
         # It may be a part of something larger, which stays as a whole.
         if formula.free_symbols <= {traced.batch} and bytes_at(formula, traced.batch, samples) == seen.bytes:
             return formula

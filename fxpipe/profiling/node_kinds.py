@@ -19,6 +19,7 @@ from torch import fx, nn
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS
+from fxpipe.tracing.node_info import info, opaque_call_of, state_of
 from fxpipe.tracing.shapes.node_cache import function_key
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
@@ -115,17 +116,17 @@ def timing_kind(
     `written`: those of its inputs whose memory it changes, which may be more than one where they share it.
     """
     args = fx.map_arg(arguments, lambda n: map_tensors_in(TensorSignature.of, values[n]))
-    function = _module_kind(traced, node) if "whole" in node.meta else function_key(node.target)
+    function = _module_kind(traced, node) if info(node).opaque_module is not None else function_key(node.target)
     changed = tuple(place for place, n in enumerate(node.all_input_nodes) if n in written)
-    return node.op, function, repr(args), node.meta["state"], changed
+    return node.op, function, repr(args), state_of(node), changed
 
 
 def _module_kind(traced: Traced, node: fx.Node) -> Hashable:
     """Classes and settings of a module that is kept whole and of all in it, and the constants that it is given."""
-    fixed, spec = node.meta["constants"]
-    constants = tuple((place, _frozen(value)) for place, value in fixed.items())
-    modules = traced.model.get_submodule(node.meta["whole"]).named_modules()
-    return repr(spec), constants, tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
+    call = opaque_call_of(node)
+    constants = tuple((place, _frozen(value)) for place, value in call.constants.items())
+    modules = traced.model.get_submodule(call.path).named_modules()
+    return repr(call.arguments), constants, tuple((path, type(m), m.training, _settings(m)) for path, m in modules)
 
 
 def _settings(module: nn.Module) -> Hashable:
@@ -171,7 +172,7 @@ class NodeKinds:
     def of(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
         """The kind of a node that is about to run."""
         args = fx.map_arg((node.args, node.kwargs), lambda n: self.like(n, values))
-        return node.op, function_key(node.target), repr(args), node.meta["state"]
+        return node.op, function_key(node.target), repr(args), state_of(node)
 
     def like(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> ValueId:
         """Identifies a value by what can be told of it, which a write to its memory may change (`unsqueeze_`, grad)."""
@@ -210,7 +211,7 @@ class ValueReuse:
         written = set().union(*effects.written_classes)
         for node, changed in zip(effects.nodes, effects.written_classes, strict=True):
             if not changed and effects.alias[node] not in written and _is_plain(traced, node):
-                self._rough[node] = rough = (node.op, function_key(node.target), node.meta["shapes"])
+                self._rough[node] = rough = (node.op, function_key(node.target), info(node).shapes)
                 self._last[rough] = node
 
     def keep(self, node: fx.Node, kind: Hashable, value: Any) -> None:
@@ -244,10 +245,10 @@ class ValueReuse:
 
 
 def _is_plain(traced: Traced, node: fx.Node) -> bool:
-    shapes = node.meta.get("shapes", ())
+    shapes = info(node).shapes
     return (
         bool(shapes)
-        and "hook" not in node.meta
+        and not info(node).is_hook
         and all(
             (shape.dtype.is_floating_point or shape.dtype.is_complex)
             and all(size.free_symbols <= {traced.batch} for size in shape.shape)

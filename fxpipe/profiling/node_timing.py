@@ -69,6 +69,7 @@ from fxpipe.profiling.node_kinds import (
     timing_kind,
 )
 from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
@@ -232,7 +233,7 @@ class TimingRounds:
             return
         if result is None or written:
             function, args, kwargs = self._calls[node].bound(self.values)
-            with set_thread_state(node.meta["state"]), torch.no_grad():
+            with set_thread_state(state_of(node)), torch.no_grad():
                 result = (function(*args, **kwargs),)
         (value,) = result
         self._note(node, value)
@@ -270,7 +271,7 @@ class TimingRounds:
         self._number[kind] += 1
         if kind not in self.samples:
             # A hook of the user's may do things that are seen elsewhere: it is run no more than it must.
-            is_seldom = "hook" in node.meta
+            is_seldom = info(node).is_hook
             self.samples[kind] = TimingSamples(is_seldom or not self.drops_first, is_seldom)
             self._chosen.add(node)
 
@@ -340,7 +341,7 @@ class TimingRounds:
             with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
                 values = {**values, **{n: map_tensors_in(torch.clone, values[n]) for n in written}}
         function, args, kwargs = self._calls[node].bound(values)
-        state = node.meta["state"]
+        state = state_of(node)
         if any(autocast.enabled for autocast in state.autocast):
             torch.clear_autocast_cache()  # a cast that it keeps would cost nothing the next time
         with set_thread_state(state):

@@ -24,6 +24,7 @@ from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.flops import operation_flops
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import call_node
 
@@ -68,7 +69,7 @@ def _probe_once(
     starts: list[torch.Tensor],
     counter: _CountingMode,
 ) -> Probe:
-    with set_thread_state(node.meta["state"]), counter:
+    with set_thread_state(state_of(node)), counter:
         counter.begin(t for value in operands.values() for t in tensors_in(value))
         value = call_node(node, operands.__getitem__)
         forward = counter.end()

@@ -38,6 +38,7 @@ from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_fl
 from fxpipe.profiling.node_timing import NodeTiming
 from fxpipe.tracing.fake_tensors import fake_if_active, in_fake_mode, is_faked, with_fake_tensors
 from fxpipe.tracing.model_state import preserve_rng
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache
 from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
@@ -124,7 +125,7 @@ class _EstimateRun:
             except ChangedInPlaceError:
                 raise
             except Exception as error:
-                error.add_note(f"fxpipe: while estimating {node.name} ({node.meta['source']})")
+                error.add_note(f"fxpipe: while estimating {node.name} ({info(node).source})")
                 raise
             if self.cache is None:  # else values are few, and their ids are their names
                 for used in (*node.all_input_nodes, node):
@@ -173,7 +174,7 @@ class _EstimateRun:
     def _value(self, node: fx.Node, key: Hashable | None) -> _Value:
         value = self.cache.known(key) if self.cache is not None else None
         if value is None:
-            with set_thread_state(node.meta["state"]), torch.no_grad():
+            with set_thread_state(state_of(node)), torch.no_grad():
                 value = call_node(node, self.values.__getitem__)
             value = _map_tensors(torch.Tensor.detach, value)
             if self.cache is not None:
@@ -196,7 +197,7 @@ class _EstimateRun:
         with torch.enable_grad():  # autograd lets nobody write to a leaf, but to its clone
             operands.update((n, _map_tensors(torch.clone, own[n])) for n in written)
         with Roofline(self.hardware) as clock:
-            with set_thread_state(node.meta["state"]):
+            with set_thread_state(state_of(node)):
                 value = call_node(node, operands.__getitem__)
             forward = clock.take()
             changed = [t for n in written for t in _tensors_of(operands[n])]

@@ -33,6 +33,7 @@ from fxpipe.profiling.probe import Probe, probe_node
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
 from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import hidden_tensors, tensors_in
@@ -151,7 +152,7 @@ class _StorageObserver:
                 with self.products.at(node):
                     self._visit(node, at)
             except Exception as error:
-                error.add_note(f"fxpipe: while looking at what {node.name} saves ({node.meta['source']})")
+                error.add_note(f"fxpipe: while looking at what {node.name} saves ({info(node).source})")
                 raise
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:
@@ -221,7 +222,7 @@ class _StorageObserver:
             seen.users.add(place)
         versions = [_version_of(t) for t in read]
         self.saved = []
-        with set_thread_state(node.meta["state"]):
+        with set_thread_state(state_of(node)):
             try:
                 with saved_tensors_hooks(self._pack, _unpack):
                     value = self._call(node)
@@ -240,7 +241,7 @@ class _StorageObserver:
         return value
 
     def _call(self, node: fx.Node) -> Any:
-        if node.meta.get("draw"):
+        if info(node).is_scalar_draw:
             return self.draws.take(lambda: call_node(node, self.values.__getitem__))
         return call_node(node, self.values.__getitem__)
 

@@ -37,6 +37,7 @@ from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
 from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_info import WriteOrder, info, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
 from fxpipe.utils.clone import clone
@@ -48,14 +49,14 @@ _COLUMN = 88
 
 def format_stage_code(graph: fx.Graph, index: int) -> str:
     """Formats a stage as the function it is. Parameters and buffers appear under their names in the model."""
-    received = [n.name for n in graph.nodes if n.op == "placeholder" and "text" not in n.meta]
+    received = [n.name for n in graph.nodes if n.op == "placeholder" and not info(n).attribute]
     lines = [f"def stage{index}({', '.join(received)}):"]
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         has_value = node.target not in (set_grad, set_autocast, operator.setitem)
         text = f"    {node.name} = {node_expression(node)}" if has_value else f"    {node_expression(node)}"
-        where = " ".join(part for part in (node.meta.get("module", ""), short_source_line(node)) if part)
+        where = " ".join(part for part in (info(node).module, short_source_line(node)) if part)
         lines.append(f"{text:<{_COLUMN}}  # {where}" if where else text)
     output = graph.output_node().args[0]
     names = [n.name for n in output if isinstance(n, fx.Node)]  # type: ignore[union-attr]
@@ -109,7 +110,7 @@ def split_into_stages(
                 tuple(str(n.target) for n in attributes if cut.may_change(n, stage)),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.statistics),
                 tuple(str(n.target) for n in attributes if str(n.target) in deferring.counters),
-                {n.name: SourceLocation(n.meta["module"], n.meta["source"]) for n in (*draft.again, *draft.nodes)},
+                {n.name: SourceLocation(info(n).module, info(n).source) for n in (*draft.again, *draft.nodes)},
                 format_stage_code(builder.graph, stage),
                 functools.partial(make_stage_callable, options=compile_options),
             )
@@ -211,7 +212,7 @@ class _StageCut:
         if self.effects.alias[attribute] in self.written_classes[stage]:
             return True
         here = set(self.nodes_of(stage))
-        if not all("whole" in user.meta and user in here for user in attribute.users):
+        if not all(info(user).opaque_module is not None and user in here for user in attribute.users):
             return False
         tensor = attribute_tensor(self.traced, attribute)
         is_writable = not isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
@@ -297,10 +298,10 @@ class _StageBuilder:
     def receive(self, attributes: Iterable[fx.Node], draft: _StageDraft, popped: Collection[str]) -> None:
         for node in attributes:
             self.copies[node] = self.graph.placeholder(node.name)
-            self.copies[node].meta.update(text=str(node.target), shapes=node.meta.get("shapes"))
+            update_info(self.copies[node], attribute=str(node.target), known_shapes=info(node).known_shapes)
         for node in draft.needs:
             self.copies[node] = self.graph.placeholder(node.name)
-            self.copies[node].meta.update(shapes=node.meta.get("shapes"))
+            update_info(self.copies[node], known_shapes=info(node).known_shapes)
         for node in draft.needs:
             if node.name in popped:
                 self.copies[node] = insert_pop(self.graph, self.copies[node], node.name)
@@ -315,15 +316,15 @@ class _StageBuilder:
             self.copies[node] = self._copied(node)
             ordinal, copy = self.ordinals.get(node), self.copies[node]
             self._defer(node, copy)
-            if node.meta.get("opaque") and node.target is not operator.getitem:
+            if info(node).opaque is not None and node.target is not operator.getitem:
                 copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
                 copy.target = with_saved_tensors(copy.target)
-            if ordinal is None and node.meta.get("opaque"):
+            if ordinal is None and info(node).opaque is not None:
                 copy.target = forbid_random_numbers(copy.target)  # type: ignore[arg-type]
             if ordinal is not None:
                 copy.op, copy.target = (
                     "call_function",
-                    seeded_function(ordinal, copy.target, self.device, bool(node.meta.get("dice"))),
+                    seeded_function(ordinal, copy.target, self.device, random_draws_of(node).from_python),
                 )
 
     def _only_read(self, node: fx.Node) -> list[int]:
@@ -350,7 +351,7 @@ class _StageBuilder:
             alias: place for place, aliases in enumerate(effects.written_classes) for alias in aliases
         }
         for node, copy in self.copies.items():
-            copy.meta.update(place=effects.place.get(node, -1), last_write=last.get(effects.alias[node], -1))
+            update_info(copy, writes=WriteOrder(effects.place.get(node, -1), last.get(effects.alias[node], -1)))
 
     def _defer(self, node: fx.Node, copy: fx.Node) -> None:
         if node.name in self.deferring.norms:
@@ -364,7 +365,7 @@ class _StageBuilder:
         return self.graph.create_node("call_function", function, args, name=name)
 
     def _copied(self, node: fx.Node) -> fx.Node:
-        self._set_state(node.meta["state"])
+        self._set_state(state_of(node))
         copy = self.graph.node_copy(node, self.copies.__getitem__)
         set_node_device(copy, self.device)
         return copy

@@ -41,6 +41,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.rewriting.program import BatchStatistics
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects, running_statistics
@@ -80,10 +81,10 @@ class DeferredBatchNorm:
         for node, statistics in norms.items():
             if problem := _undeferrable_reason(node, statistics, norms, traced, effects):
                 raise ArgumentError(
-                    f"deferred_batch_norm=True, but batch norm {node.name} (module {node.meta['module']!r}, "
-                    f"{node.meta['source']}) {problem}; change that, or give deferred_batch_norm=False"
+                    f"deferred_batch_norm=True, but batch norm {node.name} (module {info(node).module!r}, "
+                    f"{info(node).source}) {problem}; change that, or give deferred_batch_norm=False"
                 )
-        as_it_is = [n for n in effects.nodes if n.meta.get("opaque") and n.target is not operator.getitem]
+        as_it_is = [n for n in effects.nodes if info(n).opaque is not None and n.target is not operator.getitem]
         whole = {n for n in as_it_is if any(_is_buffer(traced, a) for a in _opaque_call_arguments(n))}
         tracked = {str(s.target) for statistics in norms.values() for s in statistics}
         tracking = {name.rpartition(".")[0] for name in tracked}
@@ -113,10 +114,10 @@ def _undeferrable_reason(
     classes = {effects.alias[s] for s in statistics}
     for node, written in zip(effects.nodes, effects.written_classes, strict=True):
         if node not in norms and classes & written:
-            return f"tracks running statistics that {node.name} ({node.meta['source']}) also changes"
+            return f"tracks running statistics that {node.name} ({info(node).source}) also changes"
         reads = any(effects.alias.get(s) in classes for s in node.all_input_nodes)
         if node not in norms and reads and effects.place[node] > effects.place[norm]:
-            return f"tracks running statistics that {node.name} ({node.meta['source']}) then reads"
+            return f"tracks running statistics that {node.name} ({info(node).source}) then reads"
     if any(isinstance(o, fx.Node) and effects.alias.get(o) in classes for o in traced.handed_out):
         return "tracks running statistics that forward returns"
     return None

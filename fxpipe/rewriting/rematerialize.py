@@ -30,6 +30,7 @@ from torch import fx
 
 from fxpipe.rewriting.program import PIPE_INPUT, Program
 from fxpipe.rewriting.reorder import has_side_effects, touched_alias_classes, written_alias_classes
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
 ReceiveSeconds = Callable[[float], float]  # bytes -> seconds until a stage has them
@@ -52,11 +53,11 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
         if node.op == "placeholder" or (node.op == "get_attr" and _is_constant(traced, node)):
             everywhere.add(node)
         elif node in effects.place and everywhere.issuperset(node.all_input_nodes):
-            does_more = node.meta.get("random") or "expects" in node.meta or has_side_effects(node)
+            does_more = info(node).is_random or info(node).is_compared_read or has_side_effects(node)
             if not does_more and touched[node].isdisjoint(changing):
                 everywhere.add(node)
                 sources_of[node.name] = tuple(source.name for source in node.all_input_nodes)
-        elif "number" in node.meta:
+        elif info(node).number is not None:
             everywhere.add(node)
     return sources_of
 
@@ -64,7 +65,7 @@ def rematerializable_nodes(traced: Traced) -> dict[str, tuple[str, ...]]:
 def _is_constant(traced: Traced, node: fx.Node) -> bool:
     """Returns whether this is a buffer or a constant that no forward changes, as far as one can see."""
     is_set = str(node.target) in traced.assigned
-    may_change = any("whole" in user.meta for user in node.users)
+    may_change = any(info(user).opaque_module is not None for user in node.users)
     return not (is_set or may_change or isinstance(attribute_tensor(traced, node), torch.nn.Parameter))
 
 
@@ -90,7 +91,7 @@ def choose_rematerialization(
     containers = {
         n.args[0].name for n in traced.nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)
     }
-    numbers = {n.name for n in traced.nodes if "number" in n.meta}
+    numbers = {n.name for n in traced.nodes if info(n).number is not None}
     chosen_names: list[tuple[str, ...]] = []
     for stage, arrival in zip(program.stages, receive, strict=True):
         if arrival is None:

@@ -22,6 +22,7 @@ from fxpipe._torch.functions import opname
 from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
 from fxpipe.rewriting.linear_order import Items, ItemValue
 from fxpipe.rewriting.reorder_moves import arrange_items
+from fxpipe.tracing.node_info import info, random_draws_of, update_info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced, TracedGraph
 from fxpipe.tracing.verify.effects import Effects
@@ -155,7 +156,8 @@ def _side_effect_chain(effects: Effects) -> list[fx.Node]:
 
 def has_side_effects(node: fx.Node) -> bool:
     """Returns whether a node does more than return something, as far as one can tell, or must not see others do so."""
-    if any(node.meta.get(key) for key in ("opaque", "hook", "whole", "dice", "draw")):
+    known = info(node)
+    if known.opaque is not None or known.is_scalar_draw:
         return True
     return node.op == "call_function" and _module_name_of(node) not in _PURE_MODULES
 
@@ -221,14 +223,15 @@ def with_node_order(traced: Traced, nodes: Sequence[fx.Node]) -> Traced:
             copy(node)
     graph.lint()
     for node, ordinal in random_ordinals(traced.nodes).items():
-        copies[node].meta["ordinal"] = ordinal
+        update_info(copies[node], rng=replace(random_draws_of(node), ordinal=ordinal))
     assert traced.effects is not None
     return replace(traced, graph=graph, effects=_effects_of_copies(traced.effects, nodes, copies))
 
 
 def random_ordinals(nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """The number of each random node, of which its seed is made: by the order in which the nodes were recorded."""
-    return {n: n.meta.get("ordinal", k) for k, n in enumerate(n for n in nodes if n.meta.get("random"))}
+    numbered = enumerate((n, random_draws_of(n)) for n in nodes if info(n).is_random)
+    return {n: at if draws.ordinal is None else draws.ordinal for at, (n, draws) in numbered}
 
 
 def _effects_of_copies(effects: Effects, nodes: Sequence[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> Effects:
@@ -273,7 +276,7 @@ def _node_work(effects: Effects, node: fx.Node) -> int:
 
 
 def _node_bytes(node: fx.Node) -> int:
-    return _assumed_bytes(bytes_formula(node.meta.get("shapes", ())))
+    return _assumed_bytes(bytes_formula(info(node).shapes))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from fxpipe.rewriting.rng import RandomCall, seeded_generator
+from fxpipe.tracing.node_info import info
 
 
 @torch.library.custom_op("fxpipe::dropout_noise", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -40,7 +41,7 @@ def _(like: Tensor, p: float, ordinal: int) -> Tensor:
 def with_compilable_rng(run: fx.GraphModule) -> fx.GraphModule:
     """The code with nodes that a compiler can have in it; the same code if there are no others."""
     drawing = [node for node in run.graph.nodes if isinstance(_random_call_of(node), RandomCall)]
-    continued = [node for node in run.graph.nodes if "continued" in node.meta and node not in drawing]
+    continued = [node for node in run.graph.nodes if info(node).is_graph_break and node not in drawing]
     if not drawing and not continued:
         return run
     graph = fx.Graph()

@@ -34,6 +34,7 @@ from fxpipe.rewriting.weight_gradients import (
     split_embedding,
     split_node,
 )
+from fxpipe.tracing.node_info import info, state_of
 
 _aten = torch.ops.aten
 ParameterNames = dict[fx.Node, str]  # of a stage, with their names in the model
@@ -235,7 +236,7 @@ def _split_operands(
     if not isinstance(x, fx.Node) or x in used or w is b or not all(n in parameters for n in used):
         return None
     names = parameters[w], None if b is None else parameters[b]
-    casts = any(autocast.enabled for autocast in node.meta["state"].autocast)
+    casts = any(autocast.enabled for autocast in state_of(node).autocast)
     make = functools.partial(split_node, kind, names, casts)
     operands = (x, w, b, *options)
     return SplittableNode(tuple(used), tuple(used), make, operands, {}, SplitOperation(kind, names, casts, operands))
@@ -322,7 +323,7 @@ def _transposed_parameter(node: Any, parameters: ParameterNames) -> fx.Node | No
 
 def _static_shape(node: Any) -> tuple[int, ...] | None:
     """Returns the shape of a parameter, or of what is made of one; None where it depends on the batch."""
-    shapes = node.meta.get("shapes") if isinstance(node, fx.Node) else None
+    shapes = info(node).shapes if isinstance(node, fx.Node) else None
     if not shapes or any(size.free_symbols for size in shapes[0].shape):
         return None
     return tuple(int(size) for size in shapes[0].shape)
@@ -334,4 +335,4 @@ def _static_rank(node: Any) -> int | None:
 
 
 def _is_complex(node: fx.Node) -> bool:
-    return bool(node.meta["shapes"][0].dtype.is_complex)
+    return bool(info(node).shapes[0].dtype.is_complex)

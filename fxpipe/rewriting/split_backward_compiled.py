@@ -20,7 +20,6 @@ is what it is at the end.
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ from fxpipe.rewriting.split_backward import (
     stage_parameters,
 )
 from fxpipe.rewriting.weight_gradients import cast_operands, check_input_unchanged
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import TensorShape
 
 # (gradient, what went out, weight, bias, wants the one's gradient, wants the other's) -> those that are wanted
@@ -135,13 +135,14 @@ def _can_be_tapped(measures: Mapping[sympy.Symbol, SizeSource], node: fx.Node, u
     if use.operation is None or output is None:
         return False
     x = use.operation.operands[0]
-    if x.meta.get("last_write", math.inf) > node.meta.get("place", -1):
+    memory, moment = info(x).writes, info(node).writes
+    if memory is None or memory.last_write > (-1 if moment is None else moment.place):
         return False
     return all(size.free_symbols <= measures.keys() for size in output.shape)
 
 
 def _output_shape(node: fx.Node) -> TensorShape | None:
-    shapes: Sequence[TensorShape] = node.meta.get("shapes") or []
+    shapes = info(node).shapes
     return shapes[0] if len(shapes) == 1 else None
 
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import BUILTIN_MODULE, MODULE_ALIASES
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils.text_table import text_table
 
@@ -35,12 +36,12 @@ _SYMBOLS = {
 
 def short_source_line(node: fx.Node) -> str:
     """The user's source line, short: `unet.py:31`."""
-    return os.path.basename(str(node.meta.get("source", "")))
+    return os.path.basename(info(node).source)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, fx.Node):
-        return str(value.target) if value.op == "get_attr" else str(value.meta.get("text", value.name))
+        return str(value.target) if value.op == "get_attr" else info(value).attribute or value.name
     if isinstance(value, slice):
         ends = ["" if v is None else _text(v) for v in (value.start, value.stop)]
         return ":".join(ends + ([_text(value.step)] if value.step is not None else []))
@@ -131,8 +132,8 @@ def node_table(graph: fx.Graph) -> str:
         (
             n.name,
             "placeholder" if n.op == "placeholder" else node_expression(n),
-            ", ".join(map(str, n.meta.get("shapes", ()))) or str(n.meta.get("number", "")),
-            n.meta.get("module", ""),
+            ", ".join(map(str, info(n).shapes)) or ("" if info(n).number is None else str(info(n).number)),
+            info(n).module,
             short_source_line(n),
         )
         for n in graph.nodes

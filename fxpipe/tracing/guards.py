@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -25,6 +25,7 @@ from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, state_of, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
@@ -60,18 +61,20 @@ def expect(value: Any, expected: Any, what: str) -> None:
 def add_expectations(reads: Sequence[fx.Node]) -> None:
     """Makes each read a node that stays in the graph, followed by one that compares."""
     for read in reads:
-        value = read.meta.pop("read")
-        read.meta["expects"] = value
-        read.meta.setdefault("shapes", ())  # where it is known only after the shapes that the stages must read it
-        what = f"{describe_read(read)} ({read.meta['text']} of {read.args[0]}) at {read.meta['source']}"
+        known, asked = info(read), value_read_of(read)
+        # Where it is known only after the shapes that the stages must read it, the node has none yet.
+        known = replace(known, read=replace(asked, is_compared_in_stage=True), known_shapes=known.shapes)
+        set_info(read, known)
+        what = f"{describe_read(read)} ({asked.text} of {read.args[0]}) at {known.source}"
         with read.graph.inserting_after(read):
-            node = read.graph.create_node("call_function", expect, (read, value, what), name=f"expect_{read.name}")
-        inherited = ("source", "module", "state", "shapes")
-        node.meta.update({key: read.meta[key] for key in inherited if key in read.meta}, random=False)
+            node = read.graph.create_node(
+                "call_function", expect, (read, asked.value, what), name=f"expect_{read.name}"
+            )
+        set_info(node, known.beside(known_shapes=known.known_shapes))
 
 
 def describe_read(read: fx.Node) -> str:
-    return "a size" if "of_size" in read.meta else "the value of a tensor"
+    return "a size" if value_read_of(read).is_size else "the value of a tensor"
 
 
 def expectations_of(traced: Traced) -> tuple[str, ...]:
@@ -94,7 +97,7 @@ class Guard:
     @property
     def text(self) -> str:
         """The text of the guard: what was read, and of which value."""
-        return f"{self.node.meta['text']} of {self.node.args[0]}"
+        return f"{value_read_of(self.node).text} of {self.node.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,8 +121,8 @@ class Guards:
             return attribute_tensor(traced, node).detach().to("cpu", copy=writes)
 
         def work(node: fx.Node, values: NodeValues) -> Any:
-            with set_thread_state(node.meta["state"]), torch.no_grad():
-                if node.meta.get("draw"):
+            with set_thread_state(state_of(node)), torch.no_grad():
+                if info(node).is_scalar_draw:
                     return draws.take(lambda: call_node(node, values.__getitem__))
                 return call_node(node, values.__getitem__)
 
@@ -150,12 +153,13 @@ def refuse_unguardable(traced: Traced) -> None:
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
     found = {read: error for read in reads if (error := _unguardable_error(traced, read, known)) is not None}
-    stopping = [
-        read
-        for read, error in found.items()
+
+    def may_be_compared(read: fx.Node, error: CannotRecord) -> bool:
         # What would raise for other values may as well be compared: nothing else is made of it.
-        if not (error.in_stages and (read.meta.get("validates") or (traced.checks_in_stages and not error.modules)))
-    ]
+        is_validation = value_read_of(read).is_validation
+        return error.in_stages and (is_validation or (traced.checks_in_stages and not error.modules))
+
+    stopping = [read for read, error in found.items() if not may_be_compared(read, error)]
     if not stopping:
         add_expectations(list(found))
     else:
@@ -169,20 +173,21 @@ def refuse_unguardable(traced: Traced) -> None:
 def _refuse_reads_before_python(traced: Traced) -> None:
     """Raises where a forward has read values of the samples in its recorded part, and reads them again in the rest."""
     for node in traced.graph.nodes:
-        if "continued" not in node.meta:
+        if not info(node).is_graph_break:
             continue
-        path, first = node.meta["whole"], node.meta["recorded_calls"]
+        call = opaque_call_of(node)
+        path, first = call.path, call.recorded_calls
         calls = calls_before_effects(traced.graph, path, first)
         if calls < first:
-            raise CannotRecord(node.meta["why"], frozenset({path} - {""}), calls={path: calls})
+            raise CannotRecord(call.why, frozenset({path} - {""}), calls={path: calls})
 
 
 def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
     """By path of a module the calls that it makes before the first of these."""
     earliest: dict[str, int] = {}
     for read in reads:
-        path = read.meta["module"]
-        earliest[path] = min(earliest.get(path, read.meta["calls"]), read.meta["calls"])
+        path = info(read).module
+        earliest[path] = min(earliest.get(path, info(read).recorded_at.calls), info(read).recorded_at.calls)
     return {path: calls_before_effects(traced.graph, path, calls) for path, calls in earliest.items()}
 
 
@@ -200,22 +205,23 @@ def extract_guards(traced: Traced) -> Guards:
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
             size = program.call_method("size", (copies[batched], traced.in_dims[traced.place_of(batched)]))
-            copies[node] = program.call_function(_size_function(node.meta["number"], traced.batch), (size,))
-            size.meta["state"] = copies[node].meta["state"] = node.meta["state"]
+            copies[node] = program.call_function(_size_function(number_of(node), traced.batch), (size,))
+            for copy in (size, copies[node]):
+                update_info(copy, state=state_of(node))
         elif node in wanted:
             copies[node] = program.node_copy(node, copies.__getitem__)
             set_node_device(copies[node], torch.device("cpu"))
-    guards = tuple(Guard(copies[read], read.meta["read"], read.meta["source"]) for read in asked)
+    guards = tuple(Guard(copies[read], value_read_of(read).value, info(read).source) for read in asked)
     dead = set[fx.Node]().union(*needs.values())
     for node in reversed(list(traced.graph.nodes)):
         is_dead = node in dead and not node.users and node.op in CALL_OPS
-        if is_dead and ("read" in node.meta or not (node.meta["random"] or _written_storages(node))):
+        if is_dead and (info(node).is_guarded_read or not (info(node).is_random or _written_storages(node))):
             traced.graph.erase_node(node)
     return Guards(tuple(program.nodes), guards)
 
 
 def _reads(traced: Traced) -> list[fx.Node]:
-    return [n for n in traced.graph.nodes if "read" in n.meta]
+    return [n for n in traced.graph.nodes if info(n).is_guarded_read]
 
 
 def _batched_input(traced: Traced) -> fx.Node:
@@ -231,15 +237,14 @@ def _size_function(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int
 
 def _written_storages(node: fx.Node) -> frozenset[int]:
     """The memory that a node was seen to write to. Batch norm does not raise the versions of its statistics."""
-    found: frozenset[int] = node.meta.get("changes", frozenset())
+    found = info(node).written_storages
     if node.target in NORM_FUNCTIONS:
         found = found.union(*map(_storages, running_statistics(node)))
     return found
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
-    found: frozenset[int] = node.meta.get("storages", frozenset())
-    return found
+    return info(node).storages
 
 
 def _dependencies_of_read(read: fx.Node) -> set[fx.Node]:
@@ -264,13 +269,13 @@ def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
             yield "the inputs"
         elif node.op == "get_attr" and node.target not in traced.constants:
             yield str(node.target)
-        elif node.meta.get("random"):
+        elif info(node).is_random:
             yield "random numbers"
 
 
 def _is_size(node: fx.Node) -> bool:
     """Is it a size that is known without the values of tensors? Which ones are not is known after the symbolic run."""
-    return node.target in ("size", "stride") and not node.meta.get("of_values")
+    return node.target in ("size", "stride") and not info(node).is_data_dependent
 
 
 def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]) -> CannotRecord | None:
@@ -284,16 +289,16 @@ def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]
     own = sorted(s for s in sources if s in attributes)
     parameters = [s for s in own if isinstance(attribute_tensor(traced, attributes[s]), torch.nn.Parameter)]
     changing = [s for s in own if s in traced.assigned or _is_changed(attributes[s])]
-    path, is_size = read.meta["module"], "of_size" in read.meta
+    path, asked = info(read).module, value_read_of(read)
     if "random numbers" in sources and not _only_decide(needed, known):
         what = "random numbers"
     elif "the inputs" in sources and parameters:
         what = f"the inputs and {parameters[0]!r}"
     elif changing:
         what = f"{changing[0]!r}, which forward changes"
-    elif is_size and "the inputs" in sources and (path or not isinstance(read.meta["read"], bool)):
+    elif asked.is_size and "the inputs" in sources and (path or not isinstance(asked.value, bool)):
         what = "the inputs"  # each micro-batch has another one
-    elif path and isinstance(read.meta["read"], (float, complex)) and (number := _changes_each_step(traced, needed)):
+    elif path and isinstance(asked.value, (float, complex)) and (number := _changes_each_step(traced, needed)):
         what = number
     else:
         return None
@@ -304,8 +309,8 @@ def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]
         else "keep the decision in tensors (torch.where, masks), or take it outside forward"
     )
     return CannotRecord(
-        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({read.meta['text']}) that "
-        f"depends on {what} at {read.meta['source']}; {remedy}",
+        f"the model{f' in module {path!r}' if path else ''} reads {describe_read(read)} ({asked.text}) that "
+        f"depends on {what} at {info(read).source}; {remedy}",
         frozenset({path}) if path else frozenset(),
         in_stages=what != "random numbers",  # each stage would draw another one
     )
@@ -318,8 +323,8 @@ def _is_changed(attribute: fx.Node) -> bool:
 
 def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
     """Are all random numbers among these drawn only to be read? What a stage draws for itself is another number."""
-    numbers = {n for n in needed if n.meta.get("random")}
-    if not all(n.meta.get("draw") for n in numbers):
+    numbers = {n for n in needed if info(n).is_random}
+    if not all(info(n).is_scalar_draw for n in numbers):
         return False
     for node in next(iter(needed)).graph.nodes:  # in order, so that what depends on them is found in one go
         if node in needed and not numbers.isdisjoint(node.all_input_nodes):
@@ -338,6 +343,6 @@ def _changes_each_step(traced: Traced, needed: Collection[fx.Node]) -> str | Non
     for node in needed:
         if node.op == "get_attr" and attribute_tensor(traced, node).requires_grad:
             return repr(node.target)
-    if any(node.meta.get("random") for node in needed):
+    if any(info(node).is_random for node in needed):
         return "random numbers"
     return "the inputs" if any(node.op == "placeholder" for node in needed) else None

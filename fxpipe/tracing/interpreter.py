@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.traced import CALL_OPS, Traced, call_node
 
 NodeValues = dict[fx.Node, Any]
@@ -73,7 +74,7 @@ def run_all_nodes(
 
 def run_node(node: fx.Node, values: NodeValues) -> Any:
     """Runs a working node in the state of the thread in which it was recorded."""
-    with set_thread_state(node.meta["state"]):
+    with set_thread_state(state_of(node)):
         return call_node(node, values.__getitem__)
 
 

@@ -9,9 +9,7 @@ The graph has, in order of running,
 - `output`: `(outputs, assigned, pieces)`: the leaves of the model's output, the buffers that forward re-assigns, by
   name, and what such outputs are made of as only the mini-batch has (`fxpipe.utils.output_combination`).
 
-Every working node carries in `meta`: `source` (the user's line), `module` (path of the module that ran), `state`
-(of the thread, `ThreadState`), `random` (does it draw random numbers) and, once shapes are known, `value` (a fake
-tensor or number).
+What fxpipe knows of each node besides (source line, module, state of the thread, shapes, ...) is its `NodeInfo`.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.cache_key import TensorGuard, requires_grad_flags, tensors_match
+from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 # a condition; symbol -> place of the input of that size
 SizeAssumption = tuple[sympy.Basic, Mapping[sympy.Symbol, int]]
 CALL_OPS = ("call_function", "call_method")
-_PYTHON_KEYS = frozenset(("hook", "whole", "opaque"))  # in `meta`
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +177,14 @@ class Traced:
     @property
     def whole(self) -> dict[str, str]:
         """Paths of the modules that are one node, and why."""
-        return {n.meta["whole"]: n.meta["why"] for n in self.graph.nodes if "whole" in n.meta}
+        calls = (info(n).opaque for n in self.graph.nodes)
+        return {call.module: call.why for call in calls if call is not None and call.module is not None}
 
     @property
     def opaque_names(self) -> dict[str, str]:
         """The same for people: of a module that is continued as Python, behind which of its calls."""
-        first = {n.meta["whole"]: n for n in reversed(self.graph.nodes) if "whole" in n.meta}
-        return {opaque_name(n): n.meta["why"] for n in reversed(first.values())}
+        first = {info(n).opaque_module: n for n in reversed(self.graph.nodes) if info(n).opaque_module is not None}
+        return {opaque_name(n): opaque_call_of(n).why for n in reversed(first.values())}
 
     @property
     def largest_opaque_share(self) -> float:
@@ -199,7 +198,7 @@ class Traced:
         total = max(sum(numbers.values()), 1)
         shares: dict[str, float] = {}
         for node in self.graph.nodes:
-            if path := node.meta.get("whole"):
+            if path := info(node).opaque_module:
                 inside = sum(numbers.get(str(n.target), 0) for n in node.all_input_nodes if n.op == "get_attr")
                 shares[path] = max(shares.get(path, 0.0), inside / total)
         return shares
@@ -207,13 +206,13 @@ class Traced:
     @property
     def cut_mark_places(self) -> tuple[int, ...]:
         """Places among `nodes` before which a mark (`fxpipe.cut`) stands; len(nodes): behind all of them."""
-        before = [n.meta.get("marks", 0) for n in self.nodes]
+        before = [info(n).recorded_at.cut_marks for n in self.nodes]
         return tuple(bisect_left(before, number) for number in range(1, len(self.marks) + 1))
 
     @property
     def ends(self) -> dict[str, int]:
         """By path of a module that ran: the place among `nodes` before which it last ended. Known where recorded."""
-        before = [n.meta.get("ended", 0) for n in self.nodes]
+        before = [info(n).recorded_at.ended_modules for n in self.nodes]
         return {path: bisect_left(before, number) for number, path in enumerate(self.ended_modules, 1)}
 
     @property
@@ -399,7 +398,8 @@ def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
 
 def opaque_name(node: fx.Node) -> str:
     """Names a module that is one node, or the part of it that is, for people."""
-    path, calls = node.meta["whole"], node.meta.get("continued")
+    call = opaque_call_of(node)
+    path, calls = call.module, call.calls_before
     if calls is None:
         return f"module {path!r}"
     place = f" behind its call of {calls[-1]!r}" if calls else ""
@@ -408,7 +408,7 @@ def opaque_name(node: fx.Node) -> str:
 
 def runs_python(node: fx.Node) -> bool:
     """Does it run Python as it is, which may look at values in ways that no mode sees?"""
-    return not _PYTHON_KEYS.isdisjoint(node.meta)
+    return info(node).opaque is not None
 
 
 def call_node(node: fx.Node, value_of: Callable[[fx.Node], Any]) -> Any:

@@ -17,6 +17,7 @@ from fxpipe.runtime.executors import InterleavedExecutor
 from fxpipe.scheduling import make_schedule
 from fxpipe.scheduling.actions import Rows, Schedule
 from fxpipe.tracing import trace
+from fxpipe.tracing.node_info import info
 from fxpipe.utils.random_generators import mix_seed
 from helpers.oracle import Seeded, draw_seed, parts_of
 
@@ -123,7 +124,7 @@ class EveryCut:
         return Result(outputs, gradients, {name: b.clone() for name, b in model.named_buffers()}, inputs)
 
     def _is_random(self) -> bool:
-        return any(n.meta["random"] for n in self.traced.nodes if "random" in n.meta)
+        return any(info(n).is_random for n in self.traced.nodes)
 
     def _want(self, chunks: int, schedule: str) -> Result:
         if (chunks, schedule) not in self._wanted:

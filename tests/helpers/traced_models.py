@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 
 
@@ -50,7 +51,7 @@ def run(traced: Traced, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, torch
             values[node] = tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
             buffers[node.target] = values[node]
         elif node.op in CALL_OPS:
-            with set_thread_state(node.meta["state"]):
+            with set_thread_state(state_of(node)):
                 values[node] = call_node(node, values.__getitem__)
     buffers |= {name: values[node] for name, node in traced.assigned.items()}
     outputs = [values[o] if isinstance(o, fx.Node) else o for o in traced.outputs]

@@ -9,6 +9,7 @@ from torch import nn
 
 from fxpipe import trace
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import info
 
 
 class Forward(nn.Module):
@@ -26,4 +27,4 @@ def traced(forward: Any, *args: Any, **options: Any) -> Traced:
 
 
 def shapes(result: Traced) -> list[str]:
-    return [str(shape) for output in result.outputs for shape in output.meta["shapes"]]
+    return [str(shape) for output in result.outputs for shape in info(output).shapes]

@@ -32,6 +32,7 @@ from zoo.reference import as_one_node, flat, same_by_name, same_outputs
 
 import fxpipe
 from fxpipe.errors import FxpipeError, InternalError
+from fxpipe.tracing.node_info import info
 from fxpipe.utils.random_generators import mix_seed
 from random_models.case import DOUBLED, Batch, Case, source
 
@@ -525,11 +526,9 @@ def _python(case: Case, pipe: fxpipe.Pipeline, assembly: Any = None) -> Python:
     prepared = next((p for p, its in pipe._fxpipe.graphs if its is assembly), pipe._fxpipe.first)
     assert prepared is not None
     traced = prepared.traced
-    found = [node.meta for node in traced.graph.nodes if "whole" in node.meta]
-    paths = {meta["whole"] for meta in found}
-    recorded = {
-        name for meta in found if meta["whole"] == "" for name in meta.get("continued", ())
-    }  # calls of the model's
+    found = [call for node in traced.graph.nodes if (call := info(node).opaque) and call.module is not None]
+    paths = {call.path for call in found}
+    recorded = {name for call in found if call.module == "" for name in call.calls_before or ()}  # calls of the model's
 
     def is_python(k: int) -> bool:
         path = f"part_{k}" if case.program[k].is_part else ""

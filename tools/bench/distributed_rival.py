@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 from models import Workload
 
 import fxpipe
+from fxpipe.tracing.node_info import info
 
 STAGES = 2
 
@@ -133,7 +134,7 @@ def best_split(workload: Workload, chunks: int) -> str:
     traced = fxpipe.trace(workload.model, (workload.input,), chunks=chunks)
     profile = fxpipe.profile(traced, (workload.input,), micro_batch=samples, threads=1)
     seconds = [cost.forward.at(samples) + cost.backward.at(samples) for cost in profile.nodes]
-    modules = [node.meta["module"] for node in traced.nodes]
+    modules = [info(node).module for node in traced.nodes]
     first = {path: modules.index(path) for path in modules if path and modules.index(path)}
     return min(first, key=lambda path: max(sum(seconds[: first[path]]), sum(seconds[first[path] :])))
 

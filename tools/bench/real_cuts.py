@@ -16,6 +16,7 @@ from fxpipe.planning.cost_model import chain_of
 from fxpipe.profiling import Profile
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import info
 
 ETHERNET = Link(bytes_per_second=0.125e9, latency=50e-6)  # 1 Gbit/s
 
@@ -59,7 +60,7 @@ def _layers(traced: Traced, pattern: str) -> tuple[int, ...]:
     """The first node of each layer; nodes that are in none go with the layer before."""
     starts, current = [], ""
     for place, node in enumerate(traced.nodes):
-        match = re.search(pattern, node.meta["module"])
+        match = re.search(pattern, info(node).module)
         if match and match.group() != current:
             starts.append(place)
             current = match.group()

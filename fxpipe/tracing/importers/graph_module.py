@@ -32,6 +32,7 @@ from fxpipe.errors import TraceError
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input
 from fxpipe.tracing.model_state import container_tensors, equal_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.record.module_hooks import user_hooks_of
 from fxpipe.tracing.record.record_model import input_leaves, record
@@ -166,7 +167,7 @@ def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, 
                 continue
             # A module of the user's that is called records where it is by itself.
             recorder.origin = None if node.op == "call_module" else node_origin(node, paths) or before
-            state = node.meta.get("state")
+            state = info(node).state
             with (
                 set_thread_state(state)
                 if state is not None and state != ThreadState.now()
@@ -253,7 +254,7 @@ def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
     """Module path and source line that a node remembers."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
-    line = node.meta.get("source") or line_in_stack(node.meta.get("stack_trace") or "")
+    line = info(node).source or line_in_stack(node.meta.get("stack_trace") or "")
     return (path, line) if stack or line else None
 
 

@@ -32,6 +32,7 @@ from fxpipe.tracing.importers.graph_module import (
 )
 from fxpipe.tracing.interpreter import NodeValues
 from fxpipe.tracing.model_state import preserve_state, slots_of, without_gradients
+from fxpipe.tracing.node_info import NodeInfo, set_info, update_info
 from fxpipe.tracing.record.patches import PATCH_TURN
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.unrecordable import refuse_model
@@ -140,7 +141,7 @@ def symbolic_graph(model: nn.Module) -> Traced:
         path, source = node_origin(node, paths) or ("", "")
         path = str(node.target) if node.op == "call_module" else path
         copy.meta.clear()
-        copy.meta.update(source=source, module=path, state=ThreadState.now(), random=False)
+        set_info(copy, NodeInfo(source=source, module=path, state=ThreadState.now()))
     output = graph.output_node()
     result, out_spec = pytree.tree_flatten(output.args[0])
     output.args = ((tuple(result), {}),)
@@ -195,7 +196,7 @@ def _note_origins(tracer: fx.Tracer) -> Iterator[None]:
 
     def create_node(*args: Any, **kwargs: Any) -> fx.Node:
         node = create(*args, **kwargs)
-        node.meta.update(source=user_line(), state=ThreadState.now())
+        update_info(node, source=user_line(), state=ThreadState.now())
         return node
 
     own = vars(tracer)  # only this tracer, whatever its class

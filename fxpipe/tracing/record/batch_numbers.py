@@ -32,6 +32,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.guards import is_same_value
 from fxpipe.tracing.model_state import equal_tensors
+from fxpipe.tracing.node_info import info, set_info, value_read_of
 from fxpipe.tracing.record.fit_formula import Number, SizeFormula, formula_fits, polynomial_through, simplest_formula
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, candidate_dims
@@ -198,7 +199,7 @@ def _record_samples(
 
 def same_value_reads(base: Traced, other: Traced) -> bool:
     """Has forward read the same values of tensors?"""
-    reads, others = ([n.meta["read"] for n in t.graph.nodes if "read" in n.meta] for t in (base, other))
+    reads, others = ([value_read_of(n).value for n in t.graph.nodes if info(n).is_guarded_read] for t in (base, other))
     return len(reads) == len(others) and all(map(is_same_value, reads, others))
 
 
@@ -239,12 +240,12 @@ def _other_functions_error(
         )
     longer = max(zip((base, other), different, strict=True), key=lambda one: len(one[0].graph.nodes))[1]
     # Both the node that is too many and the one before it are of the loop.
-    path = _common_path(longer.meta.get("module", ""), longer.prev.meta.get("module", ""))
+    path = _common_path(info(longer).module, info(longer.prev).module)
     while path and path in base.whole:  # the model itself may go on as Python, and has no module around it
         path = path.rpartition(".")[0]
-    at = next((n for n in (longer, *different, longer.prev) if "source" in n.meta), None)
+    at = next((n for n in (longer, *different, longer.prev) if info(n).source), None)
     where = f" in module {path!r}" if path else ""
-    where += f" at {at.meta['source']}" if at is not None else ""
+    where += f" at {info(at).source}" if at is not None else ""
     return CannotRecord(
         f"the model runs other functions with {sizes[1]} samples than with the example's {sizes[0]}{where}: it goes "
         "over the samples in plain Python (range(len(x)), for row in x), or branches on their number; use a tensor "
@@ -315,7 +316,7 @@ def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
         name = getattr(target, "__module__", ""), getattr(target, "__qualname__", type(target))
     else:
         name = "", target
-    return node.op, node.name, name, node.meta.get("source"), _map_arguments(node, bone)
+    return node.op, node.name, name, info(node).source, _map_arguments(node, bone)
 
 
 # -- numbers replaced by formulas ------------------------------------------------------------------------------------
@@ -380,7 +381,7 @@ def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, di
                     call = ("call_function", formula[0], operands, {}, f"batch_{formula[0].__name__}")
                 with graph.inserting_before(first):
                     made[key] = graph.create_node(*call)
-                made[key].meta.update({k: at.meta[k] for k in ("source", "module", "state")}, random=False)
+                set_info(made[key], info(at).beside(recorded_at=info(first).recorded_at))
             return made[key]
 
         node.args, node.kwargs = _map_arguments(node, put)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ from fxpipe._torch.module_internals import COMPILED_CALL
 from fxpipe._torch.thread_state import ThreadState, set_thread_state
 from fxpipe.errors import StateError
 from fxpipe.tracing.model_state import Slot, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.node_info import info, opaque_call_of, update_info
 from fxpipe.tracing.record.leaf_module import replica_of
 from fxpipe.tracing.record.module_hooks import forward_of
 from fxpipe.tracing.record.opaque_call import OpaqueStateError, call_opaque
@@ -221,13 +222,17 @@ class _Segment:
             result, node = call_opaque(recorder, run_apart, name, tensors, arguments, {}, final=False)
         finally:
             recorder.origin = before
-        if self.end is not None and node.meta["random"]:
+        if self.end is not None and info(node).is_random:
             raise CannotRecord("it draws random numbers")
         if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
             raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
-        if not node.meta["changes"].isdisjoint(recorder.made.storages.name(tensors[place]) for place, _ in read_only):
+        if not info(node).written_storages.isdisjoint(
+            recorder.made.storages.name(tensors[place]) for place, _ in read_only
+        ):
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
-        node.meta.update(whole=path, why=why, continued=self.names, recorded_calls=self.first)
+        call = opaque_call_of(node)
+        call = replace(call, module=path, why=why, calls_before=self.names, recorded_calls=self.first)
+        update_info(node, opaque=call)
         return result
 
     def _slots_used(self, recorder: Recorder, arguments: SegmentArguments) -> tuple[Slot, ...]:

@@ -14,6 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import nn
 from fxpipe._torch.functions import PLAIN_TYPES
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, is_compiled_module, original_module
 from fxpipe.tracing.model_state import Slot, container_tensors, slots_of
+from fxpipe.tracing.node_info import opaque_call_of, update_info
 from fxpipe.tracing.record.opaque_call import OpaqueRun, OpaqueStateError, call_opaque
 from fxpipe.tracing.record.recorder import Recorder, RunningModule
 from fxpipe.utils.locks import call_in_forked_child
@@ -51,7 +53,7 @@ def call_leaf_module(
         )
     finally:
         recorder.stack.pop()
-    node.meta.update(whole=path, why=recorder.whole[path])
+    update_info(node, opaque=replace(opaque_call_of(node), module=path, why=recorder.whole[path]))
     return result
 
 

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from fxpipe.tracing.model_state import (
     slots_of,
     without_gradients,
 )
+from fxpipe.tracing.node_info import OpaqueCall, RandomDraws, info, opaque_call_of, update_info
 from fxpipe.tracing.record.recorded_sizes import RecordedSize
 from fxpipe.tracing.record.recorder import Recorder
 from fxpipe.tracing.record.uncomputed_tensors import refuse_without_values
@@ -71,7 +73,7 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], g
         for store, items in zip(hooks, before, strict=True):  # it may have taken itself off: that is for a step to do
             store.clear()
             store.update(items)
-    node.meta["hook"] = True
+    update_info(node, opaque=replace(opaque_call_of(node), is_hook=True))
     return result
 
 
@@ -245,8 +247,12 @@ def call_opaque(
             f"return tuples, lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})",
         )
     node = recorder.add("call_function", whole, node_args)
-    node.meta.update(random=random or rolled, dice=rolled, opaque=True, constants=(fixed, spec))
-    node.meta["changes"] |= {recorder.made.storages.name(t) for t in changed_buffers}
+    update_info(
+        node,
+        opaque=OpaqueCall(fixed, spec),
+        rng=RandomDraws(from_python=rolled) if random or rolled else None,
+        written_storages=info(node).written_storages.union(map(recorder.made.storages.name, changed_buffers)),
+    )
     recorder.keep(made, node)
     return pytree.tree_unflatten(made, first[0]), node
 

@@ -25,6 +25,7 @@ from fxpipe._torch.autograd_functions import Apply, FunctionClass, has_context, 
 from fxpipe._torch.functorch import intercept_vmap, is_in_functorch_transform
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS, hook_stores
 from fxpipe._torch.thread_state import ThreadState
+from fxpipe.tracing.node_info import RandomDraws, update_info
 from fxpipe.tracing.record.graph_break import call_with_graph_break
 from fxpipe.tracing.record.leaf_module import call_leaf_module
 from fxpipe.tracing.record.module_hooks import forward_of, is_computation_hook, run_model, run_with_hooks
@@ -123,7 +124,7 @@ class _HiddenApplications:
         with recorder.pause():
             result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
         node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
-        node.meta["state"] = state
+        update_info(node, state=state)
         for tensor in tensors_in(result):  # C is going to give it its node
             recorder.made.expect_backward(tensor, function.__name__)
         return result
@@ -148,7 +149,8 @@ def _add_application(
     call.__name__ = call.__qualname__ = function.__name__
     call.__module__ = function.__module__
     node = recorder.add("call_function", call, args, kwargs)
-    node.meta["random"] = random
+    if random:
+        update_info(node, rng=RandomDraws())
     recorder.keep(result, node)
     return node
 

@@ -18,6 +18,7 @@ from fxpipe.tracing.fake_tensors import in_fake_mode
 from fxpipe.tracing.forward_rng import OwnGenerators
 from fxpipe.tracing.interpreter import copy_as_leaf, copy_of_input
 from fxpipe.tracing.model_state import Snapshot, preserve_state
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.print_calls import end_first_run
 from fxpipe.tracing.record.input_containers import (
     argument_name,
@@ -222,7 +223,7 @@ def _refuse_reshaped(
     """Refuses another shape of an input (`x.t_()`, `x.resize_(...)`): it cannot be written back, as values can."""
     for leaf, layout, copy in zip(leaves, layouts, copies, strict=True):
         if layout != _layout(copy):
-            line = recorder.node_of(copy).meta.get("source")  # of the last function that returned it
+            line = info(recorder.node_of(copy)).source  # of the last function that returned it
             raise CannotRecord(
                 f"forward changes the shape or the strides of the input {leaf.path}"
                 f"{f' at {line}' if line else ''}, and the caller's tensor would stay as it was; use a function "

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
+from fxpipe.tracing.node_info import info
 
 if TYPE_CHECKING:
     from fxpipe.tracing.record.recorder import Recorder
@@ -50,7 +51,7 @@ class SourcePlace(NamedTuple):
 
     @classmethod
     def of(cls, node: fx.Node) -> SourcePlace:
-        return cls(node.meta["module"], node.meta["source"], node.meta["calls"])
+        return cls(info(node).module, info(node).source, info(node).recorded_at.calls)
 
 
 def length(tensor: torch.Tensor, dim: int) -> int:

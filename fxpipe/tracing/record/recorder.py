@@ -7,7 +7,7 @@ function mode does not see is handled as well (`patches`), since forgetting it g
 - `no_grad`, `inference_mode` and autocast are remembered with every node (`ThreadState`).
 - A node is *random* if torch's generators moved while it ran, or would have on other values (`might_draw`).
 - Sizes are `sizes.Size`; what the model concludes from them is kept as `SizeRead`.
-- A read of a tensor's value returns the real value and leaves a node with `meta["read"]`, the value: see `guards`.
+- A read of a tensor's value returns the real value and leaves a node that knows it (`NodeInfo.read`): see `guards`.
 - A tensor of unknown origin is a constant if it is the same object when the model is recorded again, a table that some
   library keeps. Else something made it that the mode does not see, and it is refused (`unrecordable`).
 """
@@ -20,7 +20,7 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ from fxpipe.tracing.fake_tensors import NEEDS_VALUES_ERRORS, is_faked
 from fxpipe.tracing.forward_rng import DrawStream, generator_states, is_scalar_draw, might_draw, same_generator_states
 from fxpipe.tracing.model_state import python_rng_state, same_python_rng_state
 from fxpipe.tracing.module_attributes import AttributeGuard
+from fxpipe.tracing.node_info import NodeInfo, RandomDraws, RecordingPlace, ValueRead, info, set_info, update_info
 from fxpipe.tracing.record.grad_fn import NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY, GradFnProxy
 from fxpipe.tracing.record.recorded_sizes import (
     RecordedShape,
@@ -249,7 +250,7 @@ class Recorder(TorchFunctionMode):
 
     def placeholder(self, name: str, tensor: torch.Tensor) -> None:
         node = self.graph.placeholder(name)
-        node.meta["dim"] = tensor.dim()
+        update_info(node, recorded_rank=tensor.dim())
         self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -280,7 +281,7 @@ class Recorder(TorchFunctionMode):
             self.constants[name] = tensor
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
-            node.meta["storages"] = frozenset({self.made.storages.name(tensor)})
+            update_info(node, storages=frozenset({self.made.storages.name(tensor)}))
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 
@@ -340,10 +341,15 @@ class Recorder(TorchFunctionMode):
         is_all_of_module = bool(self.stack) and is_torch_nn_leaf(self.stack[-1].module)
         label = label_of(path, opname(target), args, is_all_of_module)
         node = self.graph.create_node(op, target, args, kwargs or {}, name=label)
-        node.meta.update(source=self.source, module=path, state=ThreadState.now(), random=False)
-        node.meta["marks"], node.meta["calls"] = len(self.marks), self._calls[path]
-        node.meta["ended"] = len(self.ended_modules)
-        node.meta["changes"], self._changed = self._changed, frozenset()
+        known = NodeInfo(
+            source=self.source,
+            module=path,
+            state=ThreadState.now(),
+            recorded_at=RecordingPlace(self._calls[path], len(self.marks), len(self.ended_modules)),
+            written_storages=self._changed,
+        )
+        set_info(node, known)
+        self._changed = frozenset()
         self._step()
         return node
 
@@ -362,7 +368,7 @@ class Recorder(TorchFunctionMode):
                     part = self.graph.create_node(
                         "call_function", operator.getitem, (node, key), name=f"{node.name}_{key}"
                     )
-                    part.meta.update(node.meta, random=False, changes=frozenset())
+                    set_info(part, replace(info(node), rng=None, written_storages=frozenset()))
                     self.keep(item, part)
 
     # -- sizes -------------------------------------------------------------------------------------------------------
@@ -383,7 +389,7 @@ class Recorder(TorchFunctionMode):
         key = (node, method, dim)
         if key not in self._size_nodes:
             self._size_nodes[key] = self.add("call_method", method, (node, dim))
-            self._size_nodes[key].meta["asked"] = number
+            update_info(self._size_nodes[key], recorded_size=number)
         return self._size_nodes[key]
 
     def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
@@ -451,16 +457,18 @@ class Recorder(TorchFunctionMode):
             return result
         if result is not None and not any(True for _ in tensors_in(result)):
             return result  # text, a dtype
+        is_draw = False
         if name == "__setitem__":
             node = self.add("call_function", operator.setitem, node_args, node_kwargs)
         else:
             node = self._call(func, name, node_args, node_kwargs)
-            if random and is_scalar_draw(args, kwargs, result):
-                node.meta["draw"] = True
+            is_draw = random and is_scalar_draw(args, kwargs, result)
+            if is_draw:
                 self.draws_from_stream.append(True)
                 result = self.draws.take(lambda: func(*args, **kwargs))
             self.keep(result, node)
-        node.meta["random"] = random or might_draw(func, args, kwargs, result)
+        if random or might_draw(func, args, kwargs, result):
+            update_info(node, rng=RandomDraws(is_scalar=is_draw))
         return result
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
@@ -530,11 +538,10 @@ class Recorder(TorchFunctionMode):
         """A node that reads `value`: the graph holds where it reads the same again."""
         if type(value).__module__ == "numpy":  # the model gets the array, the guard compares a list
             node = self.add("call_method", "tolist", args[:1])
-            node.meta["read"] = value.tolist()
+            value = value.tolist()
         else:
             node = self._call(func, name, args, kwargs)
-            node.meta["read"] = value
-        node.meta.update(text=name.strip("_"), validates=is_argument_validation())
+        update_info(node, read=ValueRead(value, name.strip("_"), is_validation=is_argument_validation()))
 
     def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
@@ -592,9 +599,9 @@ class Recorder(TorchFunctionMode):
         name = self.made.unexpected_backward(tensor)
         if name is None:
             return
-        path = node.meta["module"]
+        path = info(node).module
         self.refusal = self.refusal or CannotRecord(
-            f"the model{f' in module {path!r}' if path else ''} applies {name} at {node.meta['source']}, a function "
+            f"the model{f' in module {path!r}' if path else ''} applies {name} at {info(node).source}, a function "
             "with a backward of its own, in a way that recording does not see: its inside would be recorded instead; "
             f"call {name}.apply, or a custom operator (torch.library)",
             frozenset({path}) if path else frozenset(),

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from fxpipe._torch.storages import StorageNumbers
 from fxpipe.tracing.model_state import container_tensors, slots_of
+from fxpipe.tracing.node_info import info, update_info
 from fxpipe.tracing.record.grad_fn import custom_backward_name
 
 
@@ -31,7 +32,7 @@ class TensorRegistry:
         nodes, key = self._nodes, id(tensor)
         nodes[key] = node, weakref.ref(tensor, lambda _: nodes.pop(key, None))  # its id may be another's then
         self.expect_backward(tensor)
-        node.meta["storages"] = node.meta.get("storages", frozenset()) | {self.storages.name(tensor)}
+        update_info(node, storages=info(node).storages | {self.storages.name(tensor)})
 
     def node(self, tensor: torch.Tensor) -> fx.Node | None:
         return self._nodes[id(tensor)][0] if id(tensor) in self._nodes else None

@@ -18,6 +18,7 @@ from fxpipe._torch.functorch import is_in_functorch_transform
 from fxpipe._torch.operators import OpOverload
 from fxpipe._torch.storages import storage_address
 from fxpipe.errors import TraceError
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 
 
@@ -52,10 +53,11 @@ def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
     Nor must a value of the samples be read twice: a graph goes by the mini-batch's, Python behind it by each
     micro-batch's own, and a step that mixes both is neither's.
     """
-    own = [node for node in graph.nodes if node.meta.get("module") == path]
-    limits: list[int] = [node.meta["calls"] for node in own if node.meta.get("random") or node.meta.get("changes")]
+    own = [node for node in graph.nodes if info(node).module == path]
+    acting = [node for node in own if info(node).is_random or info(node).written_storages]
+    limits = [info(node).recorded_at.calls for node in acting]
     of_samples = _of_samples(graph)
-    limits += [node.meta["calls"] for node in own if "read" in node.meta and node in of_samples]
+    limits += [info(node).recorded_at.calls for node in own if info(node).is_guarded_read and node in of_samples]
     return min([calls, *limits])
 
 
@@ -65,15 +67,13 @@ def _of_samples(graph: fx.Graph) -> set[fx.Node]:
     written: set[int] = set()  # storages
     for node in graph.nodes:
         if node.op == "placeholder":
-            is_of = node.meta.get("dim", 1) > 0
+            is_of = info(node).recorded_rank != 0
         else:
             sources = node.all_input_nodes
-            is_size = node.target in ("size", "stride") and not node.meta.get("of_values")
-            is_of = not is_size and any(
-                n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources
-            )
+            is_size = node.target in ("size", "stride") and not info(node).is_data_dependent
+            is_of = not is_size and any(n in found or not written.isdisjoint(info(n).storages) for n in sources)
             if is_of:
-                written |= node.meta.get("changes", frozenset())
+                written |= info(node).written_storages
         if is_of:
             found.add(node)
     return found

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.batch_numbers import first_difference, numbers_in, same_numbers, same_value_reads
 from fxpipe.tracing.record.record_model import erase_unused_nodes
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace, length
@@ -32,7 +33,7 @@ def read_untracked_values(traced: Traced) -> None:
     sizes: dict[Hashable, fx.Node] = {
         (node.args[0].name, node.args[1]): node
         for node in traced.graph.nodes
-        if node.target == "size" and node.meta.get("of_values")
+        if node.target == "size" and info(node).is_data_dependent
     }
     texts = range(len(traced.texts))
     if again is not None and (sizes or texts):
@@ -78,4 +79,4 @@ def _add_reads(traced: Traced, sizes: Collection[fx.Node], place: SourcePlace) -
             calls={module: calls_before_effects(traced.graph, module, calls)},
         )
     for size in sizes:
-        add_size_read(traced, SizeRead(length, size.args, size.meta["asked"], line, module, calls))  # type: ignore[arg-type]
+        add_size_read(traced, SizeRead(length, size.args, info(size).recorded_size, line, module, calls))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.errors import ArgumentError
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.batch_reductions import base_opname, goes_along_samples
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
@@ -98,8 +99,8 @@ def refuse_mixing(traced: Traced) -> None:
         origin = mixing.origin_of(output)
         if origin is not None:
             raise ArgumentError(
-                f"output {place} ({output.name}, {output.meta['shapes'][0]}, made at "
-                f"{output.meta.get('source', 'the input')}): samples act on each other at {origin.meta['source']} "
+                f"output {place} ({output.name}, {info(output).shapes[0]}, made at "
+                f"{info(output).source or 'the input'}): samples act on each other at {info(origin).source} "
                 f"({origin.name} goes over the samples), so the outputs of micro-batches, put together, are not the "
                 "output of the batch. Compute it for each sample by itself (another dimension), or use chunks by "
                 "running the micro-batches yourself; say with out_dims how the outputs go together (a dimension, "
@@ -141,7 +142,7 @@ class _Mixing:
     def _visit(self, node: fx.Node, written: Iterable[int]) -> None:
         sources = node.all_input_nodes
         name = _name(node)
-        is_known = not (runs_python(node) or "number" in node.meta or "read" in node.meta)
+        is_known = not (runs_python(node) or info(node).number is not None or info(node).is_guarded_read)
         if is_known and not self.valued.isdisjoint(sources) and name not in _OF_SIZES:
             self.valued.add(node)
             is_looked_up = node.target is F.embedding or name == "embedding"
@@ -180,7 +181,7 @@ class _Mixing:
             self._follow_gram(node, name, sources)
         elif all(s in self.statistics for s in known):
             self._follow_statistic(node, name, sources, known)
-        elif len(node.meta["shapes"]) == 1 and len(self._batch_dims(node)) == 1:
+        elif len(info(node).shapes) == 1 and len(self._batch_dims(node)) == 1:
             mixed = self._follow_mixed(node, name, sources, known)
             if mixed is not None:
                 self.mixed[node] = mixed
@@ -192,7 +193,7 @@ class _Mixing:
 
     def _meet(self, node: fx.Node, name: str, sources: list[fx.Node]) -> bool | None:
         """Tells whether samples meet in a node for the first time; None where they do not."""
-        tensors = [s for s in sources if s.meta.get("shapes") and "number" not in s.meta]
+        tensors = [s for s in sources if info(s).shapes and info(s).number is None]
         if not tensors or any(s in self.touched and s not in self.mixed for s in tensors):
             return None
         source = tensors[0]
@@ -210,7 +211,7 @@ class _Mixing:
             return self._meet_in_attention(node)
         elif name in _PRODUCTS_OF_MATRICES and all(s in self.live and len(self._batch_dims(s)) == 1 for s in tensors):
             dims = self._batch_dims(node)
-            if len(dims) == 2 and dims[1] == len(node.meta["shapes"][0].shape) - 1:
+            if len(dims) == 2 and dims[1] == len(info(node).shapes[0].shape) - 1:
                 self.grams[node] = node
                 return True
             if not dims:
@@ -240,7 +241,7 @@ class _Mixing:
         key, value = given["key"], given["value"]
         if any(mask is not None for mask in masks) or not {key, value} <= self.live:
             return None
-        dims = len(key.meta["shapes"][0].shape)
+        dims = len(info(key).shapes[0].shape)
         if self._batch_dims(key) != [place % dims] or self._batch_dims(value) != [place % dims]:
             return None
         self.mixed[node] = Mixed(node, varies=_last(node) > 1)
@@ -251,11 +252,11 @@ class _Mixing:
     def _follow_statistic(self, node: fx.Node, name: str, sources: list[fx.Node], known: list[fx.Node]) -> None:
         reductions = frozenset[fx.Node]().union(*(self.statistics[s] for s in known))
         others = [s for s in sources if s not in known]
-        is_even = all("number" in s.meta or not self._batch_dims(s) for s in others)
-        is_part = name == "getitem" and len(known[0].meta["shapes"]) > 1
+        is_even = all(info(s).number is not None or not self._batch_dims(s) for s in others)
+        is_part = name == "getitem" and len(info(known[0]).shapes) > 1
         if (is_part or name in _SHAPING) and node.args[0] in known:
             self.statistics[node] = reductions
-        elif is_even and self.valued.isdisjoint(s for s in others if "number" not in s.meta):
+        elif is_even and self.valued.isdisjoint(s for s in others if info(s).number is None):
             keeps = name in _ELEMENTWISE | _MAPS or (name in _SUMS | _PRODUCTS and len(known) == 1)
             if keeps and node.args and node.args[0] in (known if name in _MAPS else sources) and _elements(node) > 1:
                 self.statistics[node] = reductions
@@ -277,10 +278,10 @@ class _Mixing:
         if gram not in self.grams or any(s in self.grams for s in others):
             return
         if name in _PRODUCTS_OF_MATRICES and len(others) == 1 and others[0] in self.live:
-            dims = len(others[0].meta["shapes"][0].shape)
+            dims = len(info(others[0]).shapes[0].shape)
             if self._batch_dims(others[0]) == [dims - 2] and len(self._batch_dims(node)) == 1:
                 self.mixed[node] = Mixed(self.grams[gram], varies=_last(node) > 1)
-        elif all("number" not in s.meta and s not in self.valued for s in others):
+        elif all(info(s).number is None and s not in self.valued for s in others):
             is_scaled = name in _PRODUCTS and node.args and node.args[0] is gram
             if is_scaled or name in ("softmax", "dropout", "to", "float"):
                 self.grams[node] = self.grams[gram]
@@ -313,7 +314,7 @@ class _Mixing:
             keeps = _last(node) == _last(first)
             return replace(mixed, varies=mixed.varies and (keeps or not mixed.reductions))
         if name in _TAKING:
-            is_part_of_tuple = len(first.meta["shapes"]) > 1
+            is_part_of_tuple = len(info(first).shapes) > 1
             have = [self._batch_sizes(n) for n in (node, first)]
             return mixed if is_part_of_tuple or (mixed.is_whole and have[0] == have[1]) else None
         return None
@@ -335,7 +336,7 @@ class _Mixing:
         return None if reductions & mixed.scales else replace(mixed, scales=mixed.scales | reductions)
 
     def _put_together(self, node: fx.Node, sources: list[fx.Node], known: list[fx.Node]) -> Mixed | None:
-        tensors = [s for s in sources if "number" not in s.meta]
+        tensors = [s for s in sources if info(s).number is None]
         if not all(s in self.mixed for s in known) or any(
             self._batch_sizes(s) != self._batch_sizes(node) for s in tensors
         ):
@@ -364,11 +365,11 @@ class _Mixing:
 
     def _batch_dims(self, node: fx.Node) -> list[int]:
         """Dimensions of the first tensor that hold samples."""
-        shapes = node.meta.get("shapes", ())
+        shapes = info(node).shapes
         return [d for d, size in enumerate(shapes[0].shape) if size.free_symbols] if shapes else []
 
     def _batch_sizes(self, node: fx.Node) -> list[sympy.Expr]:
-        shapes = node.meta.get("shapes", ())
+        shapes = info(node).shapes
         return [size for size in shapes[0].shape if size.free_symbols] if shapes else []
 
 
@@ -395,7 +396,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    shapes = node.meta.get("shapes", ())
+    shapes = info(node).shapes
     return bool(shapes) and bool(shapes[0].dtype.is_floating_point)
 
 
@@ -407,17 +408,17 @@ def _is_times_zero(node: fx.Node, name: str) -> bool:
 
 def _elements(node: fx.Node) -> float:
     """Of one sample."""
-    return float(sympy.Mul(*(size for size in node.meta["shapes"][0].shape if size.is_number)))
+    return float(sympy.Mul(*(size for size in info(node).shapes[0].shape if size.is_number)))
 
 
 def _last(node: Any) -> float:
     """The size of the last dimension; 1 where that holds samples."""
-    shape = node.meta["shapes"][0].shape
+    shape = info(node).shapes[0].shape
     return float(shape[-1]) if shape and shape[-1].is_number else 1.0
 
 
 def _dims(node: fx.Node) -> int:
-    return len(node.meta["shapes"][0].shape)
+    return len(info(node).shapes[0].shape)
 
 
 def _dim(node: fx.Node) -> Any:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -28,6 +28,7 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
+from fxpipe.tracing.node_info import info, number_of, set_info, state_of
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import (
     CombinationCall,
@@ -232,7 +233,7 @@ class ReductionWalk:
     def __init__(self, traced: Traced, dependent: set[fx.Node]):
         self.traced, self.batch_dependent = traced, dependent
         self.order = {node: place for place, node in enumerate(traced.graph.nodes)}
-        self.changed = frozenset[int]().union(*(node.meta.get("changes", frozenset()) for node in traced.graph.nodes))
+        self.changed = frozenset[int]().union(*(info(node).written_storages for node in traced.graph.nodes))
         self.mixed = self._mixed()
         self._counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}  # mean -> its total and count
         self._copies: dict[fx.Node, fx.Node] = {}
@@ -287,7 +288,7 @@ class ReductionWalk:
             tuple(found.numbered_calls()),
             tuple(known),
             found.terms(varying) is not None,
-            f"output {place} ({output.name}, made at {output.meta.get('source', 'the input')})",
+            f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
         )
 
     def _mixed(self) -> set[fx.Node]:
@@ -298,7 +299,7 @@ class ReductionWalk:
         """
         reduced, mixed = set[fx.Node](), set[fx.Node]()
         for node in self.traced.graph.nodes:
-            if node.op not in CALL_OPS or node not in self.batch_dependent or "number" in node.meta:
+            if node.op not in CALL_OPS or node not in self.batch_dependent or info(node).number is not None:
                 continue
             sources, name = node.all_input_nodes, base_opname(node)
             is_met = not reduced.isdisjoint(sources) or (name in _ARITHMETIC and any(map(self._is_size, sources)))
@@ -314,7 +315,7 @@ class ReductionWalk:
         return mixed
 
     def _is_size(self, node: fx.Node) -> bool:
-        number = node.meta.get("number")
+        number = info(node).number
         return number is not None and bool(number.free_symbols)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
@@ -322,7 +323,7 @@ class ReductionWalk:
     def _visit(self, node: fx.Node, found: ReducedOutput) -> None:
         if node in found.values:
             return
-        number = node.meta.get("number")
+        number = info(node).number
         if node not in self.batch_dependent:
             self._piece(node, None, CONSTANT_TERMS, found)
         elif number is not None:
@@ -350,11 +351,11 @@ class ReductionWalk:
         operands = (CombinationRef(found.values[total]), CombinationRef(found.values[number]))
         # Divided, then given the digits of the mean.
         self._call("truediv", operator.truediv, operands, {}, node, found)
-        if total.meta["shapes"][0].dtype != node.meta["shapes"][0].dtype:
+        if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
             self._call(
                 "to",
                 torch.Tensor.to,
-                (CombinationRef(found.values[node]), node.meta["shapes"][0].dtype),
+                (CombinationRef(found.values[node]), info(node).shapes[0].dtype),
                 {},
                 node,
                 found,
@@ -369,15 +370,15 @@ class ReductionWalk:
         node: fx.Node,
         found: ReducedOutput,
     ) -> None:
-        found.calls.append((CombinationCall(function, args, kwargs, node.meta["state"]), name))
+        found.calls.append((CombinationCall(function, args, kwargs, state_of(node)), name))
         found.values[node] = -len(found.calls)
 
     def _elements_piece(self, node: fx.Node, source: fx.Node, found: ReducedOutput) -> None:
         """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
         mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
-        if isinstance(mask, fx.Node) and [s.dtype for s in mask.meta["shapes"]] == [torch.bool]:
-            chosen = source.all_input_nodes[0].meta["shapes"][0].shape
-            if mask.meta["shapes"][0].shape == chosen:
+        if isinstance(mask, fx.Node) and [s.dtype for s in info(mask).shapes] == [torch.bool]:
+            chosen = info(source.all_input_nodes[0]).shapes[0].shape
+            if info(mask).shapes[0].shape == chosen:
                 return self._counted_piece(node, torch.count_nonzero, (mask,), found)
         return self._counted_piece(node, element_count, (source,), found)
 
@@ -385,13 +386,13 @@ class ReductionWalk:
         """A function of values that are known as functions of pieces."""
         name = base_opname(node)
         in_place = _IN_PLACE.get(name)
-        if node.op not in CALL_OPS or runs_python(node) or node.meta.get("random") or self._holds_batch(node):
+        if node.op not in CALL_OPS or runs_python(node) or info(node).is_random or self._holds_batch(node):
             raise _unknown_reduction(node, "which is no known function of sums and means over samples")
         if in_place is not None:
             if not self._is_last_of(node, node.args[0]):
                 raise _unknown_reduction(node, "which changes a value that is used again")
             name = name.removeprefix("i") if name.startswith("i") else name.removesuffix("_")
-        elif node.meta.get("changes") or name not in _FUNCTIONS:
+        elif info(node).written_storages or name not in _FUNCTIONS:
             raise _unknown_reduction(node, "which is no known function of sums and means over samples")
         if _elements(node) > MAX_PIECE_ELEMENTS:
             raise _unknown_reduction(node, "which is large")
@@ -408,7 +409,7 @@ class ReductionWalk:
                 return value
             if not isinstance(value, fx.Node):
                 return value
-            return int(value.meta["number"]) if self._is_constant(value) else CombinationRef(found.values[value])
+            return int(number_of(value)) if self._is_constant(value) else CombinationRef(found.values[value])
 
         args = _map_nested(tuple(node.args), put)
         kwargs = {key: _map_nested(value, put) for key, value in node.kwargs.items()}
@@ -416,16 +417,16 @@ class ReductionWalk:
         self._call(name, function, args, kwargs, node, found)
 
     def _is_constant(self, node: fx.Node) -> bool:
-        number = node.meta.get("number")
+        number = info(node).number
         return number is not None and not number.free_symbols
 
     def _is_changed_between(self, source: fx.Node, user: fx.Node) -> bool:
-        storages = source.meta.get("storages", frozenset())
+        storages = info(source).storages
         if self.changed.isdisjoint(storages):
             return False
         first, last = self.order.get(source, -1), self.order.get(user, len(self.order))
         return any(
-            first < place < last and not storages.isdisjoint(node.meta.get("changes", frozenset()))
+            first < place < last and not storages.isdisjoint(info(node).written_storages)
             for node, place in self.order.items()
         )
 
@@ -439,7 +440,7 @@ class ReductionWalk:
         )
 
     def _holds_batch(self, node: fx.Node) -> bool:
-        return any(size.free_symbols for shape in node.meta.get("shapes", ()) for size in shape.shape)
+        return any(size.free_symbols for shape in info(node).shapes for size in shape.shape)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -448,7 +449,7 @@ class ReductionWalk:
         if not node.all_input_nodes or node.op not in CALL_OPS or self._holds_batch(node):
             return False
         source = node.args[0] if node.args else next(iter(node.kwargs.values()))
-        if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(node.meta.get("shapes", ())) != 1:
+        if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(info(node).shapes) != 1:
             return False
         if source in self.mixed:
             return self._reduction_of_product(node, source, found)
@@ -463,7 +464,7 @@ class ReductionWalk:
             elif even:
                 self._piece(node, "mean", MEAN_TERMS, found)
             else:
-                if node.meta["shapes"][0].shape:
+                if info(node).shapes[0].shape:
                     return False
                 self._elements_piece(node, source, found)
             return True
@@ -487,14 +488,14 @@ class ReductionWalk:
             samples, factor = factor, samples
         if not isinstance(factor, fx.Node) or self._holds_batch(factor) or _elements(factor) > 1:
             raise _unknown_reduction(source, "in which samples have met already")
-        shapes = samples.meta.get("shapes", ()) if isinstance(samples, fx.Node) else ()
+        shapes = info(samples).shapes if isinstance(samples, fx.Node) else ()
         is_reversed = name in ("rtruediv", "rdiv") or not node.args
-        if is_reversed or [s.shape for s in shapes] != [source.meta["shapes"][0].shape]:
+        if is_reversed or [s.shape for s in shapes] != [info(source).shapes[0].shape]:
             raise _unknown_reduction(source, "in which samples have met already")
         if node not in self._counted:
             with self.traced.graph.inserting_after(node):
                 new = self.traced.graph.create_node(node.op, node.target, (samples, *node.args[1:]), node.kwargs)
-            new.meta.update({k: v for k, v in node.meta.items() if k != "storages"}, storages=frozenset())
+            set_info(new, replace(info(node), storages=frozenset()))
             self.added.append(new)
             self.batch_dependent.add(new)
             if samples in self.mixed:
@@ -509,11 +510,11 @@ class ReductionWalk:
 
     def _loss(self, node: fx.Node, source: fx.Node, given: dict[str, Any], even: bool, found: ReducedOutput) -> bool:
         target, reduction = given.get("target"), given["reduction"]
-        shape = source.meta["shapes"][0].shape
-        if not isinstance(target, fx.Node) or not target.meta.get("shapes"):
+        shape = info(source).shapes[0].shape
+        if not isinstance(target, fx.Node) or not info(target).shapes:
             return False
         is_counted = node.target in _COUNTED_LOSSES
-        others = target.meta["shapes"][0]
+        others = info(target).shapes[0]
         if is_counted and (len(shape) < 2 or shape[1].free_symbols):
             return False
         if not is_counted and others.shape != shape and node.target is not F.multilabel_margin_loss:
@@ -542,7 +543,7 @@ class ReductionWalk:
         self, node: fx.Node, source: fx.Node, reduction: str, even: bool, found: ReducedOutput
     ) -> bool:
         first = self._batch_dim(source)
-        others = [other for other in node.all_input_nodes if other.meta.get("shapes") and self._holds_batch(other)]
+        others = [other for other in node.all_input_nodes if info(other).shapes and self._holds_batch(other)]
         if node.target is not F.ctc_loss and any(self._batch_dim(other) != first for other in others):
             return False  # broadcast: each sample against each
         if reduction == "sum":
@@ -555,7 +556,7 @@ class ReductionWalk:
 
     def _batch_dim(self, node: fx.Node) -> tuple[int, Any]:
         """Returns the dimension that holds the batch, and its size."""
-        shape = node.meta["shapes"][0].shape
+        shape = info(node).shapes[0].shape
         return next((d, size) for d, size in enumerate(shape) if size.free_symbols)
 
     def _refuse_mixed(self, node: fx.Node) -> None:
@@ -567,7 +568,7 @@ class ReductionWalk:
 
     def _is_even(self, node: fx.Node) -> bool | None:
         """Has it as many elements for each sample? None where it holds samples in several dimensions, say."""
-        shape = node.meta["shapes"][0].shape
+        shape = info(node).shapes[0].shape
         sizes = [size for size in shape if size.free_symbols]
         if len(sizes) != 1:
             return None
@@ -577,7 +578,7 @@ class ReductionWalk:
 
     def _is_reduced_over_samples(self, source: fx.Node) -> bool | None:
         """`_is_even` of what is reduced."""
-        if len(source.meta["shapes"]) != 1:
+        if len(info(source).shapes) != 1:
             return None
         return self._is_even(source)  # the result holds no batch, so that its dimension is among those that are gone
 
@@ -588,9 +589,9 @@ class ReductionWalk:
     ) -> tuple[fx.Node, fx.Node]:
         if mean not in self._counted:
             weight = args[1] if count is cross_entropy_divisor else None
-            dtype = weight.meta["shapes"][0].dtype if isinstance(weight, fx.Node) else torch.int64
+            dtype = info(weight).shapes[0].dtype if isinstance(weight, fx.Node) else torch.int64
             number = self._add_after(mean, count, args, dtype)
-            wide = torch.promote_types(mean.meta["shapes"][0].dtype, torch.float32)
+            wide = torch.promote_types(info(mean).shapes[0].dtype, torch.float32)
             if dtype.is_floating_point:
                 wide = torch.promote_types(wide, dtype)
             total = self._add_after(number, sum_from_mean, (mean, number), wide)
@@ -599,10 +600,10 @@ class ReductionWalk:
 
     def _handed_out(self, node: fx.Node) -> fx.Node:
         """The node whose value is handed out: a copy, where something changes the value later."""
-        if self.changed.isdisjoint(node.meta.get("storages", frozenset())) or "number" in node.meta:
+        if self.changed.isdisjoint(info(node).storages) or info(node).number is not None:
             return node
         if node not in self._copies:
-            self._copies[node] = self._add_after(node, torch.clone, (node,), node.meta["shapes"][0].dtype)
+            self._copies[node] = self._add_after(node, torch.clone, (node,), info(node).shapes[0].dtype)
         return self._copies[node]
 
     def _add_after(self, node: fx.Node, function: Any, args: tuple[Any, ...], dtype: torch.dtype) -> fx.Node:
@@ -617,12 +618,8 @@ class ReductionWalk:
             like = next(n for n in graph.nodes if n.op in CALL_OPS)
             with graph.inserting_before(like):
                 new = graph.call_function(function, args)
-        kept: dict[str, Any] = {
-            key: like.meta[key] for key in ("source", "module", "state", "marks") if key in like.meta
-        }
-        shape = node.meta["shapes"][0].shape if function is torch.clone else ()
-        new.meta.update(kept, random=False, changes=frozenset(), storages=frozenset())
-        new.meta["shapes"] = (TensorShape(shape, dtype),)
+        shape = info(node).shapes[0].shape if function is torch.clone else ()
+        set_info(new, info(like).beside(known_shapes=(TensorShape(shape, dtype),)))
         self.added.append(new)
         if any(source in self.batch_dependent for source in new.all_input_nodes):
             self.batch_dependent.add(new)
@@ -633,13 +630,13 @@ class ReductionWalk:
         return piece.how is not None and all(map(self._is_of_inputs, dependencies_of(piece.node)))
 
     def _is_of_inputs(self, node: fx.Node) -> bool:
-        if "number" in node.meta:
+        if info(node).number is not None:
             return True
-        if not self.changed.isdisjoint(node.meta.get("storages", frozenset())):
+        if not self.changed.isdisjoint(info(node).storages):
             return False  # it may be read before it is changed, or after
         if node.op == "get_attr":
             return not isinstance(attribute_tensor(self.traced, node), torch.nn.Parameter)
-        is_work = node.op in CALL_OPS and not (runs_python(node) or node.meta.get("random") or "read" in node.meta)
+        is_work = node.op in CALL_OPS and not (runs_python(node) or info(node).is_random or info(node).is_guarded_read)
         return is_work or node.op == "placeholder"
 
 
@@ -651,14 +648,14 @@ def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
         node = todo.pop()
         if node not in found:
             found[node] = None
-            if "number" not in node.meta:
+            if info(node).number is None:
                 todo.extend(node.all_input_nodes)
     return found
 
 
 def goes_along_samples(node: fx.Node) -> bool:
     """Does a function of one dimension (`softmax`, `cumsum`) go along one that holds samples?"""
-    name, shapes = base_opname(node), node.all_input_nodes[0].meta.get("shapes", ())
+    name, shapes = base_opname(node), info(node.all_input_nodes[0]).shapes
     if len(shapes) != 1:
         return False
     rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
@@ -688,13 +685,13 @@ def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
 
 
 def _elements(node: fx.Node) -> float:
-    sizes = [sympy.Mul(*shape.shape) for shape in node.meta.get("shapes", ())]
+    sizes = [sympy.Mul(*shape.shape) for shape in info(node).shapes]
     return sum(float(size) if size.is_number else 0.0 for size in sizes)
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return bool(node.meta.get("shapes")) and "number" not in node.meta
+    return bool(info(node).shapes) and info(node).number is None
 
 
 def _unknown_reduction(node: fx.Node, why: str) -> UnknownReductionError:
-    return UnknownReductionError(f"{node.name}, made at {node.meta.get('source', 'the input')}, {why}")
+    return UnknownReductionError(f"{node.name}, made at {info(node).source or 'the input'}, {why}")

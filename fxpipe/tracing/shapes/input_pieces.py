@@ -12,6 +12,7 @@ from torch import fx
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.tracing.interpreter import NodeValues, run_all_nodes
 from fxpipe.tracing.node_devices import set_node_device
+from fxpipe.tracing.node_info import info, state_of, update_info
 from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 
@@ -40,9 +41,9 @@ class InputPieces:
         for node in traced.graph.nodes:
             if node not in used:
                 continue
-            if "number" in node.meta:
+            if info(node).number is not None:
                 copies[node] = program.placeholder(node.name)
-                copies[node].meta["number"] = node.meta["number"]
+                update_info(copies[node], number=info(node).number)
                 continue
             copies[node] = program.node_copy(node, copies.__getitem__)
             set_node_device(copies[node], device)
@@ -52,15 +53,16 @@ class InputPieces:
         """Computes the pieces, by place, of the mini-batch with these flattened inputs."""
 
         def given(node: fx.Node) -> Any:
-            if "number" in node.meta:
-                return int(node.meta["number"].subs(self.traced.batch, batch))
+            number = info(node).number
+            if number is not None:
+                return int(number.subs(self.traced.batch, batch))
             return leaves[self.traced.place_of(node)].detach().to(self.device)
 
         def attribute(node: fx.Node) -> torch.Tensor:
             return attribute_tensor(self.traced, node).detach().to(self.device)
 
         def work(node: fx.Node, values: NodeValues) -> Any:
-            with set_thread_state(node.meta["state"]), torch.no_grad():
+            with set_thread_state(state_of(node)), torch.no_grad():
                 return call_node(node, values.__getitem__)
 
         if not self.pieces:

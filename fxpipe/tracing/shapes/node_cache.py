@@ -21,6 +21,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpipe._torch.fake_tensor_mode import FakeTensor
+from fxpipe.tracing.node_info import state_of
 
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 
@@ -57,7 +58,7 @@ class NodeCache:
             function_key(node.target),
             self._frozen(node.args, values),
             self._frozen(node.kwargs, values),
-            node.meta["state"],
+            state_of(node),
         )
         try:
             hash(key)

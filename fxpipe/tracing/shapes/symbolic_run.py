@@ -28,6 +28,7 @@ from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_di
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
 from fxpipe.tracing.model_state import preserve_rng
+from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
 from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
@@ -82,12 +83,12 @@ def run_on_symbols(
             try:
                 _observe_node(traced, values, dims, known, unknown.node, unknown.groups)
             except TraceError as error:
-                if "continued" in unknown.node.meta:  # which may be right in one piece
-                    raise CannotRecord(str(error), frozenset({unknown.node.meta["whole"]} - {""})) from error
+                if info(unknown.node).is_graph_break:  # which may be right in one piece
+                    raise CannotRecord(str(error), frozenset({opaque_call_of(unknown.node).path} - {""})) from error
                 if not unknown.is_of_values:
                     raise
-                path = unknown.node.meta["module"]
-                calls = {path: calls_before_effects(traced.graph, path, unknown.node.meta["calls"])}
+                path = info(unknown.node).module
+                calls = {path: calls_before_effects(traced.graph, path, info(unknown.node).recorded_at.calls)}
                 raise CannotRecord(str(error), frozenset({path}) if path else frozenset(), calls=calls) from error
 
 
@@ -109,7 +110,7 @@ def _observe_node(
             return
         told = f"with fake tensors: {_first_line(why)}; " if why else ""
         raise TraceError(
-            f"the shape of {node.name} ({node.meta['module'] or 'the model'}, made at {node.meta['source']}) cannot be "
+            f"the shape of {node.name} ({info(node).module or 'the model'}, made at {info(node).source}) cannot be "
             f"told for other batch sizes: {told}{error}. Let it take sizes from its inputs (x.shape[0]) and make the "
             "same for each sample, or take it out of forward"
         ) from why
@@ -200,9 +201,9 @@ class _Attempt:
             for node in nodes:
                 if node.op == "get_attr":
                     self.made[node] = self._attribute(attribute_tensor(self.traced, node))
-                elif "expects" in node.meta:
-                    self.made[node] = node.meta["expects"]
-                elif node.op in CALL_OPS and "read" not in node.meta:
+                elif info(node).is_compared_read:
+                    self.made[node] = value_read_of(node).value
+                elif node.op in CALL_OPS and not info(node).is_guarded_read:
                     self.made[node] = self._call(node)
                 step()
         return SymbolicRun(
@@ -233,7 +234,7 @@ class _Attempt:
         return found
 
     def _call(self, node: fx.Node) -> Any:
-        if node in self.known.unknown_nodes or node.meta.get("opaque"):
+        if node in self.known.unknown_nodes or info(node).opaque is not None:
             return self._seen(node)
         if self.alike is None:
             return self._fake(node)
@@ -247,7 +248,7 @@ class _Attempt:
     def _fake(self, node: fx.Node) -> Any:
         before = len(self.env.replacements), len(self.env.guards)
         try:
-            with set_thread_state(node.meta["state"]), torch.no_grad():
+            with set_thread_state(state_of(node)), torch.no_grad():
                 value = call_node(node, self.made.__getitem__)
         except Exception as error:
             self.known.distrust(node, error)

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
@@ -52,7 +53,7 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
     for node in traced.nodes:
         if node.target not in _SQUEEZES or not node.args or not isinstance(node.args[0], fx.Node):
             continue
-        sizes = node.args[0].meta["shapes"][0].shape
+        sizes = info(node.args[0]).shapes[0].shape
         asked = _squeezed_dims(node, len(sizes))
         varying = [sizes[d] for d in asked if sizes[d].free_symbols == {traced.batch}]
         for size in varying:
@@ -60,7 +61,7 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
             if alone == sympy.false:
                 continue
             is_alone = bool(alone.subs(traced.batch, batch))
-            reads.append(BatchCondition(alone if is_alone else sympy.Ne(size, 1), node.meta["source"]))
+            reads.append(BatchCondition(alone if is_alone else sympy.Ne(size, 1), info(node).source))
             if not is_alone:
                 _set_squeeze_dims(node, tuple(d for d in asked if sizes[d] == 1))
     return tuple(reads)
@@ -120,7 +121,7 @@ def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
 
 
 def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
-    """Finds the batch in `traced`, recorded on `values`, and writes `meta["shapes"]` (`TensorShape`s) to its nodes.
+    """Finds the batch in `traced`, recorded on `values`, and writes the `shapes` of its nodes (`NodeInfo`).
 
     Sizes that turn out fixed become constants of the graph.
 
@@ -152,17 +153,19 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         if id(value) not in shapes:
             tensors = tensors_in(value)
             shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
-        node.meta["shapes"] = shapes[id(value)]
         # What was read of a value is no size: it may be another one in each step, and is compared there.
-        is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and "expects" not in node.meta
+        known = info(node)
+        is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and not known.is_compared_read
+        number, is_data_dependent = known.number, known.is_data_dependent
         if is_size:
-            node.meta["number"] = number = formula(value)
-            sources = [source for source in node.all_input_nodes if source.meta.get("of_values")]
-            node.meta["of_values"] = bool(number.free_symbols - {traced.batch} or sources)
+            number = formula(value)
+            sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
+            is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
         elif node in found.value_dependent_nodes or (
             node.target is operator.getitem and node.args[0] in found.value_dependent_nodes
         ):
-            node.meta["of_values"] = True
+            is_data_dependent = True
+        update_info(node, known_shapes=shapes[id(value)], number=number, is_data_dependent=is_data_dependent)
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not _depends_on_values(traced, read)]
     traced.batch_conditions = tuple(read for r in of_batch if (read := _batch_condition(traced, r)) is not None)
@@ -215,7 +218,7 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
     if not free or (sure and len(free) < len(symbols)):
         lines = [
             f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
-            f"{fixed_by[s].name} at {fixed_by[s].meta['source']})"
+            f"{fixed_by[s].name} at {info(fixed_by[s]).source})"
             for place, s in symbols.items()
             if s in fixed_by
         ]
@@ -232,12 +235,12 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
     if read.function is length:
         tensor, dim = read.operands
-        return [tensor.meta["shapes"][0].shape[dim]]  # type: ignore[union-attr]
-    return [o.meta["number"] if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
+        return [info(tensor).shapes[0].shape[dim]]  # type: ignore[arg-type,index]
+    return [number_of(o) if isinstance(o, fx.Node) else sympy.Integer(o) for o in read.operands]
 
 
 def _depends_on_values(traced: Traced, read: SizeRead) -> bool:
-    is_of_node = any(isinstance(o, fx.Node) and o.meta.get("of_values") for o in read.operands)
+    is_of_node = any(isinstance(o, fx.Node) and info(o).is_data_dependent for o in read.operands)
     return is_of_node or any(number.free_symbols - {traced.batch} for number in _operand_sizes(read))
 
 
@@ -248,8 +251,14 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
     name = f"{last.name}_{read.function.__name__}"
     with traced.graph.inserting_after(last):
         node = traced.graph.create_node("call_function", read.function, read.operands, name=name)
-    node.meta.update(source=read.where, module=read.module, state=last.meta["state"], random=False, shapes=())
-    node.meta.update(read=read.result, text=read.function.__name__, of_size=True, calls=read.calls)
+    known = info(last).beside(
+        source=read.where,
+        module=read.module,
+        recorded_at=replace(info(last).recorded_at, calls=read.calls),
+        read=ValueRead(read.result, read.function.__name__, is_size=True),
+        known_shapes=(),
+    )
+    set_info(node, known)
 
 
 def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
@@ -308,15 +317,15 @@ def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
         TraceError: some size depends on values; so may have what was taken for a number in the batch size.
     """
     for node in traced.graph.nodes:
-        sizes = [size for shape in node.meta.get("shapes", ()) for size in shape.shape]
+        sizes = [size for shape in info(node).shapes for size in shape.shape]
         if any(size.free_symbols - {traced.batch} for size in sizes):
             raise TraceError(
-                f"the model computes with sizes in plain Python, and {node.name}, made at {node.meta['source']}, has a "
+                f"the model computes with sizes in plain Python, and {node.name}, made at {info(node).source}, has a "
                 "size that depends on the values of tensors: which numbers come from which cannot be told; use "
                 "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
             )
     first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
-    return BatchCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), first.meta["source"])
+    return BatchCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), info(first).source)
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
@@ -330,11 +339,11 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
         if node.op not in CALL_OPS:
             continue
         sources = node.all_input_nodes
-        if any(n in found or not written.isdisjoint(n.meta.get("storages", ())) for n in sources):
-            fixed = "number" in node.meta and not node.meta["number"].free_symbols
-            if not fixed:
+        if any(n in found or not written.isdisjoint(info(n).storages) for n in sources):
+            number = info(node).number
+            if number is None or number.free_symbols:
                 found.add(node)
-                written |= node.meta.get("changes", frozenset())
+                written |= info(node).written_storages
     return found
 
 
@@ -399,7 +408,7 @@ def _left_dims(traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], 
         elif name in traced.tied:
             raise CannotRecord(
                 f"forward sets {name!r} to a tensor that requires grad and has no dimension for the samples, at "
-                f"{node.meta.get('source')}; detach it, or let forward return it",
+                f"{info(node).source}; detach it, or let forward return it",
                 is_final=True,
             )
     return found
@@ -412,7 +421,7 @@ def _batch_dim(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
 
 
 def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
-    shape = output.meta["shapes"][0].shape if output.meta["shapes"] else ()
+    shape = info(output).shapes[0].shape if info(output).shapes else ()
     if dim is None or dim in OUT_DIM_REDUCTIONS or (type(dim) is int and -len(shape) <= dim < len(shape)):
         return dim % len(shape) if type(dim) is int else dim
     raise ArgumentError(
@@ -426,7 +435,7 @@ def _uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     found = []
     for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
-            rows = output.meta["shapes"][0].shape[dim]
+            rows = info(output).shapes[0].shape[dim]
             if sympy.cancel(rows / traced.batch).free_symbols:
                 found.append((output.name, rows))
     return tuple(found)
@@ -437,8 +446,8 @@ def _out_dim(
 ) -> int | str | OutputCombination:
     if (found := _batch_dim(sizes, batch)) is not None:
         return found
-    shapes = output.meta["shapes"]
-    number = output.meta.get("number")
+    shapes = info(output).shapes
+    number = info(output).number
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:
         return "sum"  # as many times the samples: each micro-batch has its share
     try:
@@ -459,7 +468,7 @@ def _out_dim(
         if example & {int(s) for shape in shapes for s in shape.shape if s != 1}:
             why += " (forward may have taken its size in plain Python: range(len(x)), int(x.shape[0]))"
     raise ArgumentError(
-        f"output {place} ({output.name}, {what}, made at {output.meta.get('source', 'the input')}) {why}, so the "
+        f"output {place} ({output.name}, {what}, made at {info(output).source or 'the input'}) {why}, so the "
         "outputs of micro-batches cannot be put together; say how with out_dims: a dimension, None (the same for "
         "all), 'mean', 'sum' or 'stack'"
     )
@@ -468,8 +477,8 @@ def _out_dim(
 def _fold_fixed_sizes(traced: Traced) -> None:
     """Numbers that are the same for every batch size become constants, and their nodes go."""
     for node in reversed(list(traced.graph.nodes)):
-        number = node.meta.get("number")
-        if node.op not in CALL_OPS or number is None or number.free_symbols or node.meta["of_values"]:
+        number = info(node).number
+        if node.op not in CALL_OPS or number is None or number.free_symbols or info(node).is_data_dependent:
             continue
         for user in list(node.users):
             user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.errors import ArgumentError
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.symbolic_shapes import batch_dependent_nodes
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.deterministic_run import ComparedOutputs, can_run_deterministically, run_deterministically
@@ -67,8 +68,8 @@ def check_batch_independence(traced: Traced, leaves: Sequence[Any]) -> bool:
 
 def _grows_evenly(traced: Traced) -> bool:
     """Are all sizes polynomials in the batch size? Of `b // 4 * 4` few samples show nothing."""
-    numbers = {node.meta["number"] for node in traced.graph.nodes if "number" in node.meta}
-    numbers |= {size for node in traced.graph.nodes for shape in node.meta.get("shapes", ()) for size in shape.shape}
+    numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
+    numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
     return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
 
 
@@ -188,9 +189,7 @@ def _join_two(first: Any, second: Any, how: int | str | None, share: float) -> A
 def _is_close_across_sizes(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
     """Other sizes take other kernels: to half of the digits, of float32 if that was made wider on the way."""
     eps = torch.finfo(left.dtype).eps
-    if any(
-        shape.dtype == torch.float32 for node in batch_dependent_nodes(traced) for shape in node.meta.get("shapes", ())
-    ):
+    if any(shape.dtype == torch.float32 for node in batch_dependent_nodes(traced) for shape in info(node).shapes):
         eps = max(eps, torch.finfo(torch.float32).eps)
     return is_close(left, right, eps**0.5)
 
@@ -201,8 +200,8 @@ def _dependence_error(traced: Traced, place: int) -> ArgumentError:
     name = f"output {place}" if place < len(traced.outputs) else "what forward writes to an input"
     name = f"what forward sets {[*traced.left][place - first_left]!r} to" if place >= first_left else name
     return ArgumentError(
-        f"{name} ({node.name}, {node.meta['shapes'][0]}, made at "
-        f"{node.meta.get('source', 'the input')}): the outputs of micro-batches, put together, are not the "
+        f"{name} ({node.name}, {info(node).shapes[0]}, made at "
+        f"{info(node).source or 'the input'}): the outputs of micro-batches, put together, are not the "
         "output of the batch. Do samples act on each other (a loss that is no mean over samples, normalisation "
         f"over the batch), are rows in another order than the samples (give the batch a dimension of its own), "
         f"or is an input not batched (in_dims={_assumed_in_dims(traced)} was taken)? Say with in_dims what is batched, "
@@ -217,7 +216,7 @@ def _outputs_to_compare(traced: Traced) -> ComparedOutputs:
     found = {}
     wanted = {piece for one in traced.combinations if one.output not in traced.told for piece in one.pieces}
     for place, (node, dim) in enumerate(traced.results):
-        shapes: Sequence[Any] = node.meta["shapes"] if isinstance(node, fx.Node) else ()
+        shapes: Sequence[Any] = info(node).shapes if isinstance(node, fx.Node) else ()
         is_told = place in traced.told if place < len(traced.outputs) else bool(traced.told)
         if place in wanted:
             found[place] = node
@@ -242,8 +241,8 @@ def _is_samplewise_linear(traced: Traced, node: fx.Node, dim: int | str) -> bool
     return (
         source is node.args[0]
         and source.op in CALL_OPS
-        and source.meta["shapes"][0].dtype == node.meta["shapes"][0].dtype
-        and dim < len(node.meta["shapes"][0].shape) - 1
+        and info(source).shapes[0].dtype == info(node).shapes[0].dtype
+        and dim < len(info(node).shapes[0].shape) - 1
         and batch_dependent_nodes(traced).isdisjoint(weights)
         and effects.alias[source] not in set().union(*effects.written_classes)
         and node.users.keys() == {traced.graph.output_node()}

@@ -17,6 +17,7 @@ from torch import fx
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import DecisionError
 from fxpipe.tracing.interpreter import NodeValues, last_uses, run_nodes
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects, running_statistics
@@ -40,9 +41,9 @@ def can_run_deterministically(traced: Traced) -> bool:
             return False
         if node.target is F.batch_norm and not is_norm and _named_arguments(node, _BATCH_NORM).get("training"):
             return False  # no running statistics to take
-        if node.meta.get("draw") and not node.users:
+        if info(node).is_scalar_draw and not node.users:
             continue
-        if node.meta.get("random") and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
+        if info(node).is_random and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
             return False
     return not traced.carried_state
 
@@ -63,7 +64,7 @@ def run_deterministically(
     nodes = [node for node in traced.graph.nodes if node not in left_out]
     last = last_uses(nodes, asked.values())
     # Python that runs as it is may ask for gradients inside; nothing else does.
-    grad = any(node.meta.get("opaque") for node in traced.nodes)
+    grad = any(info(node).opaque is not None for node in traced.nodes)
 
     def given(node: fx.Node) -> Any:
         return sample[traced.place_of(node)].detach().clone()
@@ -74,7 +75,7 @@ def run_deterministically(
         return held.requires_grad_(grad and tensor.requires_grad)
 
     def work(node: fx.Node, values: NodeValues) -> Any:
-        with set_thread_state(node.meta["state"]), torch.set_grad_enabled(grad and node.meta["state"].grad):
+        with set_thread_state(state_of(node)), torch.set_grad_enabled(grad and state_of(node).grad):
             value = _run_deterministic_node(node, values)
         if expected is not None and not _have_expected_sizes(value, node, traced.batch, expected):
             raise DecisionError(f"{node.name} is of another size with {expected} samples")
@@ -89,7 +90,7 @@ def run_deterministically(
 
 def _have_expected_sizes(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
     """Are the tensors of a value of the sizes that the graph has for so many samples?"""
-    shapes = node.meta.get("shapes", ())
+    shapes = info(node).shapes
     return all(
         all(
             size in (have, None)

@@ -35,6 +35,7 @@ from fxpipe.tracing.interpreter import (
     writable_copy,
 )
 from fxpipe.tracing.model_state import equal_tensors
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.utils.progress import progress
@@ -221,7 +222,7 @@ def _run_observed(
 def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
     """Runs a working node, where draws come from their stream."""
     value = run_node(node, values)
-    return draws.take(lambda: run_node(node, values)) if node.meta.get("draw") else value
+    return draws.take(lambda: run_node(node, values)) if info(node).is_scalar_draw else value
 
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
 from fxpipe.tracing.model_state import container_tensors, preserve_state, slots_of, without_gradients
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.skip_matmul import SkipMatmul
@@ -147,7 +148,7 @@ def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
     tells `h[:8]` from `h[: len(range(size)) // 2 * 2]`. Sizes of micro-batches may be excused later, by a comparison
     like these.
     """
-    where = traced.not_followed or next((n.meta["source"] for n in traced.nodes if _cuts_samples(n)), "")
+    where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
     if where and not traced.recorded_sizes:
         condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
         traced.batch_conditions += (BatchCondition(condition, where),)
@@ -157,7 +158,7 @@ def _cuts_samples(node: fx.Node) -> bool:
     """Does it take, or write to, samples from or up to a plain number?"""
     if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
         return False
-    shapes, index = node.args[0].meta.get("shapes", ()), node.args[1]
+    shapes, index = info(node.args[0]).shapes, node.args[1]
     if len(shapes) != 1:
         return False
     parts = index if isinstance(index, tuple) else (index,)
@@ -348,9 +349,9 @@ def _compare_runs(traced: Traced, want: RunResult, have: RunResult, size: int, b
 def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: int) -> None:
     """A micro-batch of one sample may lose the dimension of the batch, and the model as well."""
     for place, (value, node, dim) in enumerate(zip(have.outputs, traced.outputs, traced.out_dims, strict=True)):
-        if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(node.meta["shapes"][0].shape):
+        if isinstance(dim, int) and isinstance(node, fx.Node) and value.dim() != len(info(node).shapes[0].shape):
             raise TraceError(
-                f"output {place} ({node.name}, {node.meta['shapes'][0]}) has {value.dim()} dimensions"
+                f"output {place} ({node.name}, {info(node).shapes[0]}) has {value.dim()} dimensions"
                 f"{_size_note(size, batch)}, so the outputs of micro-batches cannot be put together; name the "
                 f"dimensions "
                 "that forward takes out (x.squeeze(1))"

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.model_state import slots_of
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced
@@ -113,11 +114,11 @@ def _differing_alias_classes(traced: Traced) -> set[int | None]:
             differs = traced.in_dims[traced.place_of(node)] is not None
         elif node.op == "get_attr":
             differs = alias in changed or str(node.target) in traced.assigned
-        elif "number" in node.meta:
-            differs = bool(node.meta["number"].free_symbols)
+        elif (number := info(node).number) is not None:
+            differs = bool(number.free_symbols)
         else:
             sources = node.all_input_nodes
-            differs = bool(node.meta.get("random")) or any(
+            differs = info(node).is_random or any(
                 source in nodes or effects.alias.get(source) in classes for source in sources
             )
         if differs:
@@ -137,7 +138,7 @@ def _writing_line(traced: Traced, node: fx.Node) -> str:
     assert effects is not None
     alias = effects.alias[node]
     writer = next(n for n, classes in zip(effects.nodes, effects.written_classes, strict=True) if alias in classes)
-    return str(writer.meta["source"])
+    return info(writer).source
 
 
 def _memory_extent(tensor: torch.Tensor) -> tuple[int, int, int]:

@@ -29,6 +29,7 @@ from fxpipe.profiling.memory import (
 )
 from fxpipe.profiling.probe import _CountingMode
 from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.node_info import info
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
@@ -273,7 +274,7 @@ def test_a_value_whose_size_depends_on_values_grows_from_what_was_seen_rounded_u
             return x[x > 0].sum() + x.sum()
 
     traced = trace(Chosen(), (torch.randn(3, 4),), out_dims="sum")
-    chosen = next(node for node in traced.nodes if node.meta["shapes"][0].bytes.free_symbols - {traced.batch})
+    chosen = next(node for node in traced.nodes if info(node).shapes[0].bytes.free_symbols - {traced.batch})
     found = output_bytes(traced, traced.effects, dict.fromkeys(traced.nodes, 20), 3)
     assert found[chosen] == 7 * traced.batch
 
@@ -295,7 +296,7 @@ def test_functions_that_allow_no_hooks_say_themselves_what_they_keep() -> None:
 
     model = nn.Sequential(nn.Linear(4, 4), Slope(), nn.Linear(4, 4))
     traced, counts = count_of(model, torch.randn(3, 4))
-    whole = next(p for p, n in enumerate(traced.nodes) if "whole" in n.meta)
+    whole = next(p for p, n in enumerate(traced.nodes) if info(n).opaque_module is not None)
     kept = {s.maker: s.bytes for s in counts.saved if whole in s.savers}
     assert kept[0] == 16 * traced.batch  # what it reads, and more of its own
     assert whole in kept

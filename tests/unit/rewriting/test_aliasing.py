@@ -10,6 +10,7 @@ from torch import nn
 from fxpipe.rewriting import forbidden_cuts
 from fxpipe.rewriting.aliasing import Aliases
 from fxpipe.tracing import trace
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced
 
 
@@ -79,7 +80,7 @@ def test_what_may_be_a_copy_is_made_from_nothing() -> None:
 
     for share in (lambda x: x.reshape(x.shape[0], 2, 2), lambda x: x.contiguous()):
         traced = trace(Shared(share), (torch.randn(6, 4),), chunks=2)
-        x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and "number" not in node.meta)
+        x, r, *_ = (node for node in traced.nodes if node.op != "placeholder" and info(node).number is None)
         assert traced.effects.alias[x] == traced.effects.alias[r]
         assert Aliases.of(traced.effects).nearest_root([x, r]) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from helpers.branching_models import Parts, Tied, Towers, Translation, tokens, vectors
 from helpers.random_graphs import ANY_MODEL_AND_STEP, random_model
 from helpers.reordered import Reordered, shuffled
-from torch import nn
+from torch import fx, nn
 
 from fxpipe.partitioning import partition
 from fxpipe.rewriting import forbidden_cuts, reorder_nodes, sent_bytes, split_into_stages
@@ -22,6 +23,7 @@ from fxpipe.rewriting.linear_order import Items, ItemValue, LinearOrder
 from fxpipe.rewriting.reorder import OrderConstraints
 from fxpipe.rewriting.reorder_moves import arrange_items
 from fxpipe.tracing import Traced, trace
+from fxpipe.tracing.node_info import NodeInfo, info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.verify.effects import effects_of, observe_run
 
@@ -295,6 +297,11 @@ def test_any_model_in_any_order_in_any_stages_is_the_plain_model(program, seed, 
 # -- what stays, what is better --------------------------------------------------------------------------------------
 
 
+def without_ordinal(node: fx.Node) -> NodeInfo:
+    known = info(node)
+    return known if known.rng is None else replace(known, rng=replace(known.rng, ordinal=None))
+
+
 def two_models() -> list[tuple[Traced, Traced]]:
     pairs = [(Translation(), tokens()), *((model(), vectors()) for model in TOWERS)]
     traces = [trace(model.train(), inputs, chunks=2) for model, inputs in pairs]
@@ -313,7 +320,7 @@ def test_all_nodes_are_there_with_all_that_is_known_of_them_and_it_is_a_fixed_po
             assert (node.op, str(node.target), str(node.args), str(node.kwargs)) == (
                 old.op, str(old.target), str(old.args), str(old.kwargs),
             )  # fmt: skip
-            assert {**node.meta, "ordinal": 0} == {**old.meta, "ordinal": 0}
+            assert {**node.meta, "fxpipe": without_ordinal(node)} == {**old.meta, "fxpipe": without_ordinal(old)}
         assert reorder_nodes(other) is other
     assert moved > 8
 
@@ -355,9 +362,9 @@ def test_effects_are_those_of_the_new_order():
 def test_random_nodes_keep_their_numbers_wherever_they_go():
     traced = trace(Translation().train(), tokens(), chunks=2)
     other = reorder_nodes(traced)
-    recorded = [n.name for n in traced.nodes if n.meta["random"]]
-    assert [n.name for n in other.nodes if n.meta["random"]] != recorded
-    assert {n.name: n.meta["ordinal"] for n in other.nodes if n.meta["random"]} == {
+    recorded = [n.name for n in traced.nodes if info(n).is_random]
+    assert [n.name for n in other.nodes if info(n).is_random] != recorded
+    assert {n.name: info(n).rng.ordinal for n in other.nodes if info(n).is_random} == {
         name: ordinal for ordinal, name in enumerate(recorded)
     }
 
@@ -381,7 +388,7 @@ def test_without_gradients_users_are_free():
 def test_python_that_runs_as_it_is_keeps_its_order():
     traced = trace(Whole().train(), vectors(), chunks=2)
     assert traced.whole
-    kept = [n.name for n in traced.nodes if "whole" in n.meta]
+    kept = [n.name for n in traced.nodes if info(n).opaque_module is not None]
     for seed in range(5):
         assert [n.name for n in shuffled(traced, seed).nodes if n.name in kept] == kept
 
@@ -404,7 +411,7 @@ def test_a_graph_in_a_good_order_is_left_as_it_is():
 
 def _sent(traced: Traced, stages: int) -> float:
     cut = partition([1.0] * len(traced.nodes), stages, forbidden=forbidden_cuts(traced))
-    sizes = {n.name: bytes_at(bytes_formula(n.meta.get("shapes", ())), traced.batch, 4) for n in traced.graph.nodes}
+    sizes = {n.name: bytes_at(bytes_formula(info(n).shapes), traced.batch, 4) for n in traced.graph.nodes}
     return sent_bytes(split_into_stages(traced, cut.starts, [torch.device("cpu")] * stages), sizes)
 
 

@@ -26,6 +26,7 @@ from fxpipe.rewriting.program import stage_context
 from fxpipe.rewriting.rng import seeded_function, takes_generator
 from fxpipe.rewriting.rng_kernels import ANY_DEVICE_KERNELS, RNG_KERNELS
 from fxpipe.tracing import trace
+from fxpipe.tracing.node_info import info
 from fxpipe.utils.random_generators import generator_lock, mix_seed
 
 pytestmark = [
@@ -438,20 +439,20 @@ NOW_AND_THEN = {
 def test_a_node_that_draws_on_other_values_only_is_random(name):
     """An expert without tokens while it is traced: later its dropout must not draw from torch's generator."""
     traced = trace(Model(NOW_AND_THEN[name]), (torch.zeros(4, 6),))
-    assert [n.name for n in traced.nodes if n.meta["random"]] == [name]
+    assert [n.name for n in traced.nodes if info(n).is_random] == [name]
 
 
 @pytest.mark.parametrize("name", ["rrelu", "dropout", "dropout1d"])
 def test_it_is_not_where_it_is_switched_off(name):
     traced = trace(Model(NOW_AND_THEN[name]).eval(), (torch.zeros(4, 6),))
-    assert not [n.name for n in traced.nodes if n.meta["random"]]
+    assert not [n.name for n in traced.nodes if info(n).is_random]
 
 
 def test_an_rnn_of_one_layer_has_no_dropout():
     with pytest.warns(UserWarning, match="num_layers greater than 1"):
         lstm = nn.LSTM(6, 6, 1, dropout=0.5, batch_first=True)
     traced = trace(Model(lambda m, h: m.lstm(h[:, None])[0][:, 0], lstm=lstm), (torch.zeros(4, 6),))
-    assert not [n for n in traced.nodes if n.meta["random"]]
+    assert not [n for n in traced.nodes if info(n).is_random]
 
 
 def test_an_expert_without_tokens_when_traced_draws_by_seed_when_it_has_some():

@@ -21,6 +21,7 @@ from fxpipe.rewriting.split_backward_compiled import split_compiled_stage_backwa
 from fxpipe.runtime.step import Step
 from fxpipe.scheduling.actions import ActionKind
 from fxpipe.tracing import trace
+from fxpipe.tracing.node_info import info, update_info
 
 BATCH = 7  # uneven over three micro-batches
 AOT = {"backend": "aot_eager"}
@@ -139,12 +140,12 @@ def test_a_shape_that_is_not_known_keeps_its_node_whole():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     (stage,) = stages_of(model, torch.randn(6, 6))
     nodes = {node.name: node for node in stage.run.graph.nodes}
-    _, _, of_last = (n for n in nodes.values() if n.op == "call_function" and "shapes" in n.meta)
-    of_last.meta["shapes"] = None
+    _, _, of_last = (n for n in nodes.values() if n.op == "call_function" and info(n).known_shapes is not None)
+    update_info(of_last, known_shapes=None)
     assert split_compiled_stage_backward(stage).split_parameters == {"0.weight", "0.bias"}
     for node in nodes.values():
-        if node.op == "placeholder" and "text" not in node.meta:
-            node.meta["shapes"] = None
+        if node.op == "placeholder" and not info(node).attribute:
+            update_info(node, known_shapes=None)
     assert split_compiled_stage_backward(stage).run is stage.run
 
 

@@ -19,6 +19,7 @@ from fxpipe.inspect.cli import main
 from fxpipe.profiling.flops import operation_flops
 from fxpipe.profiling.roofline import bytes_moved
 from fxpipe.tracing import mute_fake_tensor_logs
+from fxpipe.tracing.node_info import info
 
 A100 = HARDWARE["a100-80gb"]
 
@@ -105,8 +106,8 @@ def _facts(traced):
     return {
         "graph": fx.Graph.__str__(traced.graph),
         "fingerprint": traced.fingerprint(),
-        "shapes": [str(n.meta.get("shapes")) for n in nodes],
-        "random": [n.meta.get("random") for n in nodes],
+        "shapes": [str(info(n).shapes) for n in nodes],
+        "random": [info(n).is_random for n in nodes],
         "dims": (traced.in_dims, traced.out_dims),
         "alias": list(effects.alias.values()),
         "writes": effects.written_classes,

@@ -19,6 +19,7 @@ import fxpipe
 from fxpipe.errors import DecisionError
 from fxpipe.tracing import trace
 from fxpipe.tracing.guards import refuse_unguardable
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.unrecordable import CannotRecord
 
@@ -507,7 +508,7 @@ def test_other_threads_run_modules_and_draw_while_a_model_is_recorded():
     try:
         for _ in range(5):
             traced = trace(Masked(True), (positive(),))
-            assert [n.meta["module"] for n in traced.nodes if n.target is F.linear] == ["lin", "out"]
+            assert [info(n).module for n in traced.nodes if n.target is F.linear] == ["lin", "out"]
             assert traced.why
     finally:
         stop.set()

@@ -25,6 +25,7 @@ from fxpipe import trace
 from fxpipe._torch.module_internals import all_modules, module_flags
 from fxpipe.errors import ArgumentTypeError, TraceError
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import info, state_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -287,7 +288,7 @@ def test_compiled_function_is_called_through():
 def test_autograd_function_is_named_after_itself_and_known_to_be_random():
     traced = trace(Forward(lambda m, x: Noise.apply(m.lin(x))), (x(),))
     assert names(traced) == ["lin", "Noise"]
-    assert [node.meta["random"] for node in traced.nodes] == [False, True]
+    assert [info(node).is_random for node in traced.nodes] == [False, True]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -305,12 +306,12 @@ def test_random_nodes_are_found():
         return y[torch.randperm(x.shape[0])] + F.dropout(y, 0.5, training=False)
 
     traced = trace(Forward(forward), (x(),))
-    assert [n.name for n in traced.nodes if n.meta["random"]] == ["dropout", "randn", "normal", "randperm"]
+    assert [n.name for n in traced.nodes if info(n).is_random] == ["dropout", "randn", "normal", "randperm"]
 
 
 def test_nodes_know_the_state_of_the_thread():
     traced = trace(Forward(lambda m, x: (_without_grad(m, x), _in_autocast(m, x))), (x(),))
-    states = [(n.meta["state"].grad, n.meta["state"].autocast[0].enabled) for n in traced.nodes if n.name != "float_1"]
+    states = [(state_of(n).grad, state_of(n).autocast[0].enabled) for n in traced.nodes if n.name != "float_1"]
     assert states == [(False, False), (True, False), (True, True), (True, False)]
 
 
@@ -320,7 +321,7 @@ def test_caller_without_grad(mode):
     with mode():
         traced = trace(model, (x(),))
         assert traced.matches([x()], traced.in_spec, traced.flags)
-    assert not any(node.meta["state"].grad for node in traced.nodes)
+    assert not any(state_of(node).grad for node in traced.nodes)
     assert not traced.matches([x()], traced.in_spec, traced.flags)
     assert not model.n.any()
 
@@ -328,11 +329,11 @@ def test_caller_without_grad(mode):
 def test_nodes_are_named_after_module_paths_and_know_their_lines():
     traced = trace(nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(6))), (x(),))
     assert names(traced) == ["_0", "_1_0", "_1_1_num_batches_tracked_add", "_1_1"]
-    assert [node.meta["module"] for node in traced.nodes] == ["0", "1.0", "1.1", "1.1"]
+    assert [info(node).module for node in traced.nodes] == ["0", "1.0", "1.1", "1.1"]
     encoder = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True)
     assert names(trace(encoder, (torch.randn(4, 5, 6),)))[-3:] == ["dropout2", "add_1", "norm2"]
     for node in trace(Forward(TABLE["slices"]), (x(),)).nodes:
-        path, _, line = node.meta["source"].rpartition(":")
+        path, _, line = info(node).source.rpartition(":")
         assert path == __file__
         assert int(line) > 0
 
@@ -442,7 +443,7 @@ def test_training_flags_are_the_key_of_a_graph():
     assert not frozen.matches([x()], frozen.in_spec, training.flags)
     assert_same_as_model(frozen, x(3))
     model.eval()
-    assert not any(node.meta["random"] for node in trace(model, (x(),)).nodes)
+    assert not any(info(node).is_random for node in trace(model, (x(),)).nodes)
 
 
 def _add_class(m: Any) -> None:

@@ -27,6 +27,7 @@ from fxpipe.tracing.importers.symbolic_trace import (
     trace_symbolically,
 )
 from fxpipe.tracing.importers.torch_export import trace_by_export
+from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
@@ -106,10 +107,10 @@ def test_names_and_sources_are_the_models(way: Way) -> None:
     assert {"lin.weight", "lin.bias", "tied.bias", "norm.weight", "calls", "constant"} <= attributes
     assert "tied.weight" not in attributes  # one tensor, one name
     norm = next(n for n in traced.nodes if n.target is F.batch_norm)
-    assert norm.meta["module"] == "norm"
-    assert "test_importers.py" in norm.meta["source"]
-    assert next(n for n in traced.nodes if n.target is F.dropout).meta["random"]
-    assert {n.meta["state"].grad for n in traced.nodes} == {True, False}
+    assert info(norm).module == "norm"
+    assert "test_importers.py" in info(norm).source
+    assert info(next(n for n in traced.nodes if n.target is F.dropout)).is_random
+    assert {state_of(n).grad for n in traced.nodes} == {True, False}
     assert "test_importers.py" in str(traced)
     assert f"traced by {traced.tracer}" in str(traced)
 
@@ -343,7 +344,7 @@ def test_a_module_that_needs_values_is_recorded_whole() -> None:
 
     traced = traced_by(trace_symbolically, nn.Sequential(Picky(), nn.ReLU(), nn.BatchNorm1d(6)), x())
     assert all(n.op in ("call_function", "call_method") for n in traced.nodes)
-    assert [n.meta["module"] for n in traced.nodes if n.target is F.relu] == ["1"]  # the failed trace leaves no scope
+    assert [info(n).module for n in traced.nodes if n.target is F.relu] == ["1"]  # the failed trace leaves no scope
     assert_same_as_model(traced, x(7))
 
 
@@ -369,7 +370,7 @@ def test_a_tracer_of_the_users(tracer: Any) -> None:
     traced = traced_by(lambda *given: trace_by_tracer(given[0], tracer, *given[1:]), model, x())
     assert traced.tracer == "Shallow"
     assert "tanh" in functions(traced)
-    assert [n.meta["module"] for n in traced.nodes if n.target is F.linear] == ["lin", "inner.0"]
+    assert [info(n).module for n in traced.nodes if n.target is F.linear] == ["lin", "inner.0"]
     assert_same_as_model(traced, x(7))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 import fxpipe
 from fxpipe import trace
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.fit_formula import (
     SizeFormula,
     formula_fits,
@@ -133,7 +134,7 @@ def test_ints_in_the_graph_are_computed_from_a_size():
     assert [(node.name, node.args[1:]) for node in traced.nodes if "batch" in node.name] == [
         ("batch", (0,)), ("batch_mul", (4,)),
     ]  # fmt: skip
-    assert [str(o.meta["shapes"][0]) for o in traced.outputs] == ["float32[b, 4, 6]"]
+    assert [str(info(o).shapes[0]) for o in traced.outputs] == ["float32[b, 4, 6]"]
     assert traced.why[-1].startswith(
         "plain numbers that depend on the batch size are computed in the graph (holds for "
     )

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import fxpipe
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import attribute_tensor, call_node
 
 
@@ -29,7 +30,7 @@ def test_a_segment_that_ends_without_gradients_runs_in_a_thread_without_gradient
     """As where a profiler needs the values of a node, and has timed it often enough."""
     model, x = Taught(), torch.randn(4, 8)
     traced = fxpipe.trace(model, (x,))
-    assert any("continued" in node.meta for node in traced.nodes)
+    assert any(info(node).is_graph_break for node in traced.nodes)
     values = {traced.placeholders[0]: x}
     with torch.no_grad():
         for node in traced.graph.nodes:

@@ -10,6 +10,7 @@ from torch import nn
 
 import fxpipe
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record import small_batch as on_a_part
 from fxpipe.tracing.record.uncomputed_tensors import is_uncomputed
 from fxpipe.tracing.skip_matmul import SkipMatmul
@@ -44,7 +45,7 @@ def test_same_graph_as_on_all_samples(monkeypatch):
     assert (part.recorded_samples, whole.recorded_samples) == (3, None)
     assert part.fingerprint() == whole.fingerprint()
     assert part.leaves == whole.leaves
-    assert [str(n.meta["shapes"][0]) for n in part.nodes] == [str(n.meta["shapes"][0]) for n in whole.nodes]
+    assert [str(info(n).shapes[0]) for n in part.nodes] == [str(info(n).shapes[0]) for n in whole.nodes]
     assert part.effects.written_classes == whole.effects.written_classes
 
 

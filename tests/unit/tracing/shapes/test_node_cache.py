@@ -12,6 +12,7 @@ from helpers.traced_shapes import shapes, traced
 from torch import fx, nn
 
 from fxpipe import trace
+from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes import symbolic_run
 from fxpipe.tracing.shapes.node_cache import NodeCache
 from fxpipe.tracing.traced import Traced
@@ -32,7 +33,7 @@ def runs(monkeypatch) -> list[str]:
 
 
 def told(result: Traced) -> list[str]:
-    return [f"{n.name} {n.meta.get('shapes')} {n.meta.get('number')}" for n in result.graph.nodes]
+    return [f"{n.name} {info(n).shapes} {info(n).number}" for n in result.graph.nodes]
 
 
 class Blocks(nn.Module):
@@ -69,7 +70,7 @@ def test_constants_of_another_type_are_another_call():
 
 def test_strides_tell_calls_apart():
     result = traced(lambda lin, x: [t.stride(0) * lin(x)[:, :1] for t in (lin(x), lin(x).T.contiguous().T)], out_dims=0)
-    assert [str(n.meta.get("number")) for n in result.graph.nodes if n.target == "stride"] == []  # folded: 6 and 1
+    assert [str(info(n).number) for n in result.graph.nodes if n.target == "stride"] == []  # folded: 6 and 1
     assert [n.args[0] if isinstance(n.args[0], int) else n.args[1] for n in result.nodes if "mul" in n.name] == [6, 1]
 
 

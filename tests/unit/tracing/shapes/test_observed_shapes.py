@@ -12,8 +12,10 @@ from torch._subclasses import FakeTensor
 
 import fxpipe
 from fxpipe import trace
+from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing import Traced
+from fxpipe.tracing.node_info import OpaqueCall, info, update_info
 from fxpipe.tracing.record.record_model import input_leaves, record
 from fxpipe.tracing.shapes import symbolic_run
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
@@ -99,7 +101,7 @@ def test_sizes_are_seen_in_real_runs(name, samples):
 def test_sizes_with_factor_and_offset_of_each_output():
     result = traced(lambda lin, x: sum(y.sum() for y in Shapes.apply(lin(x).detach())) + lin(x).sum(), out_dims="sum")
     (node,) = [n for n in result.nodes if n.name == "Shapes"]
-    assert [str(shape) for shape in node.meta["shapes"]] == ["float32[3*b + 2, 4]", "float64[6, b]", "float32[]"]
+    assert [str(shape) for shape in info(node).shapes] == ["float32[3*b + 2, 4]", "float64[6, b]", "float32[]"]
 
 
 class Transposed(torch.autograd.Function):
@@ -191,7 +193,8 @@ def opaque(forward: Any, *args: Any) -> Traced:
     model = Forward(forward)
     result = record(model, args, {})
     for node in result.nodes:
-        node.meta["opaque"] = node.name.startswith("Real")
+        if node.name.startswith("Real"):
+            update_info(node, opaque=OpaqueCall({}, pytree.tree_structure(())))
     add_shapes(result, input_leaves(model, args, {})[2])
     return result
 
@@ -223,7 +226,7 @@ def test_opaque_nodes_are_never_run_on_fake_tensors_and_seen_together():
 def test_opaque_node_without_inputs_that_vary():
     result = opaque(lambda lin, x: lin(x) + Real.apply(lin.weight)[1], torch.randn(4, 6, 6))
     assert shapes(result) == ["float32[b, 6, 6]"]
-    assert [str(s) for n in result.nodes if n.name == "Real" for s in n.meta["shapes"]] == [
+    assert [str(s) for n in result.nodes if n.name == "Real" for s in info(n).shapes] == [
         "float32[6, 3]",
         "float32[6, 6]",
     ]

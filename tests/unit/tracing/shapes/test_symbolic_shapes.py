@@ -15,6 +15,7 @@ from torch import nn
 
 from fxpipe import trace
 from fxpipe.errors import ArgumentError
+from fxpipe.tracing.node_info import info
 
 b = sympy.Symbol("b", integer=True, positive=True)
 
@@ -26,12 +27,12 @@ def test_batch_is_dimension_0():
     result = traced(lambda lin, x: lin(x))
     assert (result.in_dims, result.out_dims) == ((0,), (0,))
     assert shapes(result) == ["float32[b, 6]"]
-    assert result.nodes[0].meta["shapes"][0].bytes == 24 * b
+    assert info(result.nodes[0]).shapes[0].bytes == 24 * b
 
 
 def test_bytes_are_formulas_in_the_batch_size():
     result = traced(lambda lin, x: torch.cat([lin(x), lin(x)], 1).double().view(-1, 3))
-    assert result.nodes[-1].meta["shapes"][0].bytes == b * 12 * 8
+    assert info(result.nodes[-1]).shapes[0].bytes == b * 12 * 8
 
 
 @pytest.mark.parametrize("samples", [4, 3, 1])
