@@ -1162,16 +1162,16 @@ PROFILING = (
         "unit/profiling/test_memory.py::test_what_a_node_writes_and_keeps_is_made_by_it",
     ),
     Mutant(
-        "profiling/coefficients.py",
+        "utils/polynomial_bound.py",
         "- (0 if above else 1)\n    if kind in _ROUNDED_DOWN",
         "- (1 if above else 0)\n    if kind in _ROUNDED_DOWN",
-        "unit/profiling/test_profile_data.py::test_what_is_no_polynomial_is_bounded_by_one",
+        "unit/utils/test_polynomial_bound.py::test_what_is_no_polynomial_is_bounded_by_one",
     ),
     Mutant(
-        "profiling/coefficients.py",
+        "utils/polynomial_bound.py",
         "above == (number > 0))",
         "above)",
-        "unit/profiling/test_profile_data.py::test_what_is_no_polynomial_is_bounded_by_one",
+        "unit/utils/test_polynomial_bound.py::test_what_is_no_polynomial_is_bounded_by_one",
     ),
     Mutant(
         "profiling/formulas.py",

@@ -237,7 +237,7 @@ def _portal_document(portal: Portal) -> dict[str, Any]:
         "source": portal.source,
         "target": portal.target,
         "bytes": portal.bytes,
-        "formula": str(portal.size) if portal.size.coefficients else "",
+        "formula": str(portal.size) if portal.size else "",
         "line": portal.line,
     }
 

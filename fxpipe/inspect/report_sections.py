@@ -184,7 +184,7 @@ def portals_section(plan: Plan) -> str:
             number_cell(p.source),
             number_cell(p.target),
             bytes_cell(p.bytes),
-            code_cell(str(p.size)) if p.size.coefficients else missing_cell(),
+            code_cell(str(p.size)) if p.size else missing_cell(),
             _source_line_cell(p.line),
         )
         for p in plan.portals

@@ -35,8 +35,6 @@ from fxpipe.plans import (
 )
 from fxpipe.plans.retarget import action_seconds, transfer_over_link
 from fxpipe.profiling import NodeCost, Profile
-from fxpipe.profiling.coefficients import coefficients_of
-from fxpipe.profiling.formulas import fit_counts
 from fxpipe.rewriting import Program
 from fxpipe.rewriting.program import PIPE_INPUT
 from fxpipe.rewriting.rematerialize import choose_rematerialization
@@ -49,7 +47,8 @@ from fxpipe.tracing.shapes.symbolic_shapes import bytes_at, bytes_formula
 from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.tensors import tensor_bytes
 from fxpipe.tracing.traced import attribute_tensor, opaque_name
-from fxpipe.utils.polynomial import Polynomial, polynomial_of, polynomial_sum
+from fxpipe.utils.polynomial import Polynomial, fit_counts, polynomial_sum
+from fxpipe.utils.polynomial_bound import polynomial_bound
 
 if TYPE_CHECKING:
     from torch import fx
@@ -64,11 +63,10 @@ def stage_bytes(cut: Cut, profiles: Sequence[Profile], samples: int) -> list[Sta
     """Computes the memory of each stage; `samples` are of the planned micro-batch, for which the figures are exact."""
     sizes = sorted({*FITTED_SIZES, samples})
     counted = {size: _stage_bytes_at(cut, chain_of(cut.traced, profiles, size, {})) for size in sizes}
-    batch = cut.traced.batch
 
     def through(stage: int, figure: int) -> Polynomial:
         points = tuple((size, counted[size][stage][figure]) for size in sizes)
-        return polynomial_of(coefficients_of(fit_counts(points, samples, batch), batch))
+        return fit_counts(points, samples)
 
     return [
         StageBytes(*(through(j, figure) for figure in range(len(fields(StageBytes))))) for j in range(len(cut.starts))
@@ -104,16 +102,16 @@ def value_bytes(node: fx.Node, batch: sympy.Symbol, samples: int) -> Polynomial:
 def _value_bytes(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> Polynomial:
     here = bytes_at(formula, batch, samples)
     with contextlib.suppress(ArgumentError):
-        polynomial = polynomial_of(coefficients_of(formula, batch))
+        polynomial = polynomial_bound(formula, batch)
         if polynomial(samples) == here:
             return polynomial
-    return polynomial_of(coefficients_of(fit_counts(((samples, here),), samples, batch), batch))
+    return fit_counts(((samples, here),), samples)
 
 
 def stage_flops(profile: Profile, names: Collection[str]) -> Polynomial:
     """Sums the FLOPs of these nodes, forward and backward."""
     total = sympy.Add(*(cost.flops + cost.backward_flops for cost in profile.nodes if cost.name in names))
-    return polynomial_of(coefficients_of(total, profile.batch))
+    return polynomial_bound(total, profile.batch)
 
 
 # -- Annotations of a cut: tied parameters, modules kept whole, the heaviest node ------------------------------------

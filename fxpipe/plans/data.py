@@ -267,7 +267,7 @@ class PlanData:
         from fxpipe.scheduling import activations_in_flight, micro_batches_in_flight
 
         schedule, j, sizes = self.as_schedule(), stage.index, stage.bytes
-        static = Polynomial((stage.parameter_bytes + stage.state_bytes,))
+        static = Polynomial.in_b(stage.parameter_bytes + stage.state_bytes)
         counts = micro_batches_in_flight(schedule)[j], activations_in_flight(schedule)[j]
         return stage_memory(static, sizes.kept(self.recomputes(j)), sizes.held, sizes.working, *counts)
 

@@ -164,7 +164,7 @@ def _portal_row(same: Sequence[Portal]) -> tuple[str, ...]:
         str(portal.source),
         number_ranges(sorted(portal.target for portal in same)),
         human_bytes(portal.bytes),
-        str(portal.size) if portal.size.coefficients else EMPTY_CELL,
+        str(portal.size) if portal.size else EMPTY_CELL,
         shorten_source_line(portal.line) or EMPTY_CELL,
     )
 

@@ -55,7 +55,7 @@ def _resize_stage(stage: StagePlan, samples: int, times: float, recomputes: bool
 
 def _resize_bytes(formula: Polynomial, known: int, samples: int, times: float) -> int:
     """Computes bytes by the formula; in proportion where a plan (an older file, one made by hand) has none."""
-    return formula(samples) if formula.coefficients else math.ceil(known * times)
+    return formula(samples) if formula else math.ceil(known * times)
 
 
 def _resize_transfer(way: PlannedTransfer, samples: int, growth: float) -> PlannedTransfer:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fxpipe.errors import ArgumentError, FxpipeError
 from fxpipe.plans.data import PlanData
 from fxpipe.scheduling import CHECKPOINTS
 from fxpipe.simulation.costs import check_costs
-from fxpipe.utils.files import dataclass_from_json, write_atomically
+from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Plan(PlanData):
         Raises:
             FileError: the file cannot be written.
         """
-        text = json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+        text = json.dumps(dataclass_to_json(self), indent=1, allow_nan=False) + "\n"
         write_atomically(path, text.encode(), "a plan")
 
     @classmethod
@@ -62,7 +62,7 @@ class Plan(PlanData):
             "portals or sendings": not all(0 <= j < n for way in ways for j in way),
             "tied": not all(0 <= j < n for tied in self.tied for j in tied.stages),
             "work": not all(0 <= k < len(self.operations) and times > 0 for k, times in self._all_work()),
-            "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for c in p.coefficients),
+            "operations": any(c < 0 for one in self.operations for p in (one.flops, one.moved) for _, c in p.terms),
             "heaviest": self.heaviest is not None and not 0 <= self.heaviest.stage < n,
         }
         for name in (name for name, is_wrong in wrong.items() if is_wrong):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from fxpipe._torch.operators import attention_on_cpu
 from fxpipe.hardware import NodeWork, Operation
-from fxpipe.profiling.formulas import fit_polynomial as through
-from fxpipe.utils.polynomial import Polynomial, polynomial_of
+from fxpipe.utils.polynomial import Polynomial, fit_counts
 
 _aten = torch.ops.aten
 
@@ -100,10 +98,6 @@ def _work_of(by_size: tuple[tuple[int, NodeOperations], ...], samples: int) -> N
 
 @functools.lru_cache(maxsize=4096)
 def _fit_to_polynomial(counted: tuple[tuple[int, int], ...], samples: int) -> Polynomial:
-    coefficients = through(counted)
-    if coefficients is None or any(c < 0 for c in coefficients):
-        coefficients = (Fraction(0), Fraction(dict(counted)[samples], samples))
-    exact = polynomial_of(coefficients)
-    if exact(samples) == dict(counted)[samples]:
-        return exact
-    return Polynomial((dict(counted)[samples],))  # a share of it that is no number of a file
+    fitted = fit_counts(counted, samples)
+    is_work = all(c >= 0 for _, c in fitted.terms)
+    return fitted if is_work else fit_counts(((samples, dict(counted)[samples]),), samples)

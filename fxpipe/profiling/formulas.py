@@ -1,14 +1,12 @@
 """Formulas in the batch size: one trace answers for every micro-batch.
 
 Bytes of parameters and outputs follow from the shapes of the trace. What no shape tells is counted at a few sizes and
-fitted (`fit_counts`).
+fitted (`fxpipe.utils.polynomial.fit_counts`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Iterator, Mapping
 
 import sympy
 from torch import fx
@@ -57,54 +55,6 @@ def shares_memory(effects: Effects, node: fx.Node) -> bool:
 
 def _node_bytes(node: fx.Node) -> sympy.Expr:
     return bytes_formula(info(node).shapes)
-
-
-# -- counts and seconds at some sizes ----------------------------------------------------------------------------------
-
-# of the formulas: nothing that is usual grows faster (the batch against itself, in contrastive losses)
-MAX_FIT_DEGREE = 2
-
-
-@functools.lru_cache(maxsize=4096)
-def fit_counts(counted: tuple[tuple[int, int], ...], samples: int, batch: sympy.Symbol) -> sympy.Expr:
-    """The polynomial of least degree through what was counted, as pairs of (number of samples, count).
-
-    One point more than it needs must lie on it, but for a line through two. Where there is none up to degree 2 (another
-    kernel for another size, memory that is allotted in pages), the count for `samples` samples is taken to grow with
-    the batch: right there, a guess elsewhere.
-    """
-    coefficients = fit_polynomial(counted)
-    if coefficients is None:
-        coefficients = (Fraction(0), Fraction(dict(counted)[samples], samples))
-    return sympy.Add(*(sympy.Rational(c.numerator, c.denominator) * batch**k for k, c in enumerate(coefficients)))
-
-
-def fit_polynomial(counted: Sequence[tuple[int, int]]) -> tuple[Fraction, ...] | None:
-    """Coefficients, that of degree 0 first; None where there is none that one may trust."""
-    if len(counted) == 1:
-        return (Fraction(0),) if counted[0][1] == 0 else None
-    for degree in range(MAX_FIT_DEGREE + 1):
-        if len(counted) < degree + 2 and not (degree == 1 and len(counted) == 2):
-            return None
-        coefficients = _interpolate(counted[: degree + 1])
-        if all(sum(c * size**k for k, c in enumerate(coefficients)) == count for size, count in counted):
-            return coefficients
-    return None
-
-
-def _interpolate(points: Sequence[tuple[int, int]]) -> tuple[Fraction, ...]:
-    """Coefficients of the polynomial through so many points: Newton's divided differences, multiplied out."""
-    sizes = [size for size, _ in points]
-    divided = [Fraction(count) for _, count in points]
-    for order in range(1, len(points)):
-        for k in range(len(points) - 1, order - 1, -1):
-            divided[k] = (divided[k] - divided[k - 1]) / (sizes[k] - sizes[k - order])
-    coefficients = [Fraction(0)]
-    for k in range(len(points) - 1, -1, -1):  # coefficients * (b - sizes[k]) + divided[k]
-        shifted = [Fraction(0), *coefficients]
-        coefficients = [a - sizes[k] * b for a, b in zip(shifted, [*coefficients, Fraction(0)], strict=True)]
-        coefficients[0] += divided[k]
-    return tuple(coefficients[: len(points)])
 
 
 # Seconds as a line over the micro-batch size: at which sizes to measure, and what follows from what was found there.

@@ -28,7 +28,6 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe.profiling.formulas import fit_counts, fit_polynomial
 from fxpipe.profiling.probe import Probe
 from fxpipe.profiling.profile_data import SavedStorage
 from fxpipe.profiling.saved_storages import ObservedStorage, StorageObservations, ValueLabel, observe_storages
@@ -41,6 +40,7 @@ from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.polynomial import fit_counts, polynomial_through
 
 # -- Memory that a stage needs for a moment, beside parameters, their gradients and what autograd keeps --------------
 #
@@ -181,8 +181,7 @@ def count_flops_and_bytes(traced: Traced, effects: Effects, leaves: Sequence[Any
 
     def formula(number: Callable[[Probe], int]) -> list[sympy.Expr]:
         return [
-            fit_counts(tuple((size, number(p)) for size, p in of_node.items()), samples, traced.batch)
-            for of_node in probes
+            fit_counts(tuple((size, number(p)) for size, p in of_node.items()), samples).formula for of_node in probes
         ]
 
     temporaries = tuple(
@@ -263,7 +262,7 @@ def _grows_unevenly(runs: Mapping[int, StorageObservations]) -> bool:
     counts = {tuple(astuple(probe)[k] for probe in probes) for probes in series for k in range(len(fields(Probe)))}
     counts |= {(seen.bytes, *(run.bytes(seen.label) for run in others)) for seen in first.seen.values()}
     return any(
-        None not in numbers and fit_polynomial(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts
+        None not in numbers and polynomial_through(tuple(zip(runs, numbers, strict=True))) is None for numbers in counts
     )
 
 
@@ -296,4 +295,4 @@ def _storage_bytes(
         if formula.free_symbols <= {traced.batch} and bytes_at(formula, traced.batch, samples) == seen.bytes:
             return formula
     counted = tuple((size, number) for size, run in runs.items() if (number := run.bytes(label)) is not None)
-    return fit_counts(counted, samples, traced.batch)
+    return fit_counts(counted, samples).formula

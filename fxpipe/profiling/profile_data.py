@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,9 @@ import sympy
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import NodeWork, Operation
-from fxpipe.profiling.coefficients import coefficients_from_json, coefficients_of, coefficients_to_json, formula_of
-from fxpipe.utils.files import dataclass_from_json, write_atomically
+from fxpipe.utils.files import dataclass_from_json, dataclass_to_json, write_atomically
+from fxpipe.utils.polynomial import Polynomial
+from fxpipe.utils.polynomial_bound import polynomial_bound
 from fxpipe.utils.text_table import text_table
 
 if TYPE_CHECKING:
@@ -184,10 +185,10 @@ def _formula_sum(expressions: Iterable[sympy.Expr]) -> sympy.Expr:
 #      "saved": [{"bytes": [0, 2048], "maker": 3, "savers": [4, 7]}, ...]}
 #
 # Seconds are a pair, the fixed cost and that of a sample; bytes and FLOPs are coefficients of polynomials in the batch
-# size (`profiling.coefficients`, which also says what becomes of other formulas). The work of a node is said by places
-# among the operations: of its forward, of its backward, and of its backward to its inputs only. What is read is checked
-# piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is one of another
-# graph.
+# size (`Polynomial.to_json`; `utils/polynomial_bound.py` says what becomes of other formulas). The work of a node is
+# said by places among the operations: of its forward, of its backward, and of its backward to its inputs only. What is
+# read is checked piece by piece: a file of another kind, a damaged one or a forged one is an `ArgumentError`, and so is
+# one of another graph.
 
 PROFILE_FORMAT, PROFILE_VERSION = "fxpipe profile", 3
 _READ_VERSIONS = {  # version -> formulas of a node that nothing reads any more
@@ -215,8 +216,8 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         FileError: the file cannot be written.
     """
 
-    def numbers(expression: sympy.Expr) -> list[int | str]:
-        return coefficients_to_json(coefficients_of(expression, profile.batch))
+    def numbers(expression: sympy.Expr) -> list[Any]:
+        return polynomial_bound(expression, profile.batch).to_json()
 
     operations: dict[Operation, int] = {}
 
@@ -240,7 +241,7 @@ def save_profile(profile: Profile, path: str | Path) -> None:
         "micro_batch": profile.micro_batch,
         "device": profile.device,
         "estimated_for": profile.estimated_for,
-        "operations": list(map(asdict, operations)),
+        "operations": list(map(dataclass_to_json, operations)),
         "nodes": nodes,
         "saved": [{"bytes": numbers(s.bytes), "maker": s.maker, "savers": list(s.savers)} for s in profile.saved],
     }
@@ -322,7 +323,7 @@ def _parse_profile(document: Any) -> Profile:
 
 def _parse_operation(value: Any, where: str) -> Operation:
     operation = dataclass_from_json(Operation, value, where)
-    if any(c < 0 for formula in (operation.flops, operation.moved) for c in formula.coefficients):
+    if any(c < 0 for formula in (operation.flops, operation.moved) for _, c in formula.terms):
         raise ArgumentError(f"{where}: a coefficient is less than 0")
     return operation
 
@@ -376,12 +377,12 @@ def _parse_seconds(value: Any, where: str) -> Seconds:
 
 def _parse_formula(value: Any, batch: sympy.Symbol, samples: int, where: str) -> sympy.Expr:
     try:
-        coefficients = coefficients_from_json(value)
+        formula = Polynomial.from_json(value)
     except ArgumentError as error:
         raise ArgumentError(f"{where}: {error}") from None
-    if coefficients and (coefficients[-1] < 0 or sum(c * samples**power for power, c in enumerate(coefficients)) < 0):
+    if formula and (formula.terms[-1][1] < 0 or formula(samples) < 0):
         raise ArgumentError(f"{where}: {value} is less than 0")
-    return formula_of(coefficients, batch)
+    return formula.formula
 
 
 def _parse_fields(value: Any, names: Iterable[str], where: str) -> dict[str, Any]:

@@ -79,8 +79,17 @@ def _file_error(what: str, path: str | Path, why: str) -> FileError:
 T = TypeVar("T")
 
 
+def dataclass_to_json(value: Any) -> Any:
+    """Makes what JSON keeps of a dataclass: its fields by name, but for one that has its own `to_json`."""
+    if hasattr(value, "to_json"):
+        return value.to_json()
+    if dataclasses.is_dataclass(value):
+        return {field.name: dataclass_to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [dataclass_to_json(item) for item in value] if isinstance(value, tuple | list) else value
+
+
 def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
-    """The dataclass of this kind that `dataclasses.asdict` made `value` of; fields with a default may be missing.
+    """The dataclass of this kind that `dataclass_to_json` made `value` of; fields with a default may be missing.
 
     Raises:
         ArgumentError: names the place, what is there and what was expected.
@@ -90,6 +99,11 @@ def dataclass_from_json(kind: type[T], value: Any, where: str) -> T:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
+    if hasattr(kind, "from_json"):
+        try:
+            return kind.from_json(value)
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}: {error}") from None
     if dataclasses.is_dataclass(kind):
         return _read_dataclass(kind, value, where)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)

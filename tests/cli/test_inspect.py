@@ -241,7 +241,7 @@ def test_costs_of_zero_print() -> None:
 
 def test_table_of_two_stages() -> None:
     text = plan_table(
-        make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial((0, 1536)), "net.py:7"),))
+        make_plan(2, portals=(Portal("encoder_relu", 0, 1, 3 * 1024, Polynomial.in_b(0, 1536), "net.py:7"),))
     )
     assert text == (
         """\

@@ -69,10 +69,10 @@ def _stage(j: int, device: str, blocks: int, samples: int, draw: random.Random, 
         state_bytes=21 * MIB * blocks,
         gradient_bytes=7 * MIB * blocks,
         memory_limit=200 * MIB,
-        bytes=StageBytes(held=Polynomial((0, 5 * MIB)), working=Polynomial((0, MIB))),
-        flops=Polynomial((0, 10**9)),
+        bytes=StageBytes(held=Polynomial.in_b(0, 5 * MIB), working=Polynomial.in_b(0, MIB)),
+        flops=Polynomial.in_b(0, 10**9),
         fixed=StageSeconds(seconds / 9, seconds / 9, seconds / 9),
-        sent=Polynomial() if is_last else Polynomial((0, MIB)),
+        sent=Polynomial() if is_last else Polynomial.in_b(0, MIB),
         modules=modules,
         shares=tuple(weight / sum(weights) for weight in weights),
     )
@@ -86,7 +86,7 @@ def portals_between(stages: int, number: int, *, seed: int = 0) -> tuple[Portal,
         source, target = sorted(draw.sample(range(stages), 2))
         while target - source < 2:
             source, target = sorted(draw.sample(range(stages), 2))
-        size = Polynomial((0, int(10 ** draw.uniform(3, 7))))
+        size = Polynomial.in_b(0, int(10 ** draw.uniform(3, 7)))
         found.append(Portal(f"features_{k}_norm", source, target, size(4), size, f"model.py:{k}"))
     return tuple(found)
 
@@ -94,7 +94,7 @@ def portals_between(stages: int, number: int, *, seed: int = 0) -> tuple[Portal,
 def dense_portals(stages: int) -> tuple[Portal, ...]:
     """As in a DenseNet: every stage uses what all before it made."""
     return tuple(
-        Portal(f"layer_{source}", source, target, MIB, Polynomial((0, MIB // 4)), "dense.py:7")
+        Portal(f"layer_{source}", source, target, MIB, Polynomial.in_b(0, MIB // 4), "dense.py:7")
         for source in range(stages)
         for target in range(source + 2, stages)
     )

@@ -32,7 +32,7 @@ def make_plan(
                 activation_bytes=4 * MIB,
                 sent_bytes=MIB if j < stages - 1 else 0,
                 state_bytes=10 * MIB,
-                bytes=StageBytes(Polynomial((MIB,)) if j else ZERO, Polynomial((0, 2 * MIB))),
+                bytes=StageBytes(Polynomial.in_b(MIB) if j else ZERO, Polynomial.in_b(0, 2 * MIB)),
             )
             for j in range(stages)
         ),

@@ -25,7 +25,7 @@ def line_of(text: str) -> str:
 
 
 def test_portals_say_how_large_they_are_and_where_they_are_made() -> None:
-    size = Polynomial((0, 5 * 16 * 4))
+    size = Polynomial.in_b(0, 5 * 16 * 4)
     assert skipping().portals == (
         Portal("embed", 0, 3, size(2), size, line_of("self.embed(ids)")),
         Portal("relu", 1, 3, size(2), size, line_of("self.a(x)")),
@@ -111,18 +111,18 @@ def test_the_heaviest_node_bounds_the_balance() -> None:
 
 def test_a_stage_that_recomputes_keeps_all_that_it_was_given() -> None:
     """Its backward needs a part of that; R needs the rest again."""
-    sizes = StageBytes(received=Polynomial((1, 2)), again=Polynomial((10,)), portals=Polynomial((1,)))
-    assert sizes.kept(recomputes=False) == Polynomial((1, 2))
-    assert sizes.kept(recomputes=True) == Polynomial((11, 2))
-    sizes = StageBytes(portals=Polynomial((1,)), portals_again=Polynomial((0, 4)))
-    assert sizes.through_portals(recomputes=False) == Polynomial((1,))
-    assert sizes.through_portals(recomputes=True) == Polynomial((1, 4))
+    sizes = StageBytes(received=Polynomial.in_b(1, 2), again=Polynomial.in_b(10), portals=Polynomial.in_b(1))
+    assert sizes.kept(recomputes=False) == Polynomial.in_b(1, 2)
+    assert sizes.kept(recomputes=True) == Polynomial.in_b(11, 2)
+    sizes = StageBytes(portals=Polynomial.in_b(1), portals_again=Polynomial.in_b(0, 4))
+    assert sizes.through_portals(recomputes=False) == Polynomial.in_b(1)
+    assert sizes.through_portals(recomputes=True) == Polynomial.in_b(1, 4)
 
 
 def test_bytes_without_a_formula_grow_in_proportion() -> None:
     """As in a plan that was made by hand."""
     plan = skipping()
-    bare = replace(plan, portals=tuple(replace(portal, size=Polynomial(())) for portal in plan.portals))
+    bare = replace(plan, portals=tuple(replace(portal, size=Polynomial.in_b()) for portal in plan.portals))
     for before, after in zip(bare.portals, resize_plan(bare, 3 * plan.micro_batch).portals, strict=True):
         assert after.bytes == 3 * before.bytes
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from helpers.saved_bytes import Of, Pictures, counted, number, of_stages
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxpipe.profiling.formulas import fit_counts, fit_polynomial, output_bytes
+from fxpipe.profiling.formulas import output_bytes
 from fxpipe.profiling.memory import (
     GraphCounts,
     NodeCounts,
@@ -45,42 +44,6 @@ def by_name(counts: GraphCounts) -> dict[str, NodeCounts]:
 
 def total(counts: GraphCounts, field: str) -> sympy.Expr:
     return sympy.Add(*(getattr(found, field) for found in counts.nodes.values()))
-
-
-# -- formulas ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("coefficients", "sizes"),
-    [((7,), (3, 2)), ((0, 5), (8, 2, 3)), ((-2, 3), (1, 2, 4)), ((1, Fraction(-1, 2), Fraction(1, 2)), (8, 2, 3, 4))],
-)
-def test_polynomials_are_found_exactly(coefficients: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
-    def value(size: int) -> int:
-        return int(sum(c * size**k for k, c in enumerate(coefficients)))
-
-    counted = tuple((size, value(size)) for size in sizes)
-    assert fit_polynomial(counted) == coefficients
-    formula = fit_counts(counted, sizes[0], b)
-    assert [formula.subs(b, size) for size in range(1, 20)] == [value(size) for size in range(1, 20)]
-
-
-def test_polynomials_are_found_in_random_counts() -> None:
-    dice = random.Random(0)
-    for _ in range(300):
-        coefficients = [dice.randrange(-9, 9) for _ in range(dice.randrange(1, 4))]
-        sizes = dice.sample(range(1, 12), 4)
-        found = fit_polynomial([(s, sum(c * s**k for k, c in enumerate(coefficients))) for s in sizes])
-        while len(coefficients) > 1 and not coefficients[-1]:
-            coefficients.pop()
-        assert list(found) == coefficients
-
-
-@pytest.mark.parametrize("counted", [((4, 10),), ((4, 10), (2, 3), (3, 5)), ((4, 10), (2, 3), (3, 5), (5, 9))])
-def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tuple[int, int], ...]) -> None:
-    assert fit_polynomial(counted) is None
-    formula = fit_counts(counted, 4, b)
-    assert formula == sympy.Rational(5, 2) * b
-    assert fit_counts(((4, 0),), 4, b) == 0
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------

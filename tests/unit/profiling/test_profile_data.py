@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-from fractions import Fraction
 
 import pytest
 import sympy
@@ -14,94 +13,18 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._sympy.functions import FloorDiv
 
 import fxpipe
 from fxpipe.errors import ArgumentError, ArgumentTypeError, FileError
-from fxpipe.profiling.coefficients import coefficients_from_json, coefficients_of, coefficients_to_json, formula_of
 from fxpipe.profiling.profile_data import NodeCost, Profile, SavedStorage, Seconds, profile_for
+from fxpipe.utils.polynomial import Polynomial
 
 b = sympy.Symbol("b", integer=True, positive=True)
-
-numbers = st.one_of(st.integers(-(10**20), 10**20), st.fractions(max_denominator=10**6))
-polynomials = st.lists(numbers, max_size=6).map(tuple)
-
-
-def _trimmed(found):
-    while found and found[-1] == 0:
-        found = found[:-1]
-    return found
-
-
-# -- coefficients ----------------------------------------------------------------------------------------------------
-
-
-@given(polynomials)
-def test_coefficients_make_the_formula_that_they_are_of(given_ones):
-    assert coefficients_of(formula_of(given_ones, b), b) == _trimmed(given_ones)
-    assert coefficients_from_json(json.loads(json.dumps(coefficients_to_json(given_ones)))) == given_ones
-
-
-@pytest.mark.parametrize(
-    ("expression", "expected"),
-    [
-        (sympy.Integer(0), ()),
-        (100352 * b + 64, (64, 100352)),
-        (4 * b * (b - 1), (0, -4, 4)),
-        (b / 2, (0, Fraction(1, 2))),
-        (sympy.Float(0.5) * b, (0, Fraction(1, 2))),
-    ],
-)
-def test_coefficients_of_polynomials(expression, expected):
-    assert coefficients_of(expression, b) == expected
-
-
-ROUNDED = [
-    sympy.floor(b / 2),
-    4 * b - 2 * sympy.floor(b / 3),
-    sympy.ceiling(b / 3) * 8,
-    12 * FloorDiv(b + 1, 2) + 7,
-    b * FloorDiv(b, 2),
-    sympy.floor(b / 3) ** 2,
-    sympy.Max(b, 4) * 8,
-    sympy.Min(b, 100),
-    64 - sympy.Min(b, 4) + b,
-    sympy.Mod(b, 3) * 4,
-    9 - sympy.Mod(b, 3) * 4,
-]
-
-
-@pytest.mark.parametrize("expression", ROUNDED, ids=str)
-def test_what_is_no_polynomial_is_bounded_by_one(expression):
-    bound = formula_of(coefficients_of(expression, b), b)
-    for size in range(1, 200):
-        exact, kept = expression.subs(b, size), bound.subs(b, size)
-        assert exact <= kept
-        assert kept <= 4 * exact + 100 * size  # near enough to be of use
-
-
-@pytest.mark.parametrize(
-    "expression", [1 / b, sympy.sqrt(b), b * sympy.Symbol("u0"), b**30, sympy.nan, sympy.oo, (b - 3) * FloorDiv(b, 2)]
-)
-def test_a_formula_without_a_bound_is_refused(expression):
-    with pytest.raises(ArgumentError, match="cannot be saved"):
-        coefficients_of(expression, b)
-
-
-NO_COEFFICIENTS = [1, "1", None, {}, [1.0], [True], ["1"], [[1]], [None], [1] * 99, [10**100]]
-NO_FRACTIONS = ["1/0", "1/-2", "__import__('os')/1", "1/2/3", "1" * 5000 + "/1", "²/1", " 1/2", "1/2\n"]
-
-
-@pytest.mark.parametrize("values", [*NO_COEFFICIENTS, *([text] for text in NO_FRACTIONS)], ids=lambda x: str(x)[:20])
-def test_what_is_no_coefficient_is_refused(values):
-    with pytest.raises(ArgumentError, match="expected a"):
-        coefficients_from_json(values)
-
 
 # -- round trips -----------------------------------------------------------------------------------------------------
 
 seconds = st.builds(Seconds, st.floats(0, 1e6), st.floats(0, 1e6))
-sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: formula_of(found, b))
+sizes = st.lists(st.integers(0, 10**15), max_size=3).map(lambda found: Polynomial.in_b(*found).formula)
 names = st.text(max_size=10)
 
 

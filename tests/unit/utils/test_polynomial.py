@@ -1,10 +1,13 @@
-"""Polynomials in the micro-batch size: their values, sums and products, and the formulas that they print."""
+"""Polynomials in sizes: values, sums and products, what they print, files, and those through what was counted."""
 
 from __future__ import annotations
 
 import doctest
+import json
 import math
+import random
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import sympy
@@ -12,39 +15,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fxpipe.utils.polynomial
-from fxpipe.utils.polynomial import ZERO, Polynomial, polynomial_of
+from fxpipe.errors import ArgumentError
+from fxpipe.utils.polynomial import ZERO, Polynomial, fit_counts, polynomial_through
 
-whole = st.integers(-(10**9), 10**9)
-halves = st.integers(-(10**6), 10**6).map(lambda number: number / 2)
-polynomials = st.lists(st.one_of(whole, halves), max_size=4).map(polynomial_of)
-sizes = st.integers(1, 1000)
+numbers = st.one_of(st.integers(-(10**20), 10**20), st.fractions(max_denominator=10**6))
+in_b = st.lists(numbers, max_size=6).map(lambda coefficients: Polynomial.in_b(*coefficients))
+powers = st.dictionaries(st.sampled_from(["b", "s", "height"]), st.integers(1, 4))
+anywhere = st.lists(st.tuples(powers, numbers), max_size=4).map(
+    lambda terms: Polynomial.of({tuple(names.items()): number for names, number in terms})
+)
+polynomials = st.one_of(in_b, anywhere)
+sizes = st.fixed_dictionaries({name: st.integers(1, 1000) for name in ("b", "s", "height")})
 
 
-def exact(one: Polynomial, b: int) -> Fraction:
-    return sum((Fraction(c) * b**power for power, c in enumerate(one.coefficients)), Fraction(0))
+def exact(one: Polynomial, at: dict[str, int]) -> Fraction:
+    return sum((Fraction(c) * math.prod(at[name] ** p for name, p in names) for names, c in one.terms), Fraction(0))
 
 
 @given(polynomials, sizes)
-def test_a_value_is_rounded_up(one: Polynomial, b: int) -> None:
-    assert one(b) == math.ceil(exact(one, b))
-    assert type(one(b)) is int
+def test_a_value_is_rounded_up(one: Polynomial, at: dict[str, int]) -> None:
+    assert one(**at) == math.ceil(exact(one, at))
+    assert type(one(**at)) is int
+
+
+def test_a_size_that_is_missing_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"4\*b\*s depends on the size 's': give it, as in s=128"):
+        Polynomial.of({(("b", 1), ("s", 1)): 4})(8)
 
 
 @given(polynomials, polynomials, st.integers(0, 64), sizes)
-def test_sums_and_products_are_those_of_the_values(one: Polynomial, other: Polynomial, number: int, b: int) -> None:
-    assert exact(one + other, b) == exact(one, b) + exact(other, b)
-    assert exact(one * number, b) == number * exact(one, b)
-    assert exact(one + ZERO, b) == exact(one, b)
+def test_sums_and_products_are_those_of_the_values(
+    one: Polynomial, other: Polynomial, number: int, at: dict[str, int]
+) -> None:
+    assert exact(one + other, at) == exact(one, at) + exact(other, at)
+    assert exact(one * number, at) == number * exact(one, at)
+    assert one + ZERO == one
+    assert one + one * -1 == ZERO
+    assert one + other == other + one
 
 
 @given(polynomials, sizes)
-def test_the_formula_and_the_text_say_the_same(one: Polynomial, b: int) -> None:
-    symbol = sympy.Symbol("b", integer=True, positive=True)
-    assert one.formula.free_symbols <= {symbol}
-    assert Fraction(str(one.formula.subs(symbol, b))) == exact(one, b)
+def test_the_formula_and_the_text_say_the_same(one: Polynomial, at: dict[str, int]) -> None:
+    symbols = {sympy.Symbol(name, integer=True, positive=True): size for name, size in at.items()}
+    assert one.formula.free_symbols <= symbols.keys()
+    assert Fraction(str(one.formula.subs(symbols))) == exact(one, at)
     # Not more than six digits of what is not whole are printed.
-    if all(isinstance(c, int) for c in one.coefficients):
-        assert eval(str(one), {"b": b}) == one(b)
+    if all(isinstance(c, int) for _, c in one.terms):
+        assert eval(str(one), dict(at)) == one(**at)
 
 
 @pytest.mark.parametrize(
@@ -62,14 +79,71 @@ def test_the_formula_and_the_text_say_the_same(one: Polynomial, b: int) -> None:
     ],
 )
 def test_it_prints_as_a_person_would_write_it(coefficients: tuple[float, ...], text: str) -> None:
-    assert str(Polynomial(coefficients)) == text
+    assert str(Polynomial.in_b(*coefficients)) == text
 
 
-def test_numbers_of_any_kind_become_plain_ones_and_zeros_at_the_end_go() -> None:
-    found = polynomial_of([Fraction(4), sympy.Integer(3), Fraction(1, 2), 0, 0.0])
-    assert found == Polynomial((4, 3, 0.5))
-    assert [type(c) for c in found.coefficients] == [int, int, float]
-    assert polynomial_of([0, 0]) == ZERO
+def test_equal_ones_are_equal_however_they_are_made() -> None:
+    assert Polynomial.in_b(Fraction(4), sympy.Integer(3), 0.5, 0.0) == Polynomial.in_b(4, 3, Fraction(1, 2))
+    assert [type(c) for _, c in Polynomial.in_b(Fraction(4), 0.5).terms] == [int, Fraction]
+    assert Polynomial.in_b(0, 0) == ZERO
+    assert not ZERO
+    assert Polynomial.of({(("s", 1), ("b", 2)): 1}) == Polynomial.of({(("b", 2), ("s", 1)): 1})
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@given(polynomials)
+def test_what_is_read_is_what_was_written(one: Polynomial) -> None:
+    assert Polynomial.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def test_plans_of_before_are_read() -> None:
+    assert Polynomial.from_json({"coefficients": [64, 0.5]}) == Polynomial.in_b(64, Fraction(1, 2))
+
+
+NO_COEFFICIENTS = [1, "1", None, {}, [1.0], [True], ["1"], [[1]], [None], [1] * 99, [10**100], {"coefficients": 1}]
+NO_FRACTIONS = ["1/0", "1/-2", "__import__('os')/1", "1/2/3", "1" * 5000 + "/1", "²/1", " 1/2", "1/2\n"]
+NO_TERMS = [[[1, {"b": 0}]], [[1, {"b": 99}]], [[1, {"b*c": 1}]], [[1, {"b": True}]], [[1.5, {"b": 1}]], [[1, {}], 2]]
+NOT_FINITE = [{"coefficients": [float("nan")]}, {"coefficients": [float("inf")]}]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [*NO_COEFFICIENTS, *([text] for text in NO_FRACTIONS), *NO_TERMS, *NOT_FINITE],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_no_polynomial_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError, match="expected a"):
+        Polynomial.from_json(value)
+
+
+# -- through what was counted ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "at"),
+    [((7,), (3, 2)), ((0, 5), (8, 2, 3)), ((-2, 3), (1, 2, 4)), ((1, Fraction(-1, 2), Fraction(1, 2)), (8, 2, 3, 4))],
+)
+def test_polynomials_are_found_exactly(coefficients: tuple[Any, ...], at: tuple[int, ...]) -> None:
+    one = Polynomial.in_b(*coefficients)
+    counted = tuple((size, one(size)) for size in at)
+    assert polynomial_through(counted) == one
+    assert fit_counts(counted, at[0]) == one
+
+
+def test_polynomials_are_found_in_random_counts() -> None:
+    dice = random.Random(0)
+    for _ in range(300):
+        one = Polynomial.in_b(*(dice.randrange(-9, 9) for _ in range(dice.randrange(1, 4))))
+        assert polynomial_through([(size, one(size)) for size in dice.sample(range(1, 12), 4)]) == one
+
+
+@pytest.mark.parametrize("counted", [((4, 10),), ((4, 10), (2, 3), (3, 5)), ((4, 10), (2, 3), (3, 5), (5, 9))])
+def test_what_is_no_polynomial_is_right_where_it_was_counted(counted: tuple[tuple[int, int], ...]) -> None:
+    assert polynomial_through(counted) is None
+    assert fit_counts(counted, 4) == Polynomial.in_b(0, Fraction(5, 2))
+    assert fit_counts(((4, 0),), 4) == ZERO
 
 
 def test_examples_in_the_text_are_true() -> None:
