@@ -16,8 +16,7 @@ way follows at once, over the same graph:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -27,14 +26,12 @@ from torch import fx
 
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
+from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_devices import set_node_device
-from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
-from fxpipe.utils.locks import cancellation_point
 
 WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
-_NOTE_PREFIX = "fxpipe: while measuring "
 _SUM_SAMPLES = 5  # samples of how long it takes to add gradients of one kind
 
 
@@ -107,7 +104,7 @@ class BackwardQueue:
 
     def _one(self, waiting: PendingBackward, like: list[torch.Tensor]) -> None:
         ones = [_ones_with_stride(t, self._strides.get(_memory_location(t))) for t in like]
-        with naming_node(waiting.node):
+        with naming_node(waiting.node, "measuring"):
             seconds, gradients = self.clock.backward_seconds(
                 waiting.ends, waiting.starts, ones, waiting.totals, keeps_graph=waiting.then is not None
             )
@@ -149,18 +146,6 @@ def _ones_with_stride(like: torch.Tensor, stride: tuple[int, ...] | None) -> tor
         return torch.ones_like(like)
     size = 1 + sum((n - 1) * s for n, s in zip(like.shape, stride, strict=True)) if like.numel() else 0
     return torch.ones(size, dtype=like.dtype, device=like.device).as_strided(like.shape, stride)
-
-
-@contextlib.contextmanager
-def naming_node(node: fx.Node) -> Iterator[None]:
-    """Notes the node on what is raised in this block."""
-    cancellation_point()
-    try:
-        yield
-    except Exception as error:
-        if not any(note.startswith(_NOTE_PREFIX) for note in getattr(error, "__notes__", ())):
-            error.add_note(f"{_NOTE_PREFIX}{node.name} ({info(node).source})")
-        raise
 
 
 # -- Calls of nodes, ready to be timed: nothing but the function itself runs between two looks at the clock ----------

@@ -52,7 +52,6 @@ from fxpipe.profiling.backward_timing import (
     NodeCall,
     PendingBackward,
     calls_on,
-    naming_node,
 )
 from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.flops import NodeOperations
@@ -69,6 +68,7 @@ from fxpipe.profiling.node_kinds import (
     timing_kind,
 )
 from fxpipe.tracing.fake_tensors import fake_if_active
+from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -159,11 +159,9 @@ class TimingRounds:
         stop = max((p + 1 for p, n in enumerate(nodes) if n not in self.kind or n in self._chosen), default=0)
         try:
             for place, node in enumerate(nodes[:stop]):
-                with naming_node(node):
+                with naming_node(node, "measuring"):
                     self._visit(node, place)
-                for used in (*node.all_input_nodes, node):
-                    if self.effects.last[used] <= place:
-                        self.values.pop(used, None)
+                self.effects.drop_unused(node, self.values)
                 self.step()
             self._back.go()
         finally:

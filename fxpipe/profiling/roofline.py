@@ -37,8 +37,9 @@ from fxpipe.hardware import Hardware
 from fxpipe.profiling.flops import NodeOperations, OperationCounts, operation_flops
 from fxpipe.profiling.node_timing import NodeTiming
 from fxpipe.tracing.fake_tensors import fake_if_active, in_fake_mode, is_faked, with_fake_tensors
+from fxpipe.tracing.interpreter import naming_node, run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
-from fxpipe.tracing.node_info import info, state_of
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache
 from fxpipe.tracing.tensors import storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
@@ -120,17 +121,10 @@ class _EstimateRun:
         self._hold()
         timings = {}
         for place, node in enumerate(self.effects.nodes):
-            try:
+            with naming_node(node, "estimating"):
                 timings[node] = self._visit(node, place)
-            except ChangedInPlaceError:
-                raise
-            except Exception as error:
-                error.add_note(f"fxpipe: while estimating {node.name} ({info(node).source})")
-                raise
             if self.cache is None:  # else values are few, and their ids are their names
-                for used in (*node.all_input_nodes, node):
-                    if self.effects.last[used] <= place:
-                        self.values.pop(used, None)
+                self.effects.drop_unused(node, self.values)
             self.step()
         return timings
 
@@ -174,9 +168,7 @@ class _EstimateRun:
     def _value(self, node: fx.Node, key: Hashable | None) -> _Value:
         value = self.cache.known(key) if self.cache is not None else None
         if value is None:
-            with set_thread_state(state_of(node)), torch.no_grad():
-                value = call_node(node, self.values.__getitem__)
-            value = _map_tensors(torch.Tensor.detach, value)
+            value = _map_tensors(torch.Tensor.detach, run_node_without_grad(node, self.values))
             if self.cache is not None:
                 self.cache.keep(node, key, value, self.values)
         return value

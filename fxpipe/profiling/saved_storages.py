@@ -32,6 +32,7 @@ from fxpipe.profiling.node_kinds import NodeKinds
 from fxpipe.profiling.probe import Probe, probe_node
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.forward_rng import DrawStream
+from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError
@@ -148,12 +149,8 @@ class _StorageObserver:
         place = self.effects.place
         last = {n: max((place[u] for u in n.users if u in place), default=-1) for n in self.traced.graph.nodes}
         for at, node in enumerate(self.effects.nodes):
-            try:
-                with self.products.at(node):
-                    self._visit(node, at)
-            except Exception as error:
-                error.add_note(f"fxpipe: while looking at what {node.name} saves ({info(node).source})")
-                raise
+            with naming_node(node, "looking at what is saved by"), self.products.at(node):
+                self._visit(node, at)
             for used in (*node.all_input_nodes, node):
                 if last[used] <= at:
                     self._release(used)

@@ -20,14 +20,13 @@ import sympy
 import torch
 from torch import fx
 
-from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
-from fxpipe.tracing.interpreter import NodeValues, run_nodes
+from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_devices import set_node_device
 from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, state_of, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
-from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
 
 # -- Values that only the stages know: forward has read them, and its graph holds where they are the same ------------
@@ -121,10 +120,9 @@ class Guards:
             return attribute_tensor(traced, node).detach().to("cpu", copy=writes)
 
         def work(node: fx.Node, values: NodeValues) -> Any:
-            with set_thread_state(state_of(node)), torch.no_grad():
-                if info(node).is_scalar_draw:
-                    return draws.take(lambda: call_node(node, values.__getitem__))
-                return call_node(node, values.__getitem__)
+            if info(node).is_scalar_draw:
+                return draws.take(lambda: run_node_without_grad(node, values))
+            return run_node_without_grad(node, values)
 
         try:
             for node in run_nodes(self.program, values, given, attribute, work):

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpipe._torch.thread_state import set_thread_state
-from fxpipe.tracing.interpreter import NodeValues, run_all_nodes
+from fxpipe.tracing.interpreter import run_all_nodes, run_node_without_grad
 from fxpipe.tracing.node_devices import set_node_device
-from fxpipe.tracing.node_info import info, state_of, update_info
+from fxpipe.tracing.node_info import info, update_info
 from fxpipe.tracing.shapes.batch_reductions import dependencies_of
-from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
+from fxpipe.tracing.traced import Traced, attribute_tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +60,7 @@ class InputPieces:
         def attribute(node: fx.Node) -> torch.Tensor:
             return attribute_tensor(self.traced, node).detach().to(self.device)
 
-        def work(node: fx.Node, values: NodeValues) -> Any:
-            with set_thread_state(state_of(node)), torch.no_grad():
-                return call_node(node, values.__getitem__)
-
         if not self.pieces:
             return {}
-        values = run_all_nodes(self.program, given, attribute, work)
+        values = run_all_nodes(self.program, given, attribute, run_node_without_grad)
         return {place: values[node] for place, node in self.pieces.items()}

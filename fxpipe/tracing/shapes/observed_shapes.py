@@ -190,7 +190,6 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> di
     """Runs the graph and observes each node, up to where it raises; if that is before `wanted`, raises as well."""
     seen: dict[fx.Node, Any] = {}
     values: NodeValues = {}
-    last = {source: node for node in traced.graph.nodes for source in node.all_input_nodes}
 
     def given(node: fx.Node) -> Any:
         return copy_of_input(sample[traced.place_of(node)])
@@ -202,12 +201,9 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> di
 
     with preserve_state(traced.model):
         try:
-            for node in run_nodes(traced.graph.nodes, values, given, attribute, run_node):
+            for node in run_nodes(traced.graph.nodes, values, given, attribute, run_node, keep=()):
                 if node.op in CALL_OPS:
                     seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
-                for source in node.all_input_nodes:
-                    if last[source] is node:
-                        del values[source]
         except Exception:
             if wanted not in seen:
                 raise

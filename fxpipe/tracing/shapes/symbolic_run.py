@@ -25,15 +25,15 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
-from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import TraceError
+from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
-from fxpipe.tracing.node_info import info, opaque_call_of, state_of, value_read_of
+from fxpipe.tracing.node_info import info, opaque_call_of, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache, function_key, tensor_key
 from fxpipe.tracing.shapes.observed_shapes import Observation, observe_shapes
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, call_node
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.utils.progress import progress
 
 
@@ -248,8 +248,7 @@ class _Attempt:
     def _fake(self, node: fx.Node) -> Any:
         before = len(self.env.replacements), len(self.env.guards)
         try:
-            with set_thread_state(state_of(node)), torch.no_grad():
-                value = call_node(node, self.made.__getitem__)
+            value = run_node_without_grad(node, self.made)
         except Exception as error:
             self.known.distrust(node, error)
             if isinstance(error, GuardOnDataDependentSymNode):

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import DecisionError
-from fxpipe.tracing.interpreter import NodeValues, last_uses, run_nodes
+from fxpipe.tracing.interpreter import NodeValues, run_nodes
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
@@ -62,7 +62,6 @@ def run_deterministically(
     """
     left_out = {traced.results[place][0] for place in asked} - {*asked.values()}
     nodes = [node for node in traced.graph.nodes if node not in left_out]
-    last = last_uses(nodes, asked.values())
     # Python that runs as it is may ask for gradients inside; nothing else does.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
@@ -82,9 +81,8 @@ def run_deterministically(
         return value
 
     values: NodeValues = {}
-    for node in run_nodes(nodes, values, given, attribute, work):
-        for used in last.get(node, ()):
-            del values[used]
+    for _ in run_nodes(nodes, values, given, attribute, work, keep=asked.values()):
+        pass
     return {place: values[node] for place, node in asked.items()}
 
 

@@ -28,7 +28,6 @@ from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import (
     NodeValues,
     copy_as_leaf,
-    last_uses,
     output_values,
     run_node,
     run_nodes,
@@ -64,6 +63,12 @@ class Effects:
         """The placeholders that some node writes to."""
         written = set[int]().union(*self.written_classes)
         return [node for node, place in self.place.items() if place < 0 and self.alias[node] in written]
+
+    def drop_unused(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        """Drops the values that neither a node behind this one nor the caller of the graph needs."""
+        for used in (*node.all_input_nodes, node):
+            if self.last[used] <= self.place[node]:
+                values.pop(used, None)
 
 
 @dataclass(slots=True)
@@ -136,18 +141,14 @@ def observe_run(
         return value
 
     nodes = [*traced.graph.nodes]
-    last = last_uses(
-        nodes, [n for n in (*traced.outputs, *traced.pieces, *traced.assigned.values()) if isinstance(n, fx.Node)]
-    )
+    ends = [n for n in (*traced.outputs, *traced.pieces, *traced.assigned.values()) if isinstance(n, fx.Node)]
     with progress("checking", len(nodes) - 1) as step:
-        for node in run_nodes(nodes, values, given, attribute, work):
+        for node in run_nodes(nodes, values, given, attribute, work, ends):
             tensors = list(tensors_in(values[node]))
             seen.storages[node] = list(map(storages.name, tensors))
             if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
                 del seen.storages[node][1:]  # and need not share memory
             seen.requires_grad[node] = any(t.requires_grad for t in tensors)
-            for used in last.get(node, ()):
-                del values[used]
             step()
     after = {str(n.target): t for n, t in buffers.values()}
     after |= {name: values[n] for name, n in traced.assigned.items()}

@@ -362,4 +362,4 @@ def test_an_error_of_a_node_names_it() -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
     with pytest.raises(RuntimeError) as raised:
         counted(traced, [torch.randn(2, 5)], 2)
-    assert "what linear saves" in raised.value.__notes__[0]
+    assert "saved by linear" in raised.value.__notes__[0]

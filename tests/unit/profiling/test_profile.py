@@ -838,7 +838,7 @@ def test_error_of_a_node_names_it() -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
     with pytest.raises(RuntimeError) as raised:
         profile(traced, (torch.randn(2, 5),))
-    assert "while looking at what linear saves" in raised.value.__notes__[0]
+    assert "while looking at what is saved by linear" in raised.value.__notes__[0]
 
 
 def test_a_long_node_runs_forward_once() -> None:

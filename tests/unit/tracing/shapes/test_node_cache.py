@@ -23,12 +23,12 @@ def runs(monkeypatch) -> list[str]:
     """Names of the nodes that were run on fake tensors."""
     names: list[str] = []
 
-    def counted(node: fx.Node, value_of: Any) -> Any:
+    def counted(node: fx.Node, values: Any) -> Any:
         names.append(node.name)
-        return call(node, value_of)
+        return run(node, values)
 
-    call = symbolic_run.call_node
-    monkeypatch.setattr(symbolic_run, "call_node", counted)
+    run = symbolic_run.run_node_without_grad
+    monkeypatch.setattr(symbolic_run, "run_node_without_grad", counted)
     return names
 
 
