@@ -902,7 +902,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/graph_break.py",
-        "                    given[place] = given[place].clone()",
+        "                    own[place] = own[place].clone()",
         "                    pass",
         (
             "behaviour/test_continuation.py::test_a_buffer_that_some_step_writes_to_between_the_blocks"
@@ -971,7 +971,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/record/lazy_state.py",
-        "    _remove_items(made, before)\n    if is_once",
+        "    _remove_items(items, before)\n    if is_once",
         "    if is_once",
         "behaviour/test_lazy_state.py::test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right",
     ),

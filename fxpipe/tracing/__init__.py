@@ -181,13 +181,13 @@ def trace_unverified(
     assert traced.recording_options is not None
     model = traced.model
     with mute_repeated_prints(is_first_run=False), show_progress(False), _ready_to_record(model):
-        found = record_with_options(traced.recording_options, model, args, kwargs, traced.seed)
-        refuse_unguardable(found)
-        if found.signature == traced.signature and found.out_spec == traced.out_spec and not traced.untold:
-            return found
-        add_shapes(found, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
-        refuse_unguardable(found)
-        return found
+        recording = record_with_options(traced.recording_options, model, args, kwargs, traced.seed)
+        refuse_unguardable(recording)
+        if recording.signature == traced.signature and recording.out_spec == traced.out_spec and not traced.untold:
+            return recording
+        add_shapes(recording, input_leaves(model, args, kwargs)[2], in_dims, out_dims)
+        refuse_unguardable(recording)
+        return recording
 
 
 @contextlib.contextmanager
@@ -217,8 +217,8 @@ def _trace_with_lazy_state(
         error = None
     except MakesState as refusal:
         error = refusal
-    made = make_lazy_state(model, args, kwargs, in_dims)
-    if made is None and error is not None:
+    lazy_state = make_lazy_state(model, args, kwargs, in_dims)
+    if lazy_state is None and error is not None:
         raise error
     try:
         traced = find()
@@ -229,10 +229,10 @@ def _trace_with_lazy_state(
                 is_final=True,
             )
     except Exception:
-        if made is not None:
-            made.remove()
+        if lazy_state is not None:
+            lazy_state.remove()
         raise
-    traced.attributes_read += () if made is None else made.attributes
+    traced.attributes_read += () if lazy_state is None else lazy_state.attributes
     return traced
 
 

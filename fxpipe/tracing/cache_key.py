@@ -40,7 +40,7 @@ class TensorGuard:
 
 
 def tensors_match(attributes: Sequence[TensorGuard]) -> bool:
-    """Are they, and still different tensors? Ties made later are other ones."""
+    """Returns whether they hold, and are still different tensors; a tie made later is another model."""
     apart = len({id(a.store.get(a.key)) for a in attributes}) == len(attributes)
     return apart and all(attribute.holds() for attribute in attributes)
 
@@ -51,11 +51,11 @@ def requires_grad_flags(model: nn.Module) -> tuple[bool, ...]:
 
 
 def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuard, ...]:
-    """Those of these names that the model holds."""
+    """Returns a guard for each of these names that the model holds."""
     wanted = set(names)
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}
-    found = slots_of(model)
-    for slot, tensor in found.items():
+    slots = slots_of(model)
+    for slot, tensor in slots.items():
         places.setdefault(id(tensor), []).append((slot.store(model), slot.key))
     return tuple(
         TensorGuard(
@@ -65,7 +65,7 @@ def tensor_guards_of(model: nn.Module, names: Iterable[str]) -> tuple[TensorGuar
             tensor.dtype,
             tuple((s, k) for s, k in places[id(tensor)] if s is not slot.store(model) or k != slot.key),
         )
-        for slot, tensor in found.items()
+        for slot, tensor in slots.items()
         if slot.name in wanted
     )
 

@@ -45,7 +45,7 @@ class ModelFakeMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)  # numpy's, and those of libraries
         self.device = device  # of what has none
         self.drawn = 0  # how often a random function has run
-        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id -> the tensor, and what stands for it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and not draws_nothing(schema_of(func), args, kwargs or {}):
@@ -56,9 +56,9 @@ class ModelFakeMode(FakeTensorMode):
         """Returns the fake tensor that stands for a tensor: always the same object."""
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self:
             return tensor
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = tensor, self._make(tensor)
-        return self._made[id(tensor)][1]
+        if id(tensor) not in self._fakes:
+            self._fakes[id(tensor)] = tensor, self._make(tensor)
+        return self._fakes[id(tensor)][1]
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         bare = tensor.detach()
@@ -78,8 +78,8 @@ _current = _Current()
 
 def names_without_values(model: nn.Module) -> list[str]:
     """Names of the model's tensors that have none."""
-    found = (*((slot.name, t) for slot, t in slots_of(model).items()), *container_tensors(model).items())
-    return [name for name, tensor in found if not has_values(tensor)]
+    tensors = (*((slot.name, t) for slot, t in slots_of(model).items()), *container_tensors(model).items())
+    return [name for name, tensor in tensors if not has_values(tensor)]
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def in_fake_mode() -> contextlib.AbstractContextManager[object]:
 
 
 def is_faked() -> bool:
-    """Is this in a block of `with_fake_tensors`, and are tensors fake?"""
+    """Returns whether this is in a block of `with_fake_tensors` in which tensors are fake."""
     return _current.mode is not None
 
 
@@ -136,16 +136,19 @@ def fake_if_active(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def draws_nothing(schema: torch.FunctionSchema, args: Any, kwargs: Any) -> bool:
-    """Do the arguments of a random function say that it shall draw nothing: no dropout, no training?"""
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    """Returns whether the arguments of a random function make it draw nothing: no dropout, no training."""
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     names = {argument.name for argument in schema.arguments}
     if "dropout_p" in names:
-        return bool(given.get("dropout_p", 0.0) == 0)
+        return bool(arguments.get("dropout_p", 0.0) == 0)
     if names.isdisjoint(("train", "training")):
         return False
-    if given.get("num_layers") == 1:  # dropout is between the layers of an RNN
+    if arguments.get("num_layers") == 1:  # dropout is between the layers of an RNN
         return True
-    return not given.get("train", given.get("training", False)) or 0 in (given.get("p"), given.get("dropout"))
+    return not arguments.get("train", arguments.get("training", False)) or 0 in (
+        arguments.get("p"),
+        arguments.get("dropout"),
+    )
 
 
 def _is_plain_meta(tensor: torch.Tensor) -> bool:

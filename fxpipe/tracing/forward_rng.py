@@ -48,7 +48,7 @@ class DrawStream:
 
 
 def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Is this random result a draw?"""
+    """Returns whether this random result is a draw."""
     return (
         isinstance(result, torch.Tensor)
         and result.numel() == 1
@@ -60,12 +60,12 @@ def is_scalar_draw(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -
 class DrawFromStream(TorchFunctionMode):
     """A model that runs under this mode takes its draws from the stream, as it does while it is recorded.
 
-    `lots`: of each draw in turn, is it one of the stream? Those inside of what is one node are not.
+    `draws_from_stream`: of each draw in turn, is it one of the stream? Those inside of what is one node are not.
     """
 
-    def __init__(self, draws: DrawStream, lots: Sequence[bool]):
+    def __init__(self, draws: DrawStream, draws_from_stream: Sequence[bool]):
         super().__init__()
-        self.draws, self.draws_from_stream = draws, iter(lots)
+        self.draws, self.draws_from_stream = draws, iter(draws_from_stream)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -103,7 +103,7 @@ _VALUE_DEPENDENT = frozenset("rrelu rrelu_ poisson binomial lstm gru rnn_tanh rn
 
 
 def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Would this call, which has drawn nothing, draw on other values or sizes?
+    """Returns whether this call, which has drawn nothing, might draw for other values or sizes.
 
     An expert that no token goes to has an empty input, and its dropout draws nothing; `randperm(1)` does not either.
     """
@@ -114,9 +114,9 @@ def might_draw(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     if name not in _VALUE_DEPENDENT and all(t.numel() > 1 for t in tensors_in((args, kwargs, result))):
         return False
     if (switch := _training_signature(function)) is not None:
-        given = switch.bind(*args, **kwargs)
-        given.apply_defaults()
-        of = given.arguments
+        bound = switch.bind(*args, **kwargs)
+        bound.apply_defaults()
+        of = bound.arguments
         return bool(of["training"]) and 0 not in (of.get("p"), of.get("dropout_p"))
     fitting = [s for s in schemas if len(args) <= len(s.arguments)]
     return bool(fitting) and not all(draws_nothing(s, args, kwargs) for s in fitting)
@@ -162,7 +162,7 @@ class OwnGenerators:
         self._before = [(name, dice, _generator_state(dice)) for name, dice in _generators_of(model)]
 
     def drawn_from(self) -> list[str]:
-        """Names of those that have been drawn from since."""
+        """Returns the names of the generators that have been drawn from since."""
         return [
             name
             for name, dice, before in self._before
@@ -170,7 +170,7 @@ class OwnGenerators:
         ]
 
     def restore(self) -> None:
-        """All stand again where they stood."""
+        """Puts all generators back to where they stood."""
         for _, dice, before in self._before:
             _set_generator_state(dice, before)
 
@@ -216,7 +216,7 @@ def _generators_in(name: str, value: Any, seen: set[int], depth: int = _MAX_DEPT
 
 
 def _is_own_generator(value: Any) -> bool:
-    """Is it a generator, not a global one, whose state can be seen?"""
+    """Returns whether it is a generator, not a global one, whose state can be read."""
     if isinstance(value, random.Random):
         return value is not random._inst and not isinstance(value, random.SystemRandom)
     if "numpy" not in sys.modules:

@@ -101,8 +101,8 @@ def _without_defaults(node: fx.Node, defaults: dict[str, Any]) -> tuple[list[Any
 def node_expression(node: fx.Node) -> str:
     """Formats what a working node computes as one would write it: without arguments that are the default."""
     defaults = {} if isinstance(node.target, str) else _defaults(node.target)
-    given, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
-    args = [_text(a) for a in given]
+    positional, named = _without_defaults(node, defaults) if node.op == "call_function" else (node.args, node.kwargs)
+    args = [_text(a) for a in positional]
     keywords = [f"{key}={_text(value)}" for key, value in named.items()]
     name = node.target if isinstance(node.target, str) else opname(node.target)
     if node.op == "call_method":

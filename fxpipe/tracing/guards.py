@@ -37,7 +37,7 @@ from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
 
 
 def is_same_value(have: Any, want: Any) -> bool:
-    """Equal, and nan equal to itself; arrays are compared as lists."""
+    """Returns whether two values are equal; nan is equal to itself, and arrays are compared as lists."""
     if isinstance(have, list) and isinstance(want, list):
         return len(have) == len(want) and all(map(is_same_value, have, want))
     return bool(type(have) is type(want) and (have == want or (have != have and want != want)))
@@ -107,13 +107,13 @@ class Guards:
     guards: tuple[Guard, ...] = ()
 
     def hold(self, traced: Traced, leaves: Sequence[Any], seed: int) -> bool:
-        """Are the answers for these inputs those of the recording? `seed` is that of the numbers drawn."""
+        """Returns whether the answers for these inputs are those of the recording; `seed` is that of its draws."""
         asked = {guard.node: guard for guard in self.guards}
         values: NodeValues = {}
         draws = DrawStream(seed)
         writes = any(_written_storages(node) for node in self.program)
 
-        def given(node: fx.Node) -> Any:
+        def placeholder(node: fx.Node) -> Any:
             return leaves[traced.place_of(node)].detach().to("cpu", copy=writes)
 
         def attribute(node: fx.Node) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Guards:
             return run_node_without_grad(node, values)
 
         try:
-            for node in run_nodes(self.program, values, given, attribute, work):
+            for node in run_nodes(self.program, values, placeholder, attribute, work):
                 if node in asked and not is_same_value(values[node], asked[node].expected):
                     return False
         except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
@@ -150,18 +150,18 @@ def refuse_unguardable(traced: Traced) -> None:
     _refuse_reads_before_python(traced)
     reads = _reads(traced)
     known = set[fx.Node]().union(*map(_dependencies_of_read, reads))
-    found = {read: error for read in reads if (error := _unguardable_error(traced, read, known)) is not None}
+    errors_of = {read: error for read in reads if (error := _unguardable_error(traced, read, known)) is not None}
 
     def may_be_compared(read: fx.Node, error: CannotRecord) -> bool:
         # What would raise for other values may as well be compared: nothing else is made of it.
         is_validation = value_read_of(read).is_validation
         return error.in_stages and (is_validation or (traced.checks_in_stages and not error.modules))
 
-    stopping = [read for read, error in found.items() if not may_be_compared(read, error)]
+    stopping = [read for read, error in errors_of.items() if not may_be_compared(read, error)]
     if not stopping:
-        add_expectations(list(found))
+        add_expectations(list(errors_of))
     else:
-        errors = [found[read] for read in stopping]
+        errors = [errors_of[read] for read in stopping]
         modules = frozenset[str]().union(*(e.modules for e in errors))
         raise CannotRecord(
             str(errors[0]), modules, in_stages=any(e.in_stages for e in errors), calls=_earliest_calls(traced, stopping)
@@ -181,7 +181,7 @@ def _refuse_reads_before_python(traced: Traced) -> None:
 
 
 def _earliest_calls(traced: Traced, reads: Iterable[fx.Node]) -> dict[str, int]:
-    """By path of a module the calls that it makes before the first of these."""
+    """Counts, by path of a module, the calls that it makes before the first of these."""
     earliest: dict[str, int] = {}
     for read in reads:
         path = info(read).module
@@ -235,10 +235,10 @@ def _size_function(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int
 
 def _written_storages(node: fx.Node) -> frozenset[int]:
     """The memory that a node was seen to write to. Batch norm does not raise the versions of its statistics."""
-    found = info(node).written_storages
+    storages = info(node).written_storages
     if node.target in NORM_FUNCTIONS:
-        found = found.union(*map(_storages, running_statistics(node)))
-    return found
+        storages = storages.union(*map(_storages, running_statistics(node)))
+    return storages
 
 
 def _storages(node: fx.Node) -> frozenset[int]:
@@ -272,7 +272,7 @@ def _source_names(traced: Traced, needed: set[fx.Node]) -> Iterator[str]:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Is it a size that is known without the values of tensors? Which ones are not is known after the symbolic run."""
+    """Returns whether it is a size that is known without the values of tensors, as the symbolic run tells."""
     return node.target in ("size", "stride") and not info(node).is_data_dependent
 
 
@@ -315,12 +315,12 @@ def _unguardable_error(traced: Traced, read: fx.Node, known: Collection[fx.Node]
 
 
 def _is_changed(attribute: fx.Node) -> bool:
-    """Does the graph write to this parameter or buffer?"""
+    """Returns whether the graph writes to this parameter or buffer."""
     return any(not _storages(attribute).isdisjoint(_written_storages(node)) for node in attribute.graph.nodes)
 
 
 def _only_decide(needed: Collection[fx.Node], known: Collection[fx.Node]) -> bool:
-    """Are all random numbers among these drawn only to be read? What a stage draws for itself is another number."""
+    """Returns whether all random numbers among these are only drawn to be read. A stage draws other ones for itself."""
     numbers = {n for n in needed if info(n).is_random}
     if not all(info(n).is_scalar_draw for n in numbers):
         return False

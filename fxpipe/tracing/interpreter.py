@@ -26,7 +26,7 @@ NodeValues = dict[fx.Node, Any]
 def run_nodes(
     nodes: Reversible[fx.Node],
     values: NodeValues,
-    given: Callable[[fx.Node], Any],
+    placeholder: Callable[[fx.Node], Any],
     attribute: Callable[[fx.Node], Any],
     work: Callable[[fx.Node, NodeValues], Any],
     keep: Iterable[fx.Node] | None = None,
@@ -36,7 +36,7 @@ def run_nodes(
     Args:
         nodes: of a graph, or some of them.
         values: what was made, by node; empty at the start.
-        given: the value of a placeholder.
+        placeholder: the value of a placeholder.
         attribute: the value of a `get_attr` node. Asked when its turn comes: what ran before may have changed it.
         work: the value of a working node, such as `run_node`.
         keep: nodes whose values are asked for in the end; others go when no node needs them any more. None: all stay.
@@ -44,7 +44,7 @@ def run_nodes(
     unused = {} if keep is None else _last_uses(nodes, keep)
     for node in nodes:
         if node.op == "placeholder":
-            values[node] = given(node)
+            values[node] = placeholder(node)
         elif node.op == "get_attr":
             values[node] = attribute(node)
         elif node.op in CALL_OPS:
@@ -57,25 +57,25 @@ def run_nodes(
 
 
 def _last_uses(nodes: Reversible[fx.Node], keep: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """By node: the values that no other needs after it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
+    """Returns by node the values that no other needs after it."""
+    uses: dict[fx.Node, list[fx.Node]] = {}
     seen = {*keep}
     for node in reversed(nodes):
         if node.op in CALL_OPS:
-            found[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
+            uses[node] = [n for n in (*node.all_input_nodes, node) if n not in seen]
             seen.update((*node.all_input_nodes, node))
-    return found
+    return uses
 
 
 def run_all_nodes(
     nodes: Reversible[fx.Node],
-    given: Callable[[fx.Node], Any],
+    placeholder: Callable[[fx.Node], Any],
     attribute: Callable[[fx.Node], Any],
     work: Callable[[fx.Node, NodeValues], Any],
 ) -> NodeValues:
     """Runs all nodes and returns their values; see `run_nodes`."""
     values: NodeValues = {}
-    for _ in run_nodes(nodes, values, given, attribute, work):
+    for _ in run_nodes(nodes, values, placeholder, attribute, work):
         pass
     return values
 

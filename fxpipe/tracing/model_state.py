@@ -53,13 +53,13 @@ class Slot:
 
 def slots_of(model: nn.Module) -> dict[Slot, torch.Tensor]:
     """Every tensor that a module of `model` holds by name: in each, parameters before buffers before attributes."""
-    found: dict[Slot, torch.Tensor] = {}
+    slots: dict[Slot, torch.Tensor] = {}
     for path, module in model.named_modules():
         for kind, store in zip(_KINDS, tensor_stores(module), strict=True):
             for key, value in store.items():
                 if isinstance(value, torch.Tensor):
-                    found[Slot(path, kind, key)] = value
-    return found
+                    slots[Slot(path, kind, key)] = value
+    return slots
 
 
 def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -72,12 +72,12 @@ def container_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 yield from search(item, f"{name}.{key}", depth - 1)
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         for key, value in module.__dict__.items():
             if key not in MODULE_DICT_KEYS and not isinstance(value, torch.Tensor):
-                found.update(search(value, f"{path}.{key}" if path else key, 3))
-    return found
+                tensors.update(search(value, f"{path}.{key}" if path else key, 3))
+    return tensors
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """`torch.equal`, of sparse tensors too, and with NaN equal to itself. Fake tensors have no values to differ in."""
+    """Returns whether tensors, sparse ones too, are equal, as NaN is to NaN. Fake ones have no values to differ in."""
     if isinstance(left, FakeTensor) or isinstance(right, FakeTensor):
         return True
     if left.layout != torch.strided:
@@ -143,7 +143,7 @@ def _containers_in(name: str, value: Any, depth: int = 3) -> Iterator[tuple[str,
 
 
 def _same_items(left: Any, right: Any) -> bool:
-    """Do two containers hold the same objects?"""
+    """Returns whether two containers hold the same objects."""
     if isinstance(left, dict):
         return list(left) == list(right) and all(left[key] is right[key] for key in left)
     if isinstance(left, set):
@@ -152,7 +152,7 @@ def _same_items(left: Any, right: Any) -> bool:
 
 
 def _differ_in_tensors(left: Any, right: Any) -> bool:
-    """Do two lists or dicts differ in nothing but which tensors they hold?"""
+    """Returns whether two lists or dicts differ in nothing but which tensors they hold."""
     if isinstance(left, dict):
         return list(left) == list(right) and _differ_in_tensors([*left.values()], [*right.values()])
     if not isinstance(left, list) or len(left) != len(right):
@@ -166,7 +166,7 @@ def _holds_only_computation(name: str, container: Any) -> bool:
 
 
 def _is_unchanged(before: Any, now: Any) -> bool:
-    """Is this the same attribute? Other tensors are no matter of a snapshot: they are outputs of the graph."""
+    """Returns whether this is the same attribute. Other tensors are outputs of the graph, no matter of a snapshot."""
     if before is now or isinstance(now, torch.Tensor):
         return True
     return type(before) in _PLAIN and isinstance(now, type(before)) and bool(before == now)
@@ -247,7 +247,7 @@ class Snapshot:
         Raises:
             CannotRecord: it has set what no graph can carry to the next step.
         """
-        found: dict[str, torch.Tensor] = {}
+        assigned: dict[str, torch.Tensor] = {}
         for slot, tensor in slots_of(self.model).items():
             if tensor is self.slots.get(slot):
                 continue
@@ -261,8 +261,8 @@ class Snapshot:
             is_read = before is not None and (slot.name in read or not before.numel())  # `if not self.mask.numel()`
             if before is not None and is_read and tensor.shape != before.shape:
                 raise _reshaped_error(slot.name)
-            found[slot.name] = tensor
-        return found
+            assigned[slot.name] = tensor
+        return assigned
 
     def restore(self) -> None:
         """Puts everything back and fills in what was found changed."""

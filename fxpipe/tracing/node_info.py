@@ -31,7 +31,7 @@ KEY = "fxpipe"  # in `node.meta`
 
 @dataclass(frozen=True, slots=True)
 class RecordingPlace:
-    """How far forward had come when a node was recorded."""
+    """The point that forward had come to when a node was recorded."""
 
     calls: int = 0  # calls of other modules that the node's module had made
     cut_marks: int = 0  # cut marks (`fxpipe.cut()`) that forward had passed
@@ -78,7 +78,7 @@ class OpaqueCall:
 
 @dataclass(frozen=True, slots=True)
 class WriteOrder:
-    """When a value of a stage is computed, and until when its memory changes, by place in the graph of the model."""
+    """The places in the graph of the model at which a value of a stage is computed, and its memory last changes."""
 
     place: int  # -1: an input, a parameter, a buffer
     last_write: int  # the last node that writes to memory of the value; -1: none
@@ -86,7 +86,7 @@ class WriteOrder:
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What fxpipe knows of a node."""
+    """The facts that fxpipe knows of a node."""
 
     source: str = ""  # the user's line: `/home/me/unet.py:31`
     module: str = ""  # the path of the module that ran; "": the model itself
@@ -117,7 +117,7 @@ class NodeInfo:
 
     @property
     def is_graph_break(self) -> bool:
-        """Does a forward go on here as Python, behind calls that are recorded?"""
+        """Returns whether a forward goes on here as Python, behind calls that are recorded."""
         return self.opaque is not None and self.opaque.calls_before is not None
 
     def beside(self, **changes: Any) -> NodeInfo:
@@ -127,7 +127,7 @@ class NodeInfo:
 
     @property
     def is_random(self) -> bool:
-        """Does it draw random numbers?"""
+        """Returns whether it draws random numbers."""
         return self.rng is not None
 
     @property
@@ -140,12 +140,12 @@ class NodeInfo:
 
     @property
     def is_guarded_read(self) -> bool:
-        """Has forward read the value, and is that a guard's matter?"""
+        """Returns whether forward has read the value, and a guard answers for it."""
         return self.read is not None and not self.read.is_compared_in_stage
 
     @property
     def is_compared_read(self) -> bool:
-        """Has forward read the value, which the stage compares?"""
+        """Returns whether forward has read the value, and the stage compares it."""
         return self.read is not None and self.read.is_compared_in_stage
 
 
@@ -153,7 +153,7 @@ _NOTHING = NodeInfo()
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """What fxpipe knows of a node."""
+    """Returns what fxpipe knows of a node."""
     known: NodeInfo = node.meta.get(KEY, _NOTHING)
     return known
 

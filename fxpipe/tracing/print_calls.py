@@ -85,7 +85,7 @@ def lost_prints() -> tuple[str, ...]:
 
 
 def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
-    """To be called once for a pipe."""
+    """Warns of prints that no step makes; to be called once for a pipe."""
     places = ", ".join(lines[:3]) + (", ..." if len(lines) > 3 else "")
     warn_user(
         f"forward of {type(model).__name__} prints at {places}: this is shown once while the model is planned, and not "
@@ -95,7 +95,7 @@ def warn_of_prints(model: nn.Module, lines: Sequence[str]) -> None:
 
 
 def end_first_run() -> None:
-    """To be called when the model has run: further runs are not heard."""
+    """Ends the first run of the model: the prints of further runs are not heard."""
     prints = _by_thread.get(threading.get_ident())
     if prints is not None:
         prints.is_first_run = False

@@ -52,17 +52,17 @@ class SkipMatmul(TorchDispatchMode):
         return self if node in self.nodes else contextlib.nullcontext()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = _zeros(func, args) if _are_plain(args) else None
-        if made is not None:
+        zeros = _zeros(func, args) if _are_plain(args) else None
+        if zeros is not None:
             self.has_zeros = True
-            return made
+            return zeros
         if self.has_zeros and _needs_values(func, args):
             raise ValuesNeededError(f"{func} of what may be zeros in place of a product")
         return func(*args, **(kwargs or {}))
 
 
 def _are_plain(args: Any) -> bool:
-    """Are they tensors of one type of numbers on the CPU? Of several types the real kernel has something to say."""
+    """Returns whether they are tensors on the CPU, of one type of numbers; of several, the real kernel may raise."""
     tensors = list(tensors_in(args))
     return len({t.dtype for t in tensors}) == 1 and all(
         type(t) in (torch.Tensor, nn.Parameter)

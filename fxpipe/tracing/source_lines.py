@@ -31,7 +31,7 @@ _DISTRIBUTIONS = os.path.join(_LIBRARY_DIRS[0], "distributions", "")
 
 
 def is_user_file(file: str) -> bool:
-    """Is this a file that is neither torch's nor fxpipe's, nor of a decorator in between?"""
+    """Returns whether this is a file that is neither torch's nor fxpipe's, nor of a decorator in between."""
     return not file.startswith((*_LIBRARY_DIRS, contextlib.__file__, "<frozen "))  # decorators, and `python -m`
 
 
@@ -44,7 +44,7 @@ def user_line() -> str:
 
 
 def is_argument_validation() -> bool:
-    """Is it a distribution of torch that asks for a value, to raise where its arguments are wrong?"""
+    """Returns whether it is a distribution of torch that asks for a value, to raise where its arguments are wrong."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH_FILES):
         frame = frame.f_back
@@ -68,16 +68,16 @@ def warn_user(message: str) -> None:
 
 def line_in_stack(text: str) -> str:
     """The innermost line of a formatted stack that is neither torch's nor fxpipe's, or ""."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', text)
-    users = [(file, line) for file, line in found if not file.startswith((*_LIBRARY_DIRS, "torch/", "<"))]
+    entries = re.findall(r'File "([^"]+)", line (\d+)', text)
+    users = [(file, line) for file, line in entries if not file.startswith((*_LIBRARY_DIRS, "torch/", "<"))]
     return ":".join(users[-1]) if users else ""
 
 
 def line_of_error(error: BaseException) -> str:
     """Finds the user's line that an exception came from: the innermost that is neither torch's nor fxpipe's."""
-    found, entry = UNKNOWN_LINE, error.__traceback__
+    line, entry = UNKNOWN_LINE, error.__traceback__
     while entry is not None:
         if not entry.tb_frame.f_code.co_filename.startswith((*_LIBRARY_DIRS, "<")):
-            found = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
+            line = f"{entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
         entry = entry.tb_next
-    return found
+    return line

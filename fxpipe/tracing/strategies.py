@@ -160,10 +160,10 @@ def _record_with_fallbacks(
     in_parts: bool,
     in_stages: bool,
 ) -> Traced:
-    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], hollow: bool = False) -> Traced:
+    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], uncomputed: bool = False) -> Traced:
         def record_disguised(disguised: Mapping[Any, int]) -> Traced:
-            options = RecordingOptions(whole, continued, general)
-            return record_with_options(options, model, args, kwargs, seed, hollow=hollow, disguised=disguised)
+            options = RecordingOptions(whole, continued, in_compile_mode)
+            return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
 
         traced = record_disguised({})
         traced.again = record_disguised
@@ -174,7 +174,7 @@ def _record_with_fallbacks(
     whole = dict(asked)
     continued: dict[str, GraphBreak] = {}
     first: TraceError | None = None
-    general = False
+    in_compile_mode = False
     while True:
         try:
             part = record_small_batch(model, record_on, finish, args, kwargs, in_dims, chunks) if in_parts else None
@@ -182,33 +182,33 @@ def _record_with_fallbacks(
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
                 raise
-            found = error
+            problem = error
         except Exception:
-            if first is None or not general:
+            if first is None or not in_compile_mode:
                 raise
-            found = first  # this is of a path that the model never takes
+            problem = first  # this is of a path that the model never takes
         else:
             break
         if first is None:
-            first, general = found, True
+            first, in_compile_mode = problem, True
             continue
-        if str(found) == str(first):
-            general = False  # no help
-        modules = found.modules - whole.keys() if isinstance(found, CannotRecord) else frozenset[str]()
-        behind = _graph_breaks_for(model, found, modules, continued)
+        if str(problem) == str(first):
+            in_compile_mode = False  # no help
+        modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
+        behind = _graph_breaks_for(model, problem, modules, continued)
         if behind:
             continued |= behind
             continue
         if not modules:
-            if str(found) == str(first):
+            if str(problem) == str(first):
                 raise first
-            in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, found))
-            raise CannotRecord(f"{first}; and further on: {found}", in_stages=in_stages_too)
+            in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
+            raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
         continued = {path: where for path, where in continued.items() if path not in modules}
-        whole |= dict.fromkeys(_modules_of_same_class(model, modules), str(found))
-    traced.recording_options = RecordingOptions(whole, continued, general)
+        whole |= dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
+    traced.recording_options = RecordingOptions(whole, continued, in_compile_mode)
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
-    if general:
+    if in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
@@ -221,8 +221,8 @@ def _record_with_fallbacks(
 def record_with_options(
     options: RecordingOptions, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int, **rest: Any
 ) -> Traced:
-    """`record`, with what has stood in the way known."""
-    with compile_mode() if options.general else contextlib.nullcontext():
+    """Records with what has stood in the way known."""
+    with compile_mode() if options.in_compile_mode else contextlib.nullcontext():
         return record(model, args, kwargs, whole=options.whole, continued=options.graph_breaks, seed=seed, **rest)
 
 
@@ -248,8 +248,8 @@ def _modules_of_same_class(model: nn.Module, paths: frozenset[str]) -> list[str]
     """Modules of the same classes will fail alike; those of torch itself need not, nor does one that holds others."""
     modules = dict(model.named_modules())
     kinds = {type(modules[path]) for path in paths if not type(modules[path]).__module__.startswith("torch.nn.")}
-    found = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
-    return [path for path in found if path in paths or not any(p.startswith(f"{path}.") for p in found)]
+    same = {path for path, module in modules.items() if path in paths or (path and type(module) in kinds)}
+    return [path for path in same if path in paths or not any(p.startswith(f"{path}.") for p in same)]
 
 
 def _first_line(error: BaseException) -> str:
@@ -265,16 +265,16 @@ def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[n
     modules = {path: module for path, module in model.named_modules() if path}
     whole: dict[str, str] = {}
     for asked in leaf_modules:
-        found = [
+        matching = [
             path for path, m in modules.items() if (isinstance(m, asked) if isinstance(asked, type) else path == asked)
         ]
-        if not found:
+        if not matching:
             known = ", ".join([*modules][:8]) + (", ..." if len(modules) > 8 else "")
             raise ArgumentError(
                 f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
                 "of its modules"
             )
-        whole |= dict.fromkeys(found, LEAF_MODULE_REASON)
+        whole |= dict.fromkeys(matching, LEAF_MODULE_REASON)
     return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
 
 
@@ -290,5 +290,5 @@ def check_tracer(tracer: Any) -> TracerOption:
             f"tracer is a {type(tracer).__name__}; expected one of {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, "
             "or a function from a module to a torch.fx.GraphModule"
         )
-    found: TracerOption = tracer
-    return found
+    known: TracerOption = tracer
+    return known

@@ -32,7 +32,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def has_values(value: Any) -> bool:
-    """False for tensors of the meta device and fake ones."""
+    """Returns whether a tensor has values: those of the meta device and fake ones have none."""
     return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))
 
 

@@ -77,7 +77,7 @@ class RecordingOptions:
 
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
     graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
-    general: bool  # libraries take their general paths
+    in_compile_mode: bool  # libraries take their general paths
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,7 +193,7 @@ class Traced:
 
     @property
     def opaque_shares(self) -> dict[str, float]:
-        """Of the model's parameters, by path of a module that is one node."""
+        """The share of the model's parameters, by path of a module that is one node."""
         numbers = {name: p.numel() for name, p in self.model.named_parameters()}
         total = max(sum(numbers.values()), 1)
         shares: dict[str, float] = {}
@@ -211,7 +211,7 @@ class Traced:
 
     @property
     def ends(self) -> dict[str, int]:
-        """By path of a module that ran: the place among `nodes` before which it last ended. Known where recorded."""
+        """The place among `nodes` before which a module that ran last ended, by its path. Known where recorded."""
         before = [info(n).recorded_at.ended_modules for n in self.nodes]
         return {path: bisect_left(before, number) for number, path in enumerate(self.ended_modules, 1)}
 
@@ -250,8 +250,8 @@ class Traced:
     @property
     def pieces(self) -> list[fx.Node]:
         """The nodes that combinations of outputs are made of."""
-        found = self.graph.output_node().args[0]
-        return list(found[2]) if len(found) > 2 else []  # type: ignore[index,arg-type]
+        output = self.graph.output_node().args[0]
+        return list(output[2]) if len(output) > 2 else []  # type: ignore[index,arg-type]
 
     @property
     def handed_out(self) -> list[Any]:
@@ -270,11 +270,11 @@ class Traced:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def holds_at(self, size: int) -> bool:
-        """Is it so for micro-batches of this size what forward concluded from the batch size, or does it no harm?"""
+        """Returns whether what forward concluded from the batch size holds for so many samples, or does no harm."""
         return size in self.excused_sizes or all(read.holds(size) for read in self.batch_conditions)
 
     def holds_for(self, batch: int, sizes: Collection[int] = ()) -> bool:
-        """Is it the graph of so many samples, in micro-batches of these sizes?"""
+        """Returns whether it is the graph of so many samples, in micro-batches of these sizes."""
         if (batch, frozenset(sizes)) in self.accepted_splits:
             return True
         if self.compares_micro_batches and any(size != batch for size in sizes):
@@ -290,7 +290,7 @@ class Traced:
         seed: int = 0,
         sizes_of: Callable[[int], Collection[int]] | None = None,
     ) -> bool:
-        """Is this the graph of these inputs? The number of samples may differ; `batch_of` says which there are.
+        """Returns whether this is the graph of these inputs. Their number of samples (`batch_of`) may differ.
 
         Args:
             seed: that of the numbers that forward draws and reads.
@@ -334,12 +334,12 @@ class Traced:
             ArgumentError: they do not, as where forward takes every other sample and one of them is odd.
         """
         for name, rows in self.uneven_outputs:
-            whole, found = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
-            if sum(found) != whole:
+            whole, part_rows = rows.subs(self.batch, batch), [rows.subs(self.batch, part) for part in parts]
+            if sum(part_rows) != whole:
                 raise ArgumentError(
                     f"the output {name} has {whole} rows for {batch} samples ({rows}), but micro-batches of "
-                    f"{', '.join(map(str, parts))} samples make {', '.join(map(str, found))}; choose the batch size "
-                    "and chunks so that they add up, or say with out_dims how the outputs go together"
+                    f"{', '.join(map(str, parts))} samples make {', '.join(map(str, part_rows))}; choose the batch "
+                    "size and chunks so that they add up, or say with out_dims how the outputs go together"
                 )
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
@@ -348,12 +348,12 @@ class Traced:
         Raises:
             ArgumentError: inputs disagree.
         """
-        found = [
+        sizes = [
             (leaf.path, value.shape[dim])
             for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True)
             if dim is not None
         ]
-        return common_batch_size(found)
+        return common_batch_size(sizes)
 
     def __str__(self) -> str:
         from fxpipe.tracing.graph_text import graph_table
@@ -361,20 +361,20 @@ class Traced:
         return graph_table(self)
 
 
-def common_batch_size(found: Sequence[tuple[str, int]]) -> int:
+def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
     """The number of samples that all of (input, number of samples) agree on."""
-    if not found:
+    if not batch_sizes:
         raise ArgumentError(
             "no input has a batch dimension, so there is nothing to cut into micro-batches; "
             "pass a tensor whose dimension 0 holds the samples, or name the dimension with in_dims"
         )
-    if len({size for _, size in found}) > 1:
-        sizes = ", ".join(f"{path}: {size}" for path, size in found)
+    if len({size for _, size in batch_sizes}) > 1:
+        sizes = ", ".join(f"{path}: {size}" for path, size in batch_sizes)
         raise ArgumentError(
             f"inputs disagree on the batch size ({sizes}); give all of them the same number of samples, "
             "or mark an input without a batch with None in in_dims"
         )
-    return found[0][1]
+    return batch_sizes[0][1]
 
 
 def equal_constants(left: Any, right: Any) -> bool:
@@ -392,8 +392,8 @@ def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:
     if name in traced.constants:
         return traced.constants[name]
     path, _, key = name.rpartition(".")
-    found: torch.Tensor = getattr(traced.model.get_submodule(path), key)
-    return found
+    tensor: torch.Tensor = getattr(traced.model.get_submodule(path), key)
+    return tensor
 
 
 def opaque_name(node: fx.Node) -> str:
@@ -407,7 +407,7 @@ def opaque_name(node: fx.Node) -> str:
 
 
 def runs_python(node: fx.Node) -> bool:
-    """Does it run Python as it is, which may look at values in ways that no mode sees?"""
+    """Returns whether a node runs Python as it is, which may look at values in ways that no mode sees."""
     return info(node).opaque is not None
 
 

@@ -134,15 +134,15 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 def _tensors_not_of_model(model: nn.Module, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of `held` that the model does not hold itself, under names that it does not use."""
+    """Returns those of `held` that the model does not hold itself, under names that it does not use."""
     known = [*slots_of(model).values(), *container_tensors(model).values()]
     names = {slot.name for slot in slots_of(model)} | set(container_tensors(model))
-    found: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
     for name, tensor in held.items():
-        if not any(tensor is other for other in (*known, *found.values())):
+        if not any(tensor is other for other in (*known, *others.values())):
             free = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
-            found[next(n for n in free if n not in names and n not in found)] = tensor
-    return found
+            others[next(n for n in free if n not in names and n not in others)] = tensor
+    return others
 
 
 def run_imported_graph(recorder: Recorder, graph: fx.Graph, values: NodeValues, named: Callable[[str], Any]) -> Any:
@@ -202,10 +202,10 @@ def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dic
     """A part of the graph that runs in another state of the thread."""
     block: contextlib.AbstractContextManager[object]
     if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-        block, inner, given = torch.set_grad_enabled(args[0]), args[1], args[2:]
+        block, inner, operands = torch.set_grad_enabled(args[0]), args[1], args[2:]
     elif target is torch.ops.higher_order.wrap_with_autocast:
         device, dtype, enabled, cache = args[:4]
-        block, inner, given = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
+        block, inner, operands = torch.autocast(device, dtype, enabled, cache), args[4], args[5:]
     else:
         raise TraceError(
             f"the graph has a block of the kind {target.__name__!r} (at {(recorder.origin or ('', 'unknown'))[1]}), "
@@ -214,7 +214,7 @@ def _run_block(recorder: Recorder, target: Any, args: Sequence[Any], kwargs: dic
     placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
     with block:
         return run_imported_graph(
-            recorder, inner.graph, dict(zip(placeholders, given, strict=True)), attribute_getter(inner)
+            recorder, inner.graph, dict(zip(placeholders, operands, strict=True)), attribute_getter(inner)
         )
 
 

@@ -96,8 +96,8 @@ def trace_by_tracer(
     model: nn.Module, tracer: fx.Tracer | type[fx.Tracer], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Traced:
     """Traces `model` by a `torch.fx.Tracer` of the user's. What it keeps whole is recorded on real values."""
-    made = tracer() if isinstance(tracer, type) else tracer
-    return _record_symbolic(model, made, args, kwargs, type(made).__name__)
+    instance = tracer() if isinstance(tracer, type) else tracer
+    return _record_symbolic(model, instance, args, kwargs, type(instance).__name__)
 
 
 def trace_by_function(
@@ -128,12 +128,12 @@ def symbolic_graph(model: nn.Module) -> Traced:
     Raises:
         TraceError: forward does what a proxy cannot do; the message names the user's line.
     """
-    found, _ = _symbolic_trace(model, _DeepTracer())
+    symbolic, _ = _symbolic_trace(model, _DeepTracer())
     graph = TracedGraph()
     copies: dict[fx.Node, fx.Node] = {}
     leaves: list[InputLeaf] = []
     paths = {path for path, _ in model.named_modules()}
-    for node in found.nodes:
+    for node in symbolic.nodes:
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "placeholder":
             copy.name = f"in_{len(leaves)}"
@@ -161,12 +161,12 @@ def _record_symbolic(
     refuse_model(model)
     refuse_module_hooks(model)
     try:
-        graph, found = _symbolic_trace(model, tracer, constants)
+        graph, targets = _symbolic_trace(model, tracer, constants)
     except TraceError:
         raise_model_errors(model, args, kwargs)
         raise
-    run = _GraphRunner(model, graph, found.__getitem__, name)
-    return record_imported(model, args, kwargs, run, _only_tensors(found), name)
+    run = _GraphRunner(model, graph, targets.__getitem__, name)
+    return record_imported(model, args, kwargs, run, _only_tensors(targets), name)
 
 
 def _symbolic_trace(
@@ -185,8 +185,8 @@ def _symbolic_trace(
                 f"(at {line_of_error(error)})"
             ) from error
         named = attribute_getter(model)
-        found = {str(n.target): named(str(n.target)) for n in graph.nodes if n.op in ("get_attr", "call_module")}
-    return graph, found
+        targets = {str(n.target): named(str(n.target)) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+    return graph, targets
 
 
 @contextlib.contextmanager
@@ -221,8 +221,8 @@ def _functions_refuse_proxies() -> contextlib.AbstractContextManager[None]:
     return intercept_apply(refuse)
 
 
-def _only_tensors(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+def _only_tensors(values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def _extra_tensors(model: nn.Module, module: fx.GraphModule, name: str) -> dict[str, torch.Tensor]:

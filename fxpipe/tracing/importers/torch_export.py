@@ -77,21 +77,21 @@ def _size_assumptions(program: ExportedProgram, places: Sequence[tuple[int, int 
         places: of the tensors among the input leaves, each with the dimension that may hold the batch.
     """
     specs = zip(program.graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True)
-    given = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
-    tensors = [value for value in given if isinstance(value, torch.Tensor)]
-    found: list[Any] = []
+    examples = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    conditions: list[Any] = []
     place_of: dict[Any, int] = {}
     for (place, dim), tensor in zip(places, tensors, strict=True):
         size: Any = None if dim is None else tensor.shape[dim]
         symbols = size.node.expr.free_symbols if isinstance(size, torch.SymInt) else ()
         if symbols:
             place_of |= {symbol: place for symbol in symbols if symbol not in place_of}
-            found += [guard.expr for guard in size.node.shape_env.guards]
+            conditions += [guard.expr for guard in size.node.shape_env.guards]
         elif size is not None:
             fixed = sympy.Symbol(f"size_of_{place}", integer=True, positive=True)
             place_of[fixed] = place
-            found.append(sympy.Eq(fixed, int(size)))
-    known = [condition for condition in dict.fromkeys(found) if condition.free_symbols <= place_of.keys()]
+            conditions.append(sympy.Eq(fixed, int(size)))
+    known = [condition for condition in dict.fromkeys(conditions) if condition.free_symbols <= place_of.keys()]
     return tuple((condition, {symbol: place_of[symbol] for symbol in condition.free_symbols}) for condition in known)
 
 
@@ -152,17 +152,17 @@ class _ExportForward:
 
         @functools.wraps(self.forward)  # export asks for the names of its arguments
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._given(self.forward(*args, **kwargs))
+            return self._plain_output(self.forward(*args, **kwargs))
 
         return forward
 
     def _of_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
-        given = iter(tensors)
-        values = [next(given) if isinstance(value, torch.Tensor) else value for value in self.values]
+        remaining = iter(tensors)
+        values = [next(remaining) if isinstance(value, torch.Tensor) else value for value in self.values]
         args, kwargs = pytree.tree_unflatten(values, self.spec)
-        return self._given(self.forward(*args, **kwargs))
+        return self._plain_output(self.forward(*args, **kwargs))
 
-    def _given(self, output: Any) -> Any:
+    def _plain_output(self, output: Any) -> Any:
         leaves, spec = flatten_output(output, lambda value: isinstance(value, torch.Tensor))
         if spec == pytree.tree_structure(output):
             return output
@@ -220,20 +220,20 @@ class _ProgramRunner:
     def _take_assignments(self) -> dict[str, fx.Node]:
         """Buffers that forward sets to other tensors, for which export copies into them at the end: name -> value."""
         buffers = {node: str(spec.target) for node, spec in self.inputs if spec.kind is InputKind.BUFFER}
-        found = {}
+        assignments = {}
         for node in list(reversed(self.program.graph.nodes))[1:]:
             if opname(node.target) != "copy_" or node.users or node.args[0] not in buffers:
                 break
             if node.name.startswith("copy__default"):  # export's own; from the user's code it would be `copy_`
-                found[buffers[node.args[0]]] = node.args[1]
+                assignments[buffers[node.args[0]]] = node.args[1]
                 self.program.graph.erase_node(node)
-        return found
+        return assignments
 
     def __call__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
-        given = iter(self._leaves(args, kwargs))
+        leaves = iter(self._leaves(args, kwargs))
         values: NodeValues = {}
         for node, spec in self.inputs:
-            values[node] = next(given) if spec.kind is InputKind.USER_INPUT else self._kept(spec)
+            values[node] = next(leaves) if spec.kind is InputKind.USER_INPUT else self._kept(spec)
         outputs = run_imported_graph(recorder, self.program.graph, values, attribute_getter(self.program.graph_module))
         for name, node in self.assigned.items():
             path, _, key = name.rpartition(".")

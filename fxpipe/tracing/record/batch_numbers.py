@@ -76,7 +76,7 @@ def record_with_batch_numbers(
 def _record_formulas(
     record_on: RecordFunction, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, chunks: int
 ) -> Traced | None:
-    """Another recording, right at several sizes. None: no number in it depends on the batch size."""
+    """Makes another recording, right at several sizes; None where no number in it depends on the batch size."""
     base = record_on(args, kwargs)
     leaves = flatten((args, kwargs))[0]
     error: CannotRecord | None = None
@@ -144,12 +144,12 @@ def _compare_recordings(
         _align_factories(base, other)
         if not same_size_reads(base, other):
             continue
-        found = first_difference(base, other)
-        if found is None:
+        difference = first_difference(base, other)
+        if difference is None:
             recordings[size] = other
         else:
             failures += 1
-            different = different or _other_functions_error(base, other, (batch, size), found)
+            different = different or _other_functions_error(base, other, (batch, size), difference)
             if size in needed:
                 return different
     if len(recordings) == 1:
@@ -169,7 +169,7 @@ def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
 
 
 def _needed_sizes(batch: int, chunks: int) -> set[int]:
-    """Those of a batch and its micro-batches."""
+    """Returns the sizes of a batch and its micro-batches."""
     parts = min(chunks, batch)
     return {batch, batch // parts, -(-batch // parts)}
 
@@ -198,13 +198,13 @@ def _record_samples(
 
 
 def same_value_reads(base: Traced, other: Traced) -> bool:
-    """Has forward read the same values of tensors?"""
+    """Returns whether forward has read the same values of tensors."""
     reads, others = ([value_read_of(n).value for n in t.graph.nodes if info(n).is_guarded_read] for t in (base, other))
     return len(reads) == len(others) and all(map(is_same_value, reads, others))
 
 
 def same_size_reads(base: Traced, other: Traced) -> bool:
-    """Did all comparisons of sizes that are known come out the same?"""
+    """Returns whether all comparisons of sizes that are known came out the same."""
     reads, others = (
         [(r.function, r.result, r.where) for r in t.size_reads if r.function in SIZE_RELATIONS or r.function is bool]
         for t in (base, other)
@@ -269,16 +269,16 @@ def _is_number(value: Any) -> bool:
 
 
 def numbers_in(traced: Traced) -> Iterator[Number]:
-    found: list[Number] = []
+    numbers: list[Number] = []
 
     def look(value: Any) -> Any:
         if _is_number(value):
-            found.append(value)
+            numbers.append(value)
         return value
 
     for node in traced.graph.nodes:
         _map_arguments(node, look)
-    yield from found
+    yield from numbers
 
 
 def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, dict[str, Any]]:
@@ -300,7 +300,7 @@ def _map_arguments(node: fx.Node, change: Callable[[Any], Any]) -> tuple[Any, di
 
 
 def _node_without_numbers(node: fx.Node, order: dict[fx.Node, int]) -> Any:
-    """Equal for two nodes that differ in numbers only."""
+    """Returns a key that is equal for two nodes that differ in numbers only."""
 
     def bone(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -327,13 +327,13 @@ def _rewrite_factories(traced: Traced) -> bool:
 
     Returns whether there is a symbolic number.
     """
-    found = False
+    has_size = False
     for node in traced.graph.nodes:
         if node.target not in (torch.tensor, torch.as_tensor) or len(node.args) != 1:
             continue
         data = node.args[0]
         if isinstance(data, fx.Node) and data.target in _SIZE_TARGETS:
-            found = True
+            has_size = True
             node.target, node.args = torch.full, ((), data)
         elif _is_number(data):
             node.target, node.args = torch.full, ((), data)
@@ -342,11 +342,11 @@ def _rewrite_factories(traced: Traced) -> bool:
                 node.target, node.args = torch.full, ((len(data),), data[0])
             elif list(data) == list(range(len(data))) and type(data[1]) is int:
                 node.target, node.args = torch.arange, (len(data),)
-    return found
+    return has_size
 
 
 def _align_factories(left: Traced, right: Traced) -> None:
-    """`[0]` may be `[0] * 1` or `range(1)`: it is what it is at the other size."""
+    """Aligns factories of lists: `[0]` may be `[0] * 1` or `range(1)`, as it is at the other size."""
     for node, other in zip(left.graph.nodes, right.graph.nodes, strict=False):
         for single, like in ((node, other), (other, node)):
             if single.target is torch.tensor and single.args == ([0],) and like.target in (torch.full, torch.arange):
@@ -358,7 +358,7 @@ def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, di
     sizes, formulas = _fit_formulas(compared)
     graph = base.graph
     first = next(node for node in graph.nodes if node.op in CALL_OPS)
-    made: dict[Any, fx.Node] = {}
+    formula_nodes: dict[Any, fx.Node] = {}
     remaining = iter(formulas)
     for node in list(graph.nodes):
         at = node if node.op in CALL_OPS else first
@@ -373,16 +373,16 @@ def _insert_formulas(base: Traced, compared: _ComparedRecordings, place: int, di
             if isinstance(formula, (int, float)):
                 return formula
             key = repr(formula)
-            if key not in made:
+            if key not in formula_nodes:
                 if isinstance(formula, str):
                     call: Any = ("call_method", "size", (base.placeholders[place], dim), {}, "batch")
                 else:
                     operands = tuple(emit(part, at) for part in formula[1:])
                     call = ("call_function", formula[0], operands, {}, f"batch_{formula[0].__name__}")
                 with graph.inserting_before(first):
-                    made[key] = graph.create_node(*call)
-                set_info(made[key], info(at).beside(recorded_at=info(first).recorded_at))
-            return made[key]
+                    formula_nodes[key] = graph.create_node(*call)
+                set_info(formula_nodes[key], info(at).beside(recorded_at=info(first).recorded_at))
+            return formula_nodes[key]
 
         node.args, node.kwargs = _map_arguments(node, put)
     base.recorded_sizes = sizes
@@ -395,13 +395,13 @@ def _fit_formulas(compared: _ComparedRecordings) -> tuple[tuple[int, ...], list[
     Where no simple one holds at all sizes, one is made for those that are needed.
     """
     columns = [list(zip(compared.sizes, column, strict=True)) for column in zip(*compared.numbers, strict=True)]
-    found: list[SizeFormula] = []
+    formulas: list[SizeFormula] = []
     holding = set(compared.sizes)
     for points in columns:
         needed = [point for point in points if point[0] in compared.needed]
         formula = next(
             f for f in (simplest_formula(points), simplest_formula(needed), polynomial_through(needed)) if f is not None
         )
-        found.append(formula)
+        formulas.append(formula)
         holding = {size for size, number in points if size in holding and formula_fits(formula, [(size, number)])}
-    return tuple(sorted(holding)), found
+    return tuple(sorted(holding)), formulas

@@ -53,7 +53,7 @@ def polynomial_through(points: Sequence[SizePoint]) -> SizeFormula:
 
 
 def formula_fits(formula: SizeFormula, points: Sequence[SizePoint]) -> bool:
-    """Does a formula give the numbers?"""
+    """Returns whether a formula gives the numbers."""
     try:
         return all(_same(formula_value(formula, size), number) for size, number in points)
     except ArithmeticError:
@@ -69,7 +69,7 @@ def _same(left: Any, right: Number) -> bool:
 
 
 def _horner(coefficients: Sequence[Number]) -> SizeFormula:
-    """Those of 1, b, b², ..."""
+    """Returns the coefficients of 1, b, b², ..."""
     while len(coefficients) > 1 and coefficients[-1] == 0:
         coefficients = coefficients[:-1]
     *rest, last = coefficients

@@ -33,10 +33,10 @@ class GradFnProxy:
     def __getattr__(self, name: str) -> Any:
         if name in HOOK_METHODS:
             self._noticed()
-        found = getattr(self._node, name)
+        value = getattr(self._node, name)
         if name == "next_functions":
-            return tuple((None if node is None else GradFnProxy(node, self._noticed), place) for node, place in found)
-        return found
+            return tuple((None if node is None else GradFnProxy(node, self._noticed), place) for node, place in value)
+        return value
 
     @property  # type: ignore[misc]  # so that isinstance says what it says of the node
     def __class__(self) -> Any:
@@ -53,7 +53,7 @@ class GradFnProxy:
 
 
 def is_grad_fn_access(func: Any, name: str) -> bool:
-    """Is this the call by which a tensor is asked for its node?"""
+    """Returns whether this is the call by which a tensor is asked for its node."""
     return name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "grad_fn"
 
 

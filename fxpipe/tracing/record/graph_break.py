@@ -75,7 +75,7 @@ class _SegmentEnd:
     state: ThreadState  # at the call, perhaps inside a block of no_grad or autocast; the recorded call has it
 
     def is_as(self, other: _SegmentEnd | None) -> bool:
-        """Is this the same call, inside the same blocks? Where the thread's state differs, blocks cannot be told."""
+        """Returns whether this is the same call, inside the same blocks, as far as the thread's state tells them."""
         if other is None or self.name != other.name:
             return False
         return self.outside != other.outside or self.state == other.state
@@ -85,7 +85,7 @@ class _SegmentStop(BaseException):
     """Forward has come to the end of the segment. Not for forward to catch."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        self.name, self.given, self.state = name, (args, kwargs), ThreadState.now()
+        self.name, self.arguments, self.state = name, (args, kwargs), ThreadState.now()
 
 
 def call_with_graph_break(
@@ -207,13 +207,13 @@ class _Segment:
         read_only = [(place, slot.name) for place, slot in enumerate(slots) if slot in self.shared]
 
         def run_apart(tensors: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = list(tensors)
+            own = list(tensors)
             if self.end is not None:  # what it writes to buffers counts in the last segment
                 for place, _ in read_only:
-                    given[place] = given[place].clone()
-                return run(given, args, kwargs)
-            with _unwritten({name: given[place] for place, name in read_only}):
-                return run(given, args, kwargs)
+                    own[place] = own[place].clone()
+                return run(own, args, kwargs)
+            with _unwritten({name: own[place] for place, name in read_only}):
+                return run(own, args, kwargs)
 
         name = f"{type(self.module).__name__}_" + (f"until_{self.end.name}" if self.end else "rest").replace(".", "_")
         tensors = [slot.get(self.module) for slot in slots]
@@ -227,7 +227,7 @@ class _Segment:
         if self.end is not None and any(isinstance(x, PackedSequence) for x in (*result[0], *result[1].values())):
             raise CannotRecord("it calls a module with a packed sequence, whose size depends on values")
         if not info(node).written_storages.isdisjoint(
-            recorder.made.storages.name(tensors[place]) for place, _ in read_only
+            recorder.registry.storages.name(tensors[place]) for place, _ in read_only
         ):
             raise CannotRecord("it changes a buffer that it reads before it calls other modules")
         call = opaque_call_of(node)
@@ -265,7 +265,7 @@ class _Segment:
             with self._answered(replica, answers), call_checkpoints_through():
                 result = forward_of(replica)(*args, **kwargs)
         except _SegmentStop as stop:
-            result, end = stop.given, _SegmentEnd(stop.name, outside, stop.state)
+            result, end = stop.arguments, _SegmentEnd(stop.name, outside, stop.state)
         is_other = end is not None if self.end is None else not self.end.is_as(end)
         if answers or (self._has_run and is_other):
             raise StateError(self._other_calls(end.name if end else None))

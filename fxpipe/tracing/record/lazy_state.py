@@ -52,37 +52,37 @@ class _LazyItem:
 class _LazyCall:
     outputs: list[Any]
     tensors: dict[str, torch.Tensor]  # of the model, after it
-    made: list[_LazyItem] | None  # None: it has done what cannot be kept
+    items: list[_LazyItem] | None  # None: it has done what cannot be kept
 
 
 @dataclass(frozen=True, slots=True)
 class LazyState:
     """The items that the first call has made, and what had been there in their places."""
 
-    made: tuple[_LazyItem, ...]
+    items: tuple[_LazyItem, ...]
     before: tuple[tuple[Any, bool | None], ...]
 
     @property
     def attributes(self) -> tuple[AttributeGuard, ...]:
         """The items that are attributes and no tensors: other ones, made for other inputs, are another graph's."""
         return tuple(
-            AttributeGuard.now(m.owner, m.key) for m in self.made if m.owner is not None and not _is_tensor(m.value)
+            AttributeGuard.now(m.owner, m.key) for m in self.items if m.owner is not None and not _is_tensor(m.value)
         )
 
     def remove(self) -> None:
-        _remove_items(self.made, self.before)
+        _remove_items(self.items, self.before)
 
 
 def new_attributes(traced: Traced) -> list[str]:
-    """Those that forward sets and the model does not have, or has as a None that forward asks for."""
+    """Returns the attributes that forward sets and the model does not have, or has as a None that forward asks for."""
     asked = {(id(kept.owner), kept.name) for kept in traced.attributes_read if kept.value is None}
-    found = []
+    names = []
     for name in traced.assigned:
         path, _, key = name.rpartition(".")
         own, buffers = (module := traced.model.get_submodule(path)).__dict__, own_buffers(module)
         if (key not in own and key not in buffers) or ((id(own), key) in asked and own.get(key) is None):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def make_lazy_state(
@@ -102,28 +102,28 @@ def make_lazy_state(
     others = _other_samples(values, candidate_dims(leaves, in_dims))
     try:
         first, first_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
-        made = first.made
-        if not made:
+        items = first.items
+        if not items:
             return None
-        before = [(_copy(m.container), None) if m.owner is None else _current_item(m.owner, m.key) for m in made]
-        _put_items(made)
+        before = [(_copy(m.container), None) if m.owner is None else _current_item(m.owner, m.key) for m in items]
+        _put_items(items)
         later, later_of_others = _call_once(model, values, spec), _call_once(model, others, spec)
     except Exception:
         return None  # the model will say so itself
-    if later.made == [] and later_of_others.made == []:
+    if later.items == [] and later_of_others.items == []:
         if (
             _calls_agree(first, later)
             and _calls_agree(first_of_others, later_of_others)
             and not _values_agree(values, others)
         ):
-            return LazyState(tuple(made), tuple(before))
+            return LazyState(tuple(items), tuple(before))
         is_once = True
     else:
         is_once = False
-    _remove_items(made, before)
+    _remove_items(items, before)
     if is_once:
         raise CannotRecord(
-            f"forward makes {made[0].name!r} when it is first called, and what it computes or keeps then is not what "
+            f"forward makes {items[0].name!r} when it is first called, and what it computes or keeps then is not what "
             "it computes later, or that cannot be told from these samples; call the model once (model(...)) before it "
             "is planned",
             is_final=True,
@@ -156,7 +156,7 @@ def _call_once(model: nn.Module, values: Sequence[Any], spec: pytree.TreeSpec) -
 
 
 def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
-    found = []
+    new = []
     for path, owner, before in snapshot.dicts():
         if before.keys() - owner.keys():
             return None
@@ -168,19 +168,19 @@ def _new_items(snapshot: Snapshot) -> list[_LazyItem] | None:
             if isinstance(value, (nn.Module, nn.Parameter)) or (key in MODULE_DICT_KEYS):
                 return None
             kept = value.detach() if isinstance(value, torch.Tensor) else value
-            found.append(_LazyItem(f"{path}.{key}" if path else key, owner, key, kept))
+            new.append(_LazyItem(f"{path}.{key}" if path else key, owner, key, kept))
     for name, container in snapshot.containers_changed():
         if not MODULE_DICT_KEYS.isdisjoint(name.split(".")):  # hooks
             return None
         items = container.values() if isinstance(container, dict) else container
         if any(_is_tensor(item) and item.requires_grad for item in items):
             return None
-        found.append(_LazyItem(name, None, "", _copy(container), container))
-    return found
+        new.append(_LazyItem(name, None, "", _copy(container), container))
+    return new
 
 
 def _is_set_to(value: Any, before: Any) -> bool:
-    """Another tensor where there was one: a state. Where that was empty nobody had made it yet."""
+    """Returns whether a tensor stands where another one was: a state. One that was empty nobody had made yet."""
     return _is_tensor(value) and _is_tensor(before) and bool(before.numel())
 
 
@@ -196,16 +196,16 @@ def _current_item(owner: dict[str, Any], key: str) -> tuple[Any, bool | None]:
     return owner.get(key), key in owner
 
 
-def _put_items(made: Sequence[_LazyItem]) -> None:
-    for one in made:
+def _put_items(items: Sequence[_LazyItem]) -> None:
+    for one in items:
         if one.owner is not None:
             one.owner[one.key] = one.value
         else:
             _fill(one.container, one.value)
 
 
-def _remove_items(made: Sequence[_LazyItem], before: Sequence[tuple[Any, bool | None]]) -> None:
-    for one, (value, was_there) in zip(made, before, strict=True):
+def _remove_items(items: Sequence[_LazyItem], before: Sequence[tuple[Any, bool | None]]) -> None:
+    for one, (value, was_there) in zip(items, before, strict=True):
         if one.owner is None:
             _fill(one.container, value)
         elif was_there:

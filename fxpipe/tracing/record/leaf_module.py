@@ -62,10 +62,10 @@ def _note_attributes(recorder: Recorder, module: nn.Module) -> None:
     for key, value in module.__dict__.items():
         if key in MODULE_DICT_KEYS:
             continue
-        found = list(_modules_in(value))
-        if value is None or type(value) in PLAIN_TYPES or found:
+        modules = list(_modules_in(value))
+        if value is None or type(value) in PLAIN_TYPES or modules:
             recorder.note_attribute(module.__dict__, key)
-        hidden = {id(m): m for outer in found for m in outer.modules() if id(m) not in recorder.paths}
+        hidden = {id(m): m for outer in modules for m in outer.modules() if id(m) not in recorder.paths}
         for inner in hidden.values():
             for name, kept in inner.__dict__.items():
                 if name == "training" or (name not in MODULE_DICT_KEYS and (kept is None or type(kept) in PLAIN_TYPES)):
@@ -117,7 +117,7 @@ def replica_of(
     pairs = [(replica.get_submodule(path), module.get_submodule(path), key) for path, key in shared]
     torchs = {path for path, m in module.named_modules() if type(m).__module__.startswith("torch.nn.")}  # an LSTM sorts
 
-    def run(given: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(values: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _lock_of(module):
             for mine, theirs, key in pairs:
                 if key in theirs.__dict__:
@@ -126,15 +126,17 @@ def replica_of(
             before = [(path, inner, dict(inner.__dict__)) for path, inner in replica.named_modules()]
             kept = [store[slot.key] for slot, store in zip(slots, stores, strict=True)]
             try:
-                for slot, store, tensor in zip(slots, stores, given, strict=True):
+                for slot, store, tensor in zip(slots, stores, values, strict=True):
                     store[slot.key] = tensor
                 result = forward(replica, args, kwargs)
-                for slot, store, tensor in zip(slots, stores, given, strict=True):
+                for slot, store, tensor in zip(slots, stores, values, strict=True):
                     _copy_buffer(slot, store.get(slot.key), tensor)
             finally:
                 for slot, store, tensor in zip(slots, stores, kept, strict=True):
                     store[slot.key] = tensor
-                keys = [(path, key) for path, inner, found in before for key in _restore_attributes(inner, found)]
+                keys = [
+                    (path, key) for path, inner, attributes in before for key in _restore_attributes(inner, attributes)
+                ]
                 changed = [key for path, key in keys if (path, key) not in anew and path not in torchs]
             if changed:
                 raise OpaqueStateError(f"sets its attribute {changed[0]!r}")
@@ -156,7 +158,7 @@ def _drop_values(replica: nn.Module, slots: Collection[Slot], without: Sequence[
 
 
 def _is_made_anew(slot: Slot, tensor: torch.Tensor) -> bool:
-    """Is it made by each forward before it is used, as pruning does? Nobody sees what is put there."""
+    """Returns whether each forward makes it before it is used, as pruning does. Nobody sees what is put there."""
     return slot.kind == "attribute" and tensor.requires_grad
 
 

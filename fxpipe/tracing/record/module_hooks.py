@@ -62,8 +62,8 @@ def run_with_user_hooks(
             "register_full_backward_hook"
         )
 
-    def call(hook: Any, given: tuple[Any, ...]) -> Any:
-        return None if is_computation_hook(hook) else hook(model, *given)
+    def call(hook: Any, arguments: tuple[Any, ...]) -> Any:
+        return None if is_computation_hook(hook) else hook(model, *arguments)
 
     *_, pre_hooks, hooks = hook_stores(model)
     if not hooks and not pre_hooks:
@@ -85,19 +85,19 @@ def run_with_hooks(
     kwargs: dict[str, Any],
 ) -> Any:
     """Runs `forward` and the hooks around it as `nn.Module.__call__` does, each hook through `call`."""
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     for hook, with_kwargs in forward_pre_hooks_with_kwargs(module):
-        given = (args, kwargs) if with_kwargs else (args,)
-        found = call(hook, given)
-        if found is not None and with_kwargs:
-            args, kwargs = found
-        elif found is not None:
-            args = found if isinstance(found, tuple) else (found,)
+        arguments = (args, kwargs) if with_kwargs else (args,)
+        replacement = call(hook, arguments)
+        if replacement is not None and with_kwargs:
+            args, kwargs = replacement
+        elif replacement is not None:
+            args = replacement if isinstance(replacement, tuple) else (replacement,)
     result = forward(*args, **kwargs)
     for hook, with_kwargs in forward_hooks_with_kwargs(module):
-        given = (args, kwargs, result) if with_kwargs else (args, result)
-        found = call(hook, given)
-        result = result if found is None else found
+        arguments = (args, kwargs, result) if with_kwargs else (args, result)
+        replacement = call(hook, arguments)
+        result = result if replacement is None else replacement
     return result
 
 
@@ -106,7 +106,7 @@ def run_model(
 ) -> Any:
     """Calls a model, or `forward` in its place, as a pipe does inside: without the user's hooks on the model itself."""
 
-    def call(hook: Any, given: tuple[Any, ...]) -> Any:
-        return hook(model, *given) if is_computation_hook(hook) else None
+    def call(hook: Any, arguments: tuple[Any, ...]) -> Any:
+        return hook(model, *arguments) if is_computation_hook(hook) else None
 
     return run_with_hooks(model, forward or forward_of(model), call, args, kwargs)

@@ -57,7 +57,7 @@ class OpaqueStateError(Exception):
         self.remedy = remedy
 
 
-def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Calls a hook of a module as one node. One that uses tensors of the module needs the module whole."""
 
     def run(_: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,7 +68,7 @@ def call_hook(recorder: Recorder, module: nn.Module, hook: Callable[..., Any], g
     before = [dict(store) for store in hooks]
     try:
         label = f"hook_{name}" if name.isidentifier() else "hook"
-        result, node = call_opaque(recorder, run, label, [], given, {}, in_module=True)
+        result, node = call_opaque(recorder, run, label, [], arguments, {}, in_module=True)
     finally:
         for store, items in zip(hooks, before, strict=True):  # it may have taken itself off: that is for a step to do
             store.clear()
@@ -153,11 +153,11 @@ def call_opaque(
     node_args = (tuple(map(recorder.node_of, tensors)), tuple(nodes))
     first: list[Any] = []
 
-    def whole(given: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
+    def whole(module_tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> tuple[Any, ...]:
         filled = [fixed.get(place, value) for place, value in enumerate(values)]
         a, k = pytree.tree_unflatten(filled, spec)
         try:
-            made, made_spec = flatten_dataclasses(run(given, a, k), _is_tensor)
+            results, results_spec = flatten_dataclasses(run(module_tensors, a, k), _is_tensor)
         except OpaqueStateError as error:
             if not first:
                 raise
@@ -168,13 +168,13 @@ def call_opaque(
         if not first:
             if has_objects and _is_changed((a, k), spec, filled):
                 raise OpaqueStateError("changes an object that it is given", "make a new one, and return it")
-            first.extend((made_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in made]))
-        elif made_spec != first[0] or not all(map(_is_as_before, made, first[1])):
+            first.extend((results_spec, [torch.Tensor if isinstance(x, torch.Tensor) else x for x in results]))
+        elif results_spec != first[0] or not all(map(_is_as_before, results, first[1])):
             raise StateError(
                 f"{name} gives another kind of output than when it was traced; let it give tensors of the same "
                 "structure every time"
             )
-        return tuple(made)
+        return tuple(results)
 
     whole.__name__ = whole.__qualname__ = name
     whole.__module__ = __name__
@@ -189,7 +189,7 @@ def call_opaque(
     before, applied = python_rng_state(), recorder.applied_inside
     recorder.external_tensors.clear()
     try:
-        made, random = recorder.run(whole, (own, plain), {})
+        outputs, random = recorder.run(whole, (own, plain), {})
     except OpaqueStateError as error:
         raise refuse(str(error), error.remedy) from error
     outside = list(recorder.external_tensors)
@@ -198,14 +198,14 @@ def call_opaque(
     if recorder.applied_inside != applied:
         refuse_without_values("an autograd.Function is applied in what is kept whole")
     with recorder.pause():
-        own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, made, [*own, *ends])
-        strangers = _external_tensors(made, [*own, *ends])
-        if strangers and not any(recorder.name_of(t) for t in strangers):  # made inside, or kept somewhere?
+        own_gradients = recorder.applied_inside != applied and _puts_gradients(recorder.model, outputs, [*own, *ends])
+        external = _external_tensors(outputs, [*own, *ends])
+        if external and not any(recorder.name_of(t) for t in external):  # made inside, or kept somewhere?
             drawn = len(recorder.draws_from_stream)
             again = recorder.run(
                 whole, (list(map(_parameter_copy, tensors)), _cut_graph(list(map(_clone, leaves)))[0]), {}
             )[0]
-            strangers = [t for t in strangers if id(t) in {id(other) for other in _external_tensors(again, [])}]
+            external = [t for t in external if id(t) in {id(other) for other in _external_tensors(again, [])}]
             del recorder.draws_from_stream[drawn:]
             recorder.skip_python_rng()
         changed = [t for t, mine in zip(tensors, own, strict=True) if isinstance(t, nn.Parameter) and version_of(mine)]
@@ -218,9 +218,9 @@ def call_opaque(
             f"uses {_tensor_names(recorder, outside)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
-    if strangers:
+    if external:
         raise refuse(
-            f"uses {_tensor_names(recorder, strangers)} from outside (a closure, a patched method)",
+            f"uses {_tensor_names(recorder, external)} from outside (a closure, a patched method)",
             "use tensors of the module itself (self.weight), or give them as arguments",
         )
     if changed:
@@ -241,7 +241,7 @@ def call_opaque(
         raise recorder.refuse(f"runs {name}, kept whole, which runs backward", "do so outside forward", whole=False)
     if moved:
         raise refuse("sets the data of a tensor", "write to it (copy_)")
-    if any(any(True for _ in hidden_tensors(x)) for x in made if not isinstance(x, torch.Tensor)):
+    if any(any(True for _ in hidden_tensors(x)) for x in outputs if not isinstance(x, torch.Tensor)):
         raise refuse(
             "returns an object that holds tensors and is unknown to torch",
             f"return tuples, lists, dicts or dataclasses, or register it ({pytree.REGISTRATION})",
@@ -251,20 +251,20 @@ def call_opaque(
         node,
         opaque=OpaqueCall(fixed, spec),
         rng=RandomDraws(from_python=rolled) if random or rolled else None,
-        written_storages=info(node).written_storages.union(map(recorder.made.storages.name, changed_buffers)),
+        written_storages=info(node).written_storages.union(map(recorder.registry.storages.name, changed_buffers)),
     )
-    recorder.keep(made, node)
-    return pytree.tree_unflatten(made, first[0]), node
+    recorder.keep(outputs, node)
+    return pytree.tree_unflatten(outputs, first[0]), node
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_changed(given: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
-    """Has what runs put something else into its arguments?"""
+def _is_changed(arguments: Any, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> bool:
+    """Returns whether what runs has put something else into its arguments."""
     try:
-        return any(now is not leaf for now, leaf in zip(leaves_by_structure(given, spec), leaves, strict=True))
+        return any(now is not leaf for now, leaf in zip(leaves_by_structure(arguments, spec), leaves, strict=True))
     except StructureError:
         return True
 
@@ -312,7 +312,7 @@ def _cut_graph(leaves: Sequence[Any]) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def _is_as_before(now: Any, before: Any) -> bool:
-    """Is this leaf of the output the one of the recording? Objects that cannot be compared are new every time.
+    """Returns whether this leaf of the output is the one of the recording; what cannot be compared is new every time.
 
     `before` is `torch.Tensor` for any tensor.
     """
@@ -326,26 +326,26 @@ def _is_as_before(now: Any, before: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same) or now is before or (now != now) is True
 
 
-def _tensors_not_given(model: nn.Module, given: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
+def _tensors_not_given(model: nn.Module, arguments: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor, int]]:
     """The tensors of a model that are not given, by name, and their versions."""
-    own = {storage_of(t) for t in given}
-    found = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
-    return [(name, tensor, version_of(tensor)) for name, tensor in found if storage_of(tensor) not in own]
+    own = {storage_of(t) for t in arguments}
+    tensors = ((slot.name, tensor) for slot, tensor in slots_of(model).items() if not tensor.is_inference())
+    return [(name, tensor, version_of(tensor)) for name, tensor in tensors if storage_of(tensor) not in own]
 
 
-def _external_tensors(made: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _external_tensors(results: Sequence[Any], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Collects the tensors that require grad and were used to make something, but were not given."""
-    known = {id(t) for t in given}
-    used = [x for t in tensors_in(tuple(made)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_below(t))]
+    known = {id(t) for t in arguments}
+    used = [x for t in tensors_in(tuple(results)) for x in ((t,) if t.is_leaf and t.requires_grad else leaves_below(t))]
     return [x for x in used if id(x) not in known]
 
 
-def _puts_gradients(model: nn.Module, made: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
-    """Does the backward of what has run put gradients into leaves, where a stage would not find them?
+def _puts_gradients(model: nn.Module, results: Sequence[Any], ends: Sequence[torch.Tensor]) -> bool:
+    """Returns whether the backward of what has run puts gradients into leaves, where a stage does not find them.
 
     An autograd.Function may run backward in its backward, as those of reversible networks do.
     """
-    roots = [t for t in made if isinstance(t, torch.Tensor) and t.requires_grad]
+    roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = [t for t in ends if t.requires_grad]
     if not roots or not leaves:
         return False
@@ -360,7 +360,7 @@ def _tensor_names(recorder: Recorder, tensors: Sequence[torch.Tensor]) -> str:
     def name(tensor: torch.Tensor) -> str:
         if recorder.knows(tensor):
             return "a tensor that forward has made"
-        found = recorder.name_of(tensor)
-        return repr(found) if found is not None else "a tensor of its own"
+        own = recorder.name_of(tensor)
+        return repr(own) if own is not None else "a tensor of its own"
 
     return ", ".join(sorted(set(map(name, tensors))))

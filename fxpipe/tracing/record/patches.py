@@ -114,19 +114,19 @@ class _HiddenApplications:
         self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
     ) -> Any:
         recorder = self._recorder
-        context, given = (args[:1], args[1:]) if has_context(function) else ((), args)
-        node_args, node_kwargs = recorder.node_argument(given), recorder.node_argument(kwargs)
+        context, operands = (args[:1], args[1:]) if has_context(function) else ((), args)
+        node_args, node_kwargs = recorder.node_argument(operands), recorder.node_argument(kwargs)
         result, random = recorder.run(forward, args, kwargs)
         # An input that is returned as it is C would return as another object, which nobody knows. Not what forward
         # writes to; where there is no context yet, nobody can tell.
         kept = {id(t) for ctx in context for t in ctx.dirty_tensors or ()}
-        returned = {id(t) for t in tensors_in((given, kwargs)) if context} - kept
+        returned = {id(t) for t in tensors_in((operands, kwargs)) if context} - kept
         with recorder.pause():
             result = pytree.tree_map_only(torch.Tensor, lambda t: t.view_as(t) if id(t) in returned else t, result)
         node = _add_application(recorder, _apply, function, node_args, node_kwargs, result, random)
         update_info(node, state=state)
         for tensor in tensors_in(result):  # C is going to give it its node
-            recorder.made.expect_backward(tensor, function.__name__)
+            recorder.registry.expect_backward(tensor, function.__name__)
         return result
 
     def setup_context(self, setup: Callable[..., Any], args: Any) -> Any:
@@ -175,8 +175,10 @@ def _run_module(recorder: Recorder, module: nn.Module, args: tuple[Any, ...], kw
             return run_model(module, args, kwargs, forward)
         _refuse_backward_hooks(recorder, module)
 
-        def call_one(hook: Any, given: tuple[Any, ...]) -> Any:
-            return hook(module, *given) if is_computation_hook(hook) else call_hook(recorder, module, hook, given)
+        def call_one(hook: Any, arguments: tuple[Any, ...]) -> Any:
+            return (
+                hook(module, *arguments) if is_computation_hook(hook) else call_hook(recorder, module, hook, arguments)
+            )
 
         return run_with_hooks(module, forward, call_one, args, kwargs)
     except BaseException:

@@ -83,7 +83,7 @@ def record(
     whole: Mapping[str, str] | None = None,
     continued: Mapping[str, GraphBreak] | None = None,
     seed: int = 0,
-    hollow: bool = False,
+    uncomputed: bool = False,
     disguised: Mapping[Any, int] | None = None,
 ) -> Traced:
     """Runs `model` once on the inputs and returns its graph. The model and all random states stay as they are.
@@ -96,7 +96,7 @@ def record(
         continued: paths of modules whose forward is one node behind some call, behind which, and why.
         seed: of the numbers that forward draws and reads.
         disguised: sizes and texts that look other than they are (`record.untracked_values`).
-        hollow: nothing is computed that depends on parameters (`record.uncomputed_tensors`); for models on the CPU.
+        uncomputed: nothing is computed that depends on parameters (`record.uncomputed_tensors`); for models on the CPU.
 
     Raises:
         CannotRecord: forward does what a recording cannot carry; the message names the module, the user's line and the
@@ -110,9 +110,9 @@ def record(
         def attempt(hashable: bool, forgets: bool = True) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
             recorder = Recorder(model, held, whole, continued, seed, hashable, step, forgets, disguised)
             try:
-                found = _record_once(recorder, args, kwargs, run, hollow)
+                recording = _record_once(recorder, args, kwargs, run, uncomputed)
                 if not recorder.must_save:
-                    return found
+                    return recording
             except Exception:
                 if not recorder.must_save:
                     raise
@@ -120,12 +120,12 @@ def record(
 
         hashable = False
         try:
-            traced, foreign = attempt(hashable)
+            traced, constants = attempt(hashable)
         except _HashedSizeError:
             hashable = True
-            traced, foreign = attempt(hashable)
-        if foreign:
-            for (tensor, error), (other, _) in zip(foreign, attempt(hashable)[1], strict=True):
+            traced, constants = attempt(hashable)
+        if constants:
+            for (tensor, error), (other, _) in zip(constants, attempt(hashable)[1], strict=True):
                 if tensor is not other:
                     raise error
         return traced
@@ -136,7 +136,7 @@ class _HashedSizeError(Exception):
 
 
 def _record_once(
-    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, hollow: bool
+    recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None, uncomputed: bool
 ) -> tuple[Traced, list[tuple[torch.Tensor, CannotRecord]]]:
     """The graph, and the tensors of unknown origin in it, with the errors to raise should they be made by forward."""
     model = recorder.model
@@ -151,7 +151,7 @@ def _record_once(
     own_dice = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
-            with UncomputedMode(model) if hollow else in_fake_mode(), patch_for_recording(recorder), recorder:
+            with UncomputedMode(model) if uncomputed else in_fake_mode(), patch_for_recording(recorder), recorder:
                 result = run(recorder, *run_args, **run_kwargs) if run else model(*run_args, **run_kwargs)
             changed = changed_input_item(model, (run_args, run_kwargs), leaves, copies, spec)
             _refuse_reshaped(recorder, leaves, layouts, copies)
@@ -275,7 +275,7 @@ def _output_argument(recorder: Recorder, value: Any) -> Any:
 
 
 def _is_recorded(recorder: Recorder, value: Any) -> bool:
-    """A tensor or a size that differs from run to run?"""
+    """Returns whether it is a tensor, or a size that differs from run to run."""
     if isinstance(value, RecordedSize):
         return value.recorder is recorder
     return isinstance(value, torch.Tensor) and recorder.knows(value)

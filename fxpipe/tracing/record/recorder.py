@@ -85,7 +85,7 @@ def disguised_text(text: str, guise: int) -> str:
     """
     if guise == 0:
         opposite = {"True": "False", "False": "True", "-": ""}
-        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda found: opposite.get(found[0], "-"), text)
+        return re.sub(r"True|False|-(?=\d)|(?<![\d.e-])(?=\d)", lambda match: opposite.get(match[0], "-"), text)
     digits = "0123456789"
     return text.translate(str.maketrans(digits, digits[guise:] + digits[:guise] if guise < 10 else "9" * 10))
 
@@ -190,10 +190,10 @@ class Recorder(TorchFunctionMode):
         self.ended_modules: list[str] = []  # paths of modules, as they end
         self.seed, self.draws = seed, DrawStream(seed)
         self.draws_from_stream: list[bool] = []  # of each draw: was it taken from the stream?
-        self.made = TensorRegistry()
+        self.registry = TensorRegistry()
         self._forgetting = NoSavedTensors() if forgets else None
         self._size_nodes: dict[tuple[fx.Node, str, int], fx.Node] = {}
-        self._origins = TensorNames(model, held or {})
+        self._tensor_names = TensorNames(model, held or {})
         self._attribute_nodes: dict[str, fx.Node] = {}
         self._parameters = {
             storage_address(p): name for name, p in model.named_parameters() if p.layout == torch.strided
@@ -203,15 +203,15 @@ class Recorder(TorchFunctionMode):
     def end(self) -> None:
         """Lets go of all values: sizes live on, in caches of libraries."""
         self.recording = False
-        self.made.clear()
+        self.registry.clear()
 
     @property
     def must_save(self) -> bool:
-        """Has forward asked for something that has not been saved?"""
+        """Returns whether forward has asked for something that has not been saved."""
         return self._forgetting is not None and self._forgetting.was_read
 
     def note_python_rng(self) -> None:
-        """To be called where another module begins to run: has this one drawn Python's random numbers?"""
+        """Notes, before another module runs, whether this one has drawn Python's random numbers."""
         now = python_rng_state()
         if not same_python_rng_state(self._dice, now):
             self.python_rng_modules.add(self.module)
@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):
     # -- values to nodes ---------------------------------------------------------------------------------------------
 
     def note_attribute(self, owner: dict[str, Any], name: str) -> None:
-        """Forward reads an attribute of a module, whose `__dict__` is `owner`."""
+        """Notes that forward reads an attribute of a module, whose `__dict__` is `owner`."""
         key = (id(owner), name)
         if key not in self.attributes_read and not isinstance(owner[name], torch.Tensor):
             self.attributes_read[key] = AttributeGuard.now(owner, name)
@@ -254,24 +254,24 @@ class Recorder(TorchFunctionMode):
         self.keep(tensor, node)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        return self.made.node(tensor) is not None
+        return self.registry.node(tensor) is not None
 
     def read_names(self) -> frozenset[str]:
         """Names of the model's tensors that were read."""
         return frozenset(self._attribute_nodes)
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Under which name the model holds a tensor by itself."""
-        return self._origins.own(tensor)
+        """Returns the name under which the model holds a tensor by itself."""
+        return self._tensor_names.own(tensor)
 
     def node_of(self, tensor: torch.Tensor) -> fx.Node:
-        made = self.made.node(tensor)
-        if made is not None:
-            self._refuse_unexplained(tensor, made)
-            return made
-        name = self._origins.own(tensor)
+        maker = self.registry.node(tensor)
+        if maker is not None:
+            self._refuse_unexplained(tensor, maker)
+            return maker
+        name = self._tensor_names.own(tensor)
         if name is None:
-            name = self._origins.other(tensor) or self._foreign(tensor)
+            name = self._tensor_names.other(tensor) or self._constant_name(tensor)
             if tensor.requires_grad:
                 raise self.refuse(
                     f"uses {name!r}, a tensor that requires grad in a plain container",
@@ -281,11 +281,11 @@ class Recorder(TorchFunctionMode):
             self.constants[name] = tensor
         if name not in self._attribute_nodes:
             node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
-            update_info(node, storages=frozenset({self.made.storages.name(tensor)}))
+            update_info(node, storages=frozenset({self.registry.storages.name(tensor)}))
             self._attribute_nodes[name] = node
         return self._attribute_nodes[name]
 
-    def _foreign(self, tensor: torch.Tensor) -> str:
+    def _constant_name(self, tensor: torch.Tensor) -> str:
         """The name of a tensor that neither the graph nor the model has made."""
         if isinstance(tensor, nn.Parameter):
             raise self.refuse("makes a parameter or a module in forward", "make it in __init__", whole=False)
@@ -305,7 +305,7 @@ class Recorder(TorchFunctionMode):
             self.refusal = self.refusal or error
             raise error
         self.unknown_tensors.append((tensor, error))
-        return self._origins.add(tensor)
+        return self._tensor_names.add(tensor)
 
     def node_argument(self, value: Any) -> Any:
         """A value as the argument of a node."""
@@ -361,7 +361,7 @@ class Recorder(TorchFunctionMode):
                     "makes a nested tensor, whose sizes are those of its samples",
                     "use padded tensors and a mask, or make it in a module inside the model, which is kept whole",
                 )
-            self.made.add(value, node)
+            self.registry.add(value, node)
         elif isinstance(value, (Mapping, tuple, list)):
             for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
                 if any(True for _ in tensors_in(item)):
@@ -448,7 +448,7 @@ class Recorder(TorchFunctionMode):
         if takes_only_arrays(args, kwargs):
             result, _ = self.run(func, args, kwargs)
             for tensor in tensors_in(result):
-                self._origins.add(tensor)  # what numpy made of values that were read, or of nothing
+                self._tensor_names.add(tensor)  # what numpy made of values that were read, or of nothing
             return result
         node_args, node_kwargs = self.node_argument(args), self.node_argument(kwargs)
         result, random = self.run(func, args, kwargs)
@@ -480,8 +480,8 @@ class Recorder(TorchFunctionMode):
                 result = self._plainly(func, args, kwargs)
             changed = [t for t, version in versions if version_of(t) != version]
             for tensor in filter(self.knows, changed):
-                self.made.expect_backward(tensor)
-            self._changed = frozenset(map(self.made.storages.name, changed))
+                self.registry.expect_backward(tensor)
+            self._changed = frozenset(map(self.registry.storages.name, changed))
             return result, not same_generator_states(before, generator_states())
 
     def _unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -489,9 +489,9 @@ class Recorder(TorchFunctionMode):
 
         And what it uses of the model's, or of what forward has made: the node would not be given it.
         """
-        given = list(tensors_in((args, kwargs)))
-        if given:
-            self.external_tensors += [t for t in given if self.knows(t) or self.name_of(t)]
+        tensors = list(tensors_in((args, kwargs)))
+        if tensors:
+            self.external_tensors += [t for t in tensors if self.knows(t) or self.name_of(t)]
             return self._plainly(func, args, kwargs)
         before = generator_states()
         result = self._plainly(func, args, kwargs)
@@ -513,11 +513,11 @@ class Recorder(TorchFunctionMode):
                 return repr(args[0])  # text for people, who asked for so many digits
             if not (isinstance(error, NEEDS_VALUES_ERRORS) or (is_faked() and name in VALUE_READS)):
                 raise
-            found = self._error(
+            reason = self._error(
                 f"needs the values of tensors ({name.strip('_')}), and it or its inputs have none (meta or fake)",
                 "trace it with values, or take the decision outside forward",
             )
-            self.refusal = self.refusal or CannotRecord(str(found))  # no module kept whole would have them
+            self.refusal = self.refusal or CannotRecord(str(reason))  # no module kept whole would have them
             raise self.refusal from error
 
     @contextlib.contextmanager
@@ -596,7 +596,7 @@ class Recorder(TorchFunctionMode):
         raise error
 
     def _refuse_unexplained(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        name = self.made.unexpected_backward(tensor)
+        name = self.registry.unexpected_backward(tensor)
         if name is None:
             return
         path = info(node).module
@@ -611,15 +611,15 @@ class Recorder(TorchFunctionMode):
     def _refuse_unrecordable(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         asks = name == "requires_grad_" and (*args[1:], *kwargs.values(), True)[0] and not args[0].requires_grad
         in_transform = is_in_functorch_transform()  # asks for gradients by itself
-        is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._origins.other(args[0]))
+        is_models = asks and not self.knows(args[0]) and (self.name_of(args[0]) or self._tensor_names.other(args[0]))
         if is_models and not in_transform:
             raise self.refuse("starts to ask for gradients in forward", "do so before the model is called", False)
         if torch.get_default_dtype() != self._default_dtype:
             raise self.refuse(
                 "changes the default dtype", "do so outside forward, or pass dtype= to the functions", whole=False
             )
-        found = refusal_of_call(func, name, args, kwargs) or refusal_of_parameter_write(
+        refusal = refusal_of_call(func, name, args, kwargs) or refusal_of_parameter_write(
             func, args, kwargs, self._parameters
         )
-        if found is not None:
-            raise self.refuse(*found)
+        if refusal is not None:
+            raise self.refuse(*refusal)

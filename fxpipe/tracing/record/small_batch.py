@@ -55,7 +55,7 @@ def record_small_batch(
     """A recording on as many samples as a micro-batch has, finished; None where it takes all samples.
 
     Args:
-        record_on: (args, kwargs, hollow=False) -> a recording; see `record`.
+        record_on: (args, kwargs, uncomputed=False) -> a recording; see `record`.
     """
     if is_faked() or _has_hooks(model):
         return None
@@ -70,17 +70,17 @@ def record_small_batch(
         if samples >= batch:
             return None
 
-        def given(size: int) -> Any:
+        def samples_of(size: int) -> Any:
             return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
 
         def without_arithmetic(inputs: Any) -> Traced:
             if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
-                return record_on(*inputs, hollow=True)
+                return record_on(*inputs, uncomputed=True)
             with with_fake_tensors(model, inputs, always=True) as fakes:  # uncomputed ones would take GPU memory
                 return record_on(*fakes)
 
         start = time.perf_counter()
-        traced = record_on(*given(samples))
+        traced = record_on(*samples_of(samples))
         if time.perf_counter() - start < LONG_RECORDING:
             return None  # fake tensors would take longer than all samples do
         if any(map(runs_python, traced.nodes)):
@@ -89,7 +89,9 @@ def record_small_batch(
             return None
         # The first size once more: a model that remembers what it met does something else the second time. It is seen
         # before tensors without values meet tables of other sizes, in which they would stay.
-        if not all(_is_same_recording(traced, without_arithmetic(given(size))) for size in (samples, batch, batch + 1)):
+        if not all(
+            _is_same_recording(traced, without_arithmetic(samples_of(size))) for size in (samples, batch, batch + 1)
+        ):
             return None
         traced.leaves, traced.recorded_samples = leaves, samples
         return finish(traced)
@@ -97,7 +99,7 @@ def record_small_batch(
 
 
 def _has_hooks(model: nn.Module) -> bool:
-    """Of the user's, on a module within the model?"""
+    """Returns whether a module within the model has hooks of the user's."""
     return any(
         not is_computation_hook(hook)
         for module in model.modules()

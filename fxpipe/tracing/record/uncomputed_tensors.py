@@ -68,7 +68,7 @@ class UncomputedMode(TorchDispatchMode):
         self._storages: dict[int, StorageWeakRef] = {}  # uncomputed ones, by names that no other gets meanwhile
         self._told: dict[Hashable, Any] = {}  # by call: what it makes. Equal blocks make equal calls
         for parameter in model.parameters():
-            self._hollow_out(parameter)
+            self._note_uncomputed(parameter)
 
     def __enter__(self) -> UncomputedMode:
         self._outer, _current.mode = _current.mode, self
@@ -80,7 +80,7 @@ class UncomputedMode(TorchDispatchMode):
         _current.mode = self._outer
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Is it uncomputed?"""
+        """Returns whether a tensor is uncomputed."""
         return tensor.layout == torch.strided and storage_address(tensor) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,9 +93,9 @@ class UncomputedMode(TorchDispatchMode):
             written = _written_tensors(schema_of(func), args, kwargs)
             if written:
                 for tensor in written:
-                    self._hollow_out(tensor)
+                    self._note_uncomputed(tensor)
                 return _returned_tensors(schema_of(func), written)
-            return pytree.tree_map_only(_Layout, self._made, self._tell(func, args, kwargs))
+            return pytree.tree_map_only(_Layout, self._uncomputed, self._tell(func, args, kwargs))
 
     def _tell(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Computes the result of a call on fake tensors, with layouts in place of tensors."""
@@ -103,11 +103,11 @@ class UncomputedMode(TorchDispatchMode):
         if key not in self._told:
             fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, self._fake, (args, kwargs))
             with self._fakes:
-                made = func(*fake_args, **fake_kwargs)
-            self._told[key] = pytree.tree_map_only(FakeTensor, _Layout.of, made)
+                result = func(*fake_args, **fake_kwargs)
+            self._told[key] = pytree.tree_map_only(FakeTensor, _Layout.of, result)
         return self._told[key]
 
-    def _hollow_out(self, tensor: torch.Tensor) -> None:
+    def _note_uncomputed(self, tensor: torch.Tensor) -> None:
         if tensor.layout == torch.strided:
             reference = StorageWeakRef(tensor.untyped_storage())
             self._storages[reference.cdata] = reference
@@ -118,9 +118,9 @@ class UncomputedMode(TorchDispatchMode):
         bare = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
         return FakeTensor(self._fakes, bare, layout.device)
 
-    def _made(self, layout: _Layout) -> torch.Tensor:
+    def _uncomputed(self, layout: _Layout) -> torch.Tensor:
         tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-        self._hollow_out(tensor)
+        self._note_uncomputed(tensor)
         return tensor
 
 
@@ -129,7 +129,7 @@ def is_uncomputed(tensor: torch.Tensor) -> bool:
 
 
 def refuse_uncomputed(tensors: Iterable[torch.Tensor]) -> None:
-    """To be called before values are read in a way that no mode sees.
+    """Raises where a tensor has no values; to be called before they are read in a way that no mode sees.
 
     Raises:
         DataDependentOutputException: one of them has none.
@@ -149,7 +149,7 @@ def _uncomputed_error(what: str) -> TraceError:
 
 
 def _argument_key(value: Any) -> Hashable:
-    """Equal for arguments of calls that make the same."""
+    """Returns a key that is equal for the arguments of calls that make the same."""
     if isinstance(value, torch.Tensor):
         if type(value) not in (torch.Tensor, nn.Parameter):
             raise _uncomputed_error(f"a {type(value).__name__} is used")
@@ -169,8 +169,8 @@ def _is_view(func: Any) -> bool:
 
 def _written_tensors(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that a function writes to, in order."""
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-    named = (given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    named = (arguments.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     return [tensor for value in named for tensor in tensors_in(value)]
 
 

@@ -63,7 +63,7 @@ def calls_before_effects(graph: fx.Graph, path: str, calls: int) -> int:
 
 def _of_samples(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on inputs by more than their sizes; on a 0-dim input, which is every micro-batch's, none do."""
-    found: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()
     written: set[int] = set()  # storages
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -71,12 +71,12 @@ def _of_samples(graph: fx.Graph) -> set[fx.Node]:
         else:
             sources = node.all_input_nodes
             is_size = node.target in ("size", "stride") and not info(node).is_data_dependent
-            is_of = not is_size and any(n in found or not written.isdisjoint(info(n).storages) for n in sources)
+            is_of = not is_size and any(n in dependent or not written.isdisjoint(info(n).storages) for n in sources)
             if is_of:
                 written |= info(node).written_storages
         if is_of:
-            found.add(node)
-    return found
+            dependent.add(node)
+    return dependent
 
 
 def python_rng_error(modules: frozenset[str] = frozenset()) -> CannotRecord:
@@ -155,10 +155,10 @@ def refusal_of_call(
 
 def lost_by_import(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
     """Returns what a call does that an imported graph does not do, and its remedy."""
-    found = refusal_of_call(func, name, args, kwargs)
-    if found is None or (found[2] and name not in _LOST_BY_IMPORT):
+    refusal = refusal_of_call(func, name, args, kwargs)
+    if refusal is None or (refusal[2] and name not in _LOST_BY_IMPORT):
         return None
-    what, remedy, _ = found
+    what, remedy, _ = refusal
     if name in _LOST_BY_IMPORT:
         remedy += OPAQUE_REMEDY
     return what, remedy
@@ -186,9 +186,9 @@ _GLOBAL_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backwa
 
 def refuse_model(model: nn.Module) -> None:
     """Raises, with everything about `model` that stands in the way."""
-    found = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
-    if found:
-        raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(found), is_final=True)
+    lines = [f"- {line}" for line in (*_global_hooks(), *_wrong_modules(model), *_wrong_tensors(model))]
+    if lines:
+        raise CannotRecord(f"{type(model).__name__} cannot be traced as it is:\n" + "\n".join(lines), is_final=True)
 
 
 def _global_hooks() -> Iterator[str]:

@@ -49,7 +49,7 @@ def read_untracked_values(traced: Traced) -> None:
 
 
 def _is_same_recording(plain: Traced, again: Callable[[Mapping[Any, int]], Traced], keys: Collection[Hashable]) -> bool:
-    """Does forward do the same where these sizes and texts are disguised?
+    """Returns whether forward does the same where these sizes and texts are disguised.
 
     A size shows in any guise where it goes: a comparison would be recorded. A text may be made a number, and compared.
     """

@@ -222,7 +222,7 @@ class _Mixing:
         return None
 
     def _add_statistic(self, node: fx.Node, source: fx.Node) -> None:
-        """One number for all may be taken out again by whatever normalises."""
+        """Adds a number that all samples share, which may be taken out again by whatever normalises."""
         if _elements(node) > 1:
             while _name(source) in _ELEMENTWISE | _SHAPING and isinstance(source.args[0], fx.Node):
                 source = source.args[0]
@@ -232,13 +232,15 @@ class _Mixing:
     def _meet_in_attention(self, node: fx.Node) -> bool | None:
         if node.target is F.scaled_dot_product_attention:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+            arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
             masks: tuple[Any, ...]
-            masks, place = (given.get("attn_mask"),), -2
+            masks, place = (arguments.get("attn_mask"),), -2
         else:
-            given = dict(inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments)
-            masks, place = (given.get("attn_mask"), given.get("key_padding_mask")), 0
-        key, value = given["key"], given["value"]
+            arguments = dict(
+                inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments
+            )
+            masks, place = (arguments.get("attn_mask"), arguments.get("key_padding_mask")), 0
+        key, value = arguments["key"], arguments["value"]
         if any(mask is not None for mask in masks) or not {key, value} <= self.live:
             return None
         dims = len(info(key).shapes[0].shape)
@@ -381,13 +383,13 @@ def _kept_in_buffers(traced: Traced, effects: Effects) -> set[fx.Node]:
     states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"} - {None}
     todo = [n for n in traced.assigned.values() if isinstance(n, fx.Node)]
     todo += [node for node, classes in zip(effects.nodes, effects.written_classes, strict=True) if classes & states]
-    found = set[fx.Node]()
+    kept = set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node not in found:
-            found.add(node)
+        if node not in kept:
+            kept.add(node)
             todo.extend(node.all_input_nodes)
-    return found
+    return kept
 
 
 def _name(node: fx.Node) -> str:
@@ -407,7 +409,7 @@ def _is_times_zero(node: fx.Node, name: str) -> bool:
 
 
 def _elements(node: fx.Node) -> float:
-    """Of one sample."""
+    """Counts the elements of one sample."""
     return float(sympy.Mul(*(size for size in info(node).shapes[0].shape if size.is_number)))
 
 
@@ -426,7 +428,7 @@ def _dim(node: fx.Node) -> Any:
 
 
 def _keeps_last(node: fx.Node, source: Any) -> bool:
-    """Does a sum leave the last dimension alone?"""
+    """Returns whether a sum leaves the last dimension alone."""
     dims = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     dims = dims if isinstance(dims, (tuple, list)) else (dims,)
     return all(isinstance(d, int) and d % _dims(source) != _dims(source) - 1 for d in dims)

@@ -139,11 +139,11 @@ class ReducedOutput:
         ]
 
     def terms(self, of_pieces: Sequence[Terms]) -> Terms | None:
-        """Of the output; None where it is no polynomial."""
-        found: list[Terms | None] = list(of_pieces)
+        """The terms of the output; None where it is no polynomial."""
+        terms: list[Terms | None] = list(of_pieces)
         for call, (_, name) in zip(self.numbered_calls(), self.calls, strict=True):
-            found.append(_terms_of(name, call, found))
-        return found[-1]
+            terms.append(_terms_of(name, call, terms))
+        return terms[-1]
 
 
 def _number(number: int, pieces: int) -> int:
@@ -207,17 +207,17 @@ def _terms_of(name: str, call: CombinationCall, known: Sequence[Terms | None]) -
 
 
 def _joined(terms: Sequence[Terms | None]) -> Terms | None:
-    found: Terms = frozenset()
+    joined: Terms = frozenset()
     for one in terms:
         if one is None:
             return None
-        found |= one
-    return found
+        joined |= one
+    return joined
 
 
 def _product(left: Terms, right: Terms) -> Terms | None:
-    found = frozenset((d + e, s + t) for d, s in left for e, t in right)
-    return found if all(degree <= 1 for degree, _ in found) else None
+    product = frozenset((d + e, s + t) for d, s in left for e, t in right)
+    return product if all(degree <= 1 for degree, _ in product) else None
 
 
 def _is_one_constant(terms: Terms) -> bool:
@@ -242,11 +242,11 @@ class ReductionWalk:
 
     def reduced(self, output: fx.Node) -> ReducedOutput:
         """Walks back from an output to its pieces; raises UnknownReductionError where the graph does not tell them."""
-        found = ReducedOutput()
+        reduced = ReducedOutput()
         if self._is_changed_between(output, self.traced.graph.output_node()):
             raise _unknown_reduction(output, "which is changed in place before it is returned")
-        self._visit(output, found)
-        return found
+        self._visit(output, reduced)
+        return reduced
 
     def combination(self, output: fx.Node, place: int) -> OutputCombination | str:
         """Finds how the output goes together: "mean", "sum", or a function of pieces, which are then in the graph.
@@ -254,13 +254,13 @@ class ReductionWalk:
         Raises:
             UnknownReductionError: the graph does not tell.
         """
-        found = self.reduced(output)
-        terms = found.terms([piece.terms for piece in found.pieces])
+        reduced = self.reduced(output)
+        terms = reduced.terms([piece.terms for piece in reduced.pieces])
         if terms is not None and terms <= CONSTANT_TERMS | MEAN_TERMS:
             return "mean"
         if terms is not None and terms == SUM_TERMS:
             return "sum"
-        return self._combination(found, output, place)
+        return self._combination(reduced, output, place)
 
     def finish(self) -> None:
         """Makes the pieces outputs of the graph, and takes out again what was added and nobody needs."""
@@ -272,22 +272,22 @@ class ReductionWalk:
             if not node.users:
                 self.traced.graph.erase_node(node)
 
-    def _combination(self, found: ReducedOutput, output: fx.Node, place: int) -> OutputCombination:
-        known = [self._is_known(piece) for piece in found.pieces]
+    def _combination(self, reduced: ReducedOutput, output: fx.Node, place: int) -> OutputCombination:
+        known = [self._is_known(piece) for piece in reduced.pieces]
         varying = [
-            CONSTANT_TERMS if is_known else piece.terms for piece, is_known in zip(found.pieces, known, strict=True)
+            CONSTANT_TERMS if is_known else piece.terms for piece, is_known in zip(reduced.pieces, known, strict=True)
         ]
-        nodes = [self._handed_out(piece.node) for piece in found.pieces]
-        for piece, node in zip(found.pieces, nodes, strict=True):
+        nodes = [self._handed_out(piece.node) for piece in reduced.pieces]
+        for piece, node in zip(reduced.pieces, nodes, strict=True):
             self.handed_out.setdefault(node, piece.how)
         order, first = [*self.handed_out], len(self.traced.outputs)
         return OutputCombination(
             place,
             tuple(first + order.index(node) for node in nodes),
-            tuple(piece.how for piece in found.pieces),
-            tuple(found.numbered_calls()),
+            tuple(piece.how for piece in reduced.pieces),
+            tuple(reduced.numbered_calls()),
             tuple(known),
-            found.terms(varying) is not None,
+            reduced.terms(varying) is not None,
             f"output {place} ({output.name}, made at {info(output).source or 'the input'})",
         )
 
@@ -320,45 +320,45 @@ class ReductionWalk:
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
-    def _visit(self, node: fx.Node, found: ReducedOutput) -> None:
-        if node in found.values:
+    def _visit(self, node: fx.Node, reduced: ReducedOutput) -> None:
+        if node in reduced.values:
             return
         number = info(node).number
         if node not in self.batch_dependent:
-            self._piece(node, None, CONSTANT_TERMS, found)
+            self._piece(node, None, CONSTANT_TERMS, reduced)
         elif number is not None:
             if sympy.cancel(number / self.traced.batch).free_symbols:
                 raise _unknown_reduction(node, "which is a number that does not simply grow with the batch")
-            self._piece(node, "sum", SIZE_TERMS, found)
-        elif self._reduction(node, found):
+            self._piece(node, "sum", SIZE_TERMS, reduced)
+        elif self._reduction(node, reduced):
             return
         else:
-            self._function(node, found)
+            self._function(node, reduced)
 
-    def _piece(self, node: fx.Node, how: str | None, terms: Terms, found: ReducedOutput) -> None:
+    def _piece(self, node: fx.Node, how: str | None, terms: Terms, reduced: ReducedOutput) -> None:
         if _elements(node) > MAX_PIECE_ELEMENTS:
             raise _unknown_reduction(node, "which is large")
-        found.values[node] = len(found.pieces)
-        found.pieces.append(OutputPiece(node, how, terms))
+        reduced.values[node] = len(reduced.pieces)
+        reduced.pieces.append(OutputPiece(node, how, terms))
 
     def _counted_piece(
-        self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], found: ReducedOutput
+        self, node: fx.Node, count: Callable[..., torch.Tensor], args: tuple[Any, ...], reduced: ReducedOutput
     ) -> None:
         """A mean over what counts: its total and its count are pieces."""
         total, number = self._total_and_count(node, count, args)
-        self._piece(total, "sum", SUM_TERMS, found)
-        self._piece(number, "sum", SUM_TERMS, found)
-        operands = (CombinationRef(found.values[total]), CombinationRef(found.values[number]))
+        self._piece(total, "sum", SUM_TERMS, reduced)
+        self._piece(number, "sum", SUM_TERMS, reduced)
+        operands = (CombinationRef(reduced.values[total]), CombinationRef(reduced.values[number]))
         # Divided, then given the digits of the mean.
-        self._call("truediv", operator.truediv, operands, {}, node, found)
+        self._call("truediv", operator.truediv, operands, {}, node, reduced)
         if info(total).shapes[0].dtype != info(node).shapes[0].dtype:
             self._call(
                 "to",
                 torch.Tensor.to,
-                (CombinationRef(found.values[node]), info(node).shapes[0].dtype),
+                (CombinationRef(reduced.values[node]), info(node).shapes[0].dtype),
                 {},
                 node,
-                found,
+                reduced,
             )
 
     def _call(
@@ -368,21 +368,21 @@ class ReductionWalk:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         node: fx.Node,
-        found: ReducedOutput,
+        reduced: ReducedOutput,
     ) -> None:
-        found.calls.append((CombinationCall(function, args, kwargs, state_of(node)), name))
-        found.values[node] = -len(found.calls)
+        reduced.calls.append((CombinationCall(function, args, kwargs, state_of(node)), name))
+        reduced.values[node] = -len(reduced.calls)
 
-    def _elements_piece(self, node: fx.Node, source: fx.Node, found: ReducedOutput) -> None:
+    def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> None:
         """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
         mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
         if isinstance(mask, fx.Node) and [s.dtype for s in info(mask).shapes] == [torch.bool]:
             chosen = info(source.all_input_nodes[0]).shapes[0].shape
             if info(mask).shapes[0].shape == chosen:
-                return self._counted_piece(node, torch.count_nonzero, (mask,), found)
-        return self._counted_piece(node, element_count, (source,), found)
+                return self._counted_piece(node, torch.count_nonzero, (mask,), reduced)
+        return self._counted_piece(node, element_count, (source,), reduced)
 
-    def _function(self, node: fx.Node, found: ReducedOutput) -> None:
+    def _function(self, node: fx.Node, reduced: ReducedOutput) -> None:
         """A function of values that are known as functions of pieces."""
         name = base_opname(node)
         in_place = _IN_PLACE.get(name)
@@ -400,7 +400,7 @@ class ReductionWalk:
             if not self._is_constant(source):
                 if self._is_changed_between(source, node):
                     raise _unknown_reduction(source, "which is changed in place before it is used")
-                self._visit(source, found)
+                self._visit(source, reduced)
 
         def put(value: Any) -> Any:
             if isinstance(value, slice):
@@ -409,12 +409,12 @@ class ReductionWalk:
                 return value
             if not isinstance(value, fx.Node):
                 return value
-            return int(number_of(value)) if self._is_constant(value) else CombinationRef(found.values[value])
+            return int(number_of(value)) if self._is_constant(value) else CombinationRef(reduced.values[value])
 
         args = _map_nested(tuple(node.args), put)
         kwargs = {key: _map_nested(value, put) for key, value in node.kwargs.items()}
         function = in_place or (getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target)
-        self._call(name, function, args, kwargs, node, found)
+        self._call(name, function, args, kwargs, node, reduced)
 
     def _is_constant(self, node: fx.Node) -> bool:
         number = info(node).number
@@ -431,7 +431,7 @@ class ReductionWalk:
         )
 
     def _is_last_of(self, node: fx.Node, changed: Any) -> bool:
-        """Does nobody use a value after this node has changed it?"""
+        """Returns whether nobody uses a value after this node has changed it."""
         later = self.order.get(node, 0)
         return (
             isinstance(changed, fx.Node)
@@ -444,7 +444,7 @@ class ReductionWalk:
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
-    def _reduction(self, node: fx.Node, found: ReducedOutput) -> bool:
+    def _reduction(self, node: fx.Node, reduced: ReducedOutput) -> bool:
         """Adds the pieces of a node that reduces over samples; False where it is none."""
         if not node.all_input_nodes or node.op not in CALL_OPS or self._holds_batch(node):
             return False
@@ -452,7 +452,7 @@ class ReductionWalk:
         if not isinstance(source, fx.Node) or not self._holds_batch(source) or len(info(node).shapes) != 1:
             return False
         if source in self.mixed:
-            return self._reduction_of_product(node, source, found)
+            return self._reduction_of_product(node, source, reduced)
         self._refuse_mixed(node)
         name = base_opname(node)
         if name in ("sum", "nansum", "mean", "count_nonzero"):
@@ -460,25 +460,25 @@ class ReductionWalk:
             if even is None:
                 return False
             if name != "mean":
-                self._piece(node, "sum", SUM_TERMS, found)
+                self._piece(node, "sum", SUM_TERMS, reduced)
             elif even:
-                self._piece(node, "mean", MEAN_TERMS, found)
+                self._piece(node, "mean", MEAN_TERMS, reduced)
             else:
                 if info(node).shapes[0].shape:
                     return False
-                self._elements_piece(node, source, found)
+                self._elements_piece(node, source, reduced)
             return True
-        given = _loss_arguments(node)
-        if given is None or given.get("size_average") is not None or given.get("reduce") is not None:
+        arguments = _loss_arguments(node)
+        if arguments is None or arguments.get("size_average") is not None or arguments.get("reduce") is not None:
             return False
         even = self._is_even(source)
-        if even is None or given["reduction"] not in ("mean", "sum", "batchmean"):
+        if even is None or arguments["reduction"] not in ("mean", "sum", "batchmean"):
             return False
         if node.target in _SAMPLE_LOSSES:
-            return self._loss_of_samples(node, source, given["reduction"], even, found)
-        return self._loss(node, source, given, even, found)
+            return self._loss_of_samples(node, source, arguments["reduction"], even, reduced)
+        return self._loss(node, source, arguments, even, reduced)
 
-    def _reduction_of_product(self, node: fx.Node, source: fx.Node, found: ReducedOutput) -> bool:
+    def _reduction_of_product(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
         """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
         name, how = base_opname(source), base_opname(node)
         if how not in ("sum", "mean") or name not in _PRODUCTS | _QUOTIENTS or len(source.args) != 2 or source.kwargs:
@@ -502,14 +502,16 @@ class ReductionWalk:
                 self.mixed.add(new)
             self._counted[node] = new, new
         new = self._counted[node][0]
-        self._visit(new, found)
-        self._visit(factor, found)
-        refs = (CombinationRef(found.values[new]), CombinationRef(found.values[factor]))
-        self._call(name, operator.mul if name in _PRODUCTS else operator.truediv, refs, {}, node, found)
+        self._visit(new, reduced)
+        self._visit(factor, reduced)
+        refs = (CombinationRef(reduced.values[new]), CombinationRef(reduced.values[factor]))
+        self._call(name, operator.mul if name in _PRODUCTS else operator.truediv, refs, {}, node, reduced)
         return True
 
-    def _loss(self, node: fx.Node, source: fx.Node, given: dict[str, Any], even: bool, found: ReducedOutput) -> bool:
-        target, reduction = given.get("target"), given["reduction"]
+    def _loss(
+        self, node: fx.Node, source: fx.Node, arguments: dict[str, Any], even: bool, reduced: ReducedOutput
+    ) -> bool:
+        target, reduction = arguments.get("target"), arguments["reduction"]
         shape = info(source).shapes[0].shape
         if not isinstance(target, fx.Node) or not info(target).shapes:
             return False
@@ -520,36 +522,36 @@ class ReductionWalk:
         if not is_counted and others.shape != shape and node.target is not F.multilabel_margin_loss:
             return False  # broadcast: each sample against each, it may be
         if reduction == "sum":
-            self._piece(node, "sum", SUM_TERMS, found)
+            self._piece(node, "sum", SUM_TERMS, reduced)
         elif reduction == "batchmean":
             is_mean = bool(shape[0].free_symbols)
             if is_mean and not even:
                 return False
-            self._piece(node, "mean" if is_mean else "sum", MEAN_TERMS if is_mean else SUM_TERMS, found)
+            self._piece(node, "mean" if is_mean else "sum", MEAN_TERMS if is_mean else SUM_TERMS, reduced)
         elif is_counted and not others.dtype.is_floating_point:
-            weight = given.get("weight")
+            weight = arguments.get("weight")
             if isinstance(weight, fx.Node) and weight in self.batch_dependent:
                 return False
-            self._counted_piece(node, cross_entropy_divisor, (target, weight, given["ignore_index"]), found)
-        elif given.get("weight") is not None and node.target in _DIVIDED_BY_WEIGHTS:
-            self._counted_piece(node, torch.sum, (given["weight"],), found)
+            self._counted_piece(node, cross_entropy_divisor, (target, weight, arguments["ignore_index"]), reduced)
+        elif arguments.get("weight") is not None and node.target in _DIVIDED_BY_WEIGHTS:
+            self._counted_piece(node, torch.sum, (arguments["weight"],), reduced)
         elif even:
-            self._piece(node, "mean", MEAN_TERMS, found)
+            self._piece(node, "mean", MEAN_TERMS, reduced)
         else:
-            self._elements_piece(node, source, found)
+            self._elements_piece(node, source, reduced)
         return True
 
     def _loss_of_samples(
-        self, node: fx.Node, source: fx.Node, reduction: str, even: bool, found: ReducedOutput
+        self, node: fx.Node, source: fx.Node, reduction: str, even: bool, reduced: ReducedOutput
     ) -> bool:
         first = self._batch_dim(source)
         others = [other for other in node.all_input_nodes if info(other).shapes and self._holds_batch(other)]
         if node.target is not F.ctc_loss and any(self._batch_dim(other) != first for other in others):
             return False  # broadcast: each sample against each
         if reduction == "sum":
-            self._piece(node, "sum", SUM_TERMS, found)
+            self._piece(node, "sum", SUM_TERMS, reduced)
         elif even:
-            self._piece(node, "mean", MEAN_TERMS, found)
+            self._piece(node, "mean", MEAN_TERMS, reduced)
         else:
             return False
         return True
@@ -567,7 +569,7 @@ class ReductionWalk:
                 raise _unknown_reduction(other, "in which samples have met already")
 
     def _is_even(self, node: fx.Node) -> bool | None:
-        """Has it as many elements for each sample? None where it holds samples in several dimensions, say."""
+        """Returns whether it has as many elements for each sample; None where several dimensions hold samples, say."""
         shape = info(node).shapes[0].shape
         sizes = [size for size in shape if size.free_symbols]
         if len(sizes) != 1:
@@ -577,7 +579,7 @@ class ReductionWalk:
         return None if self.traced.batch in sizes[0].free_symbols else False
 
     def _is_reduced_over_samples(self, source: fx.Node) -> bool | None:
-        """`_is_even` of what is reduced."""
+        """Returns `_is_even` of what is reduced."""
         if len(info(source).shapes) != 1:
             return None
         return self._is_even(source)  # the result holds no batch, so that its dimension is among those that are gone
@@ -626,7 +628,7 @@ class ReductionWalk:
         return new
 
     def _is_known(self, piece: OutputPiece) -> bool:
-        """Does it come from inputs alone, so that the mini-batch's is known before a step?"""
+        """Returns whether it comes from inputs alone, so that the mini-batch's is known before a step."""
         return piece.how is not None and all(map(self._is_of_inputs, dependencies_of(piece.node)))
 
     def _is_of_inputs(self, node: fx.Node) -> bool:
@@ -642,30 +644,30 @@ class ReductionWalk:
 
 def dependencies_of(node: fx.Node) -> dict[fx.Node, None]:
     """Collects the nodes that a node is computed from, itself included; sizes that are numbers need nothing more."""
-    found: dict[fx.Node, None] = {}
+    dependencies: dict[fx.Node, None] = {}
     todo = [node]
     while todo:
         node = todo.pop()
-        if node not in found:
-            found[node] = None
+        if node not in dependencies:
+            dependencies[node] = None
             if info(node).number is None:
                 todo.extend(node.all_input_nodes)
-    return found
+    return dependencies
 
 
 def goes_along_samples(node: fx.Node) -> bool:
-    """Does a function of one dimension (`softmax`, `cumsum`) go along one that holds samples?"""
+    """Returns whether a function of one dimension (`softmax`, `cumsum`) goes along one that holds samples."""
     name, shapes = base_opname(node), info(node.all_input_nodes[0]).shapes
     if len(shapes) != 1:
         return False
     rest = node.args[2 if name in _DIM_FOLLOWS else 1 :]
-    given = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
-    if given is None:
-        given = {"normalize": 1, "msort": 0}.get(name, -1)
+    asked = node.kwargs.get("dim", node.kwargs.get("dims", rest if name == "flip" else rest[0] if rest else None))
+    if asked is None:
+        asked = {"normalize": 1, "msort": 0}.get(name, -1)
         if name == "roll":
             return True  # all elements in one row
     shape = shapes[0].shape
-    dims = [dim for dim in pytree.tree_leaves(given) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
+    dims = [dim for dim in pytree.tree_leaves(asked) if isinstance(dim, int) and -len(shape) <= dim < len(shape)]
     return any(shape[dim].free_symbols for dim in dims)
 
 

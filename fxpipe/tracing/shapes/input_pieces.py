@@ -51,7 +51,7 @@ class InputPieces:
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
         """Computes the pieces, by place, of the mini-batch with these flattened inputs."""
 
-        def given(node: fx.Node) -> Any:
+        def placeholder(node: fx.Node) -> Any:
             number = info(node).number
             if number is not None:
                 return int(number.subs(self.traced.batch, batch))
@@ -62,5 +62,5 @@ class InputPieces:
 
         if not self.pieces:
             return {}
-        values = run_all_nodes(self.program, given, attribute, run_node_without_grad)
+        values = run_all_nodes(self.program, placeholder, attribute, run_node_without_grad)
         return {place: values[node] for place, node in self.pieces.items()}

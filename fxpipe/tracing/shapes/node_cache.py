@@ -36,7 +36,7 @@ class NodeCache:
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
         self._number_of: dict[int, int] = {}  # id of a value -> its number
-        self._made: dict[Hashable, Any] = {}
+        self._values: dict[Hashable, Any] = {}
 
     def number(self, value: Any) -> int:
         """Numbers a value, the same for values of which the same can be told."""
@@ -45,11 +45,11 @@ class NodeCache:
         return self._number_of[id(value)]
 
     def add(self, key: Hashable, value: Any) -> None:
-        self._made[key] = value
+        self._values[key] = value
 
     def known(self, key: Hashable) -> Any:
         """The value under this key, or None."""
-        return self._made.get(key)
+        return self._values.get(key)
 
     def key(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable | None:
         """Returns the key that a call is known by; None for one that cannot be known."""
@@ -77,7 +77,7 @@ class NodeCache:
             raise ChangedInPlaceError
         # A size that depends on values is another one in each call.
         if key is not None and not (_unbacked_sizes(value) - _unbacked_sizes(arguments)):
-            self._made[key] = value
+            self._values[key] = value
 
     def _frozen(self, argument: Any, values: Mapping[fx.Node, Any]) -> Hashable:
         if isinstance(argument, fx.Node):

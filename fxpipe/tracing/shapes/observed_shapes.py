@@ -63,11 +63,11 @@ class Observation:
 
     varied: tuple[int, ...]  # places among the input leaves
     fixed: frozenset[int]  # places of inputs that may hold samples by their sizes, but cannot vary
-    made: dict[fx.Node, Any]  # trees of SeenTensor with formulas, numbers as formulas, and constants
+    node_values: dict[fx.Node, Any]  # trees of SeenTensor with formulas, numbers as formulas, and constants
 
     def fake(self, node: fx.Node, n: Any) -> Any:
         """Builds the value that `node` makes of n samples. To be called under a fake mode."""
-        return pytree.tree_map_only((ObservedTensor, AffineSize), lambda seen: _fake(seen, n), self.made[node])
+        return pytree.tree_map_only((ObservedTensor, AffineSize), lambda seen: _fake(seen, n), self.node_values[node])
 
 
 def _fake(seen: Any, n: Any) -> Any:
@@ -107,13 +107,13 @@ def observe_shapes(
                     raise TraceError(why) from error
                 continue
             try:
-                made = _fit_all(numbers, runs, node)
+                formulas = _fit_all(numbers, runs, node)
             except _NoFormula as error:
                 why = f"in real runs with {_listed(numbers)} samples {error}; sizes must grow evenly with the samples"
                 if _is_of_values(traced, values, dims, varied, node):
                     raise TraceError(why) from error  # with fewer inputs varied it would look fixed
                 break  # at multiples it may look as if there were one
-            return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, made)
+            return Observation(varied, frozenset(p for group in groups for p in group) - {*varied}, formulas)
     raise TraceError(why)
 
 
@@ -153,11 +153,11 @@ def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[in
 def _is_of_values(
     traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
 ) -> bool:
-    """Does `node` make other sizes, or go another way, with as many other samples?
+    """Returns whether `node` makes other sizes, or goes another way, with as many other samples.
 
     Each sample in place of all shows it, wherever a size is a sum over samples.
     """
-    made: list[Any] = []
+    observed: list[Any] = []
     for k in (None, *range(values[varied[0]].shape[dims[varied[0]]])):
         samples = list(values)
         for place in varied if k is not None else ():
@@ -165,18 +165,18 @@ def _is_of_values(
             index = torch.full((value.shape[dims[place]],), k, device=value.device)
             samples[place] = value.detach().index_select(dims[place], index).requires_grad_(value.requires_grad)
         try:
-            made.append(_observe_graph(traced, samples, node)[node])
+            observed.append(_observe_graph(traced, samples, node)[node])
         except StateError:  # what is kept whole goes another way
             return True
         except Exception:  # the model refuses such samples
             continue
-        if _shapes(made[-1]) != _shapes(made[0]):
+        if _shapes(observed[-1]) != _shapes(observed[0]):
             return True
     return False
 
 
-def _shapes(made: Any) -> list[Any]:
-    return [seen.shape if isinstance(seen, ObservedTensor) else seen for seen in pytree.tree_leaves(made)]
+def _shapes(observed: Any) -> list[Any]:
+    return [seen.shape if isinstance(seen, ObservedTensor) else seen for seen in pytree.tree_leaves(observed)]
 
 
 def _listed(numbers: Sequence[int]) -> str:
@@ -191,7 +191,7 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> di
     seen: dict[fx.Node, Any] = {}
     values: NodeValues = {}
 
-    def given(node: fx.Node) -> Any:
+    def placeholder(node: fx.Node) -> Any:
         return copy_of_input(sample[traced.place_of(node)])
 
     def attribute(node: fx.Node) -> torch.Tensor:
@@ -201,7 +201,7 @@ def _observe_graph(traced: Traced, sample: Sequence[Any], wanted: fx.Node) -> di
 
     with preserve_state(traced.model):
         try:
-            for node in run_nodes(traced.graph.nodes, values, given, attribute, run_node, keep=()):
+            for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node, keep=()):
                 if node.op in CALL_OPS:
                     seen[node] = pytree.tree_map_only(torch.Tensor, _observed_tensor, values[node])
         except Exception:
@@ -224,16 +224,16 @@ class _NoFormula(Exception):
 
 def _fit_all(numbers: Sequence[int], runs: Sequence[Mapping[fx.Node, Any]], wanted: fx.Node) -> dict[fx.Node, Any]:
     """Fits what nodes make for any number of samples, where that can be said; of `wanted` it must."""
-    made = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
+    formulas = {wanted: _fit_value(numbers, [run[wanted] for run in runs])}
     for node in runs[0]:
         with contextlib.suppress(_NoFormula, KeyError):
-            made[node] = _fit_value(numbers, [run[node] for run in runs])
-    return made
+            formulas[node] = _fit_value(numbers, [run[node] for run in runs])
+    return formulas
 
 
-def _fit_value(numbers: Sequence[int], made: Sequence[Any]) -> Any:
+def _fit_value(numbers: Sequence[int], observed: Sequence[Any]) -> Any:
     """One value for any number of samples, from what it was for each of `numbers`."""
-    flat, specs = zip(*(pytree.tree_flatten(value) for value in made), strict=True)
+    flat, specs = zip(*(pytree.tree_flatten(value) for value in observed), strict=True)
     if any(spec != specs[0] for spec in specs[1:]):
         raise _NoFormula("it returns one structure or another")
     return pytree.tree_unflatten([_fit_leaf(numbers, leaves) for leaves in zip(*flat, strict=True)], specs[0])

@@ -43,7 +43,7 @@ class SymbolicRun:
 
     env: ShapeEnv
     symbols: dict[int, sympy.Symbol]  # place of an input leaf -> what its batch dimension was called
-    made: dict[fx.Node, Any]  # the value of every node; alike ones are one object
+    node_values: dict[fx.Node, Any]  # the value of every node; equal ones are one object
     fixed_by: dict[sympy.Symbol, fx.Node]  # which node gave a symbol a fixed size
     value_dependent_nodes: frozenset[
         fx.Node
@@ -143,7 +143,7 @@ class _Knowledge:
         return self._inputs[node]
 
     def distrust(self, node: fx.Node, why: Exception) -> None:
-        """Fake tensors do not tell what a node makes; nor that of the same function of the user's elsewhere."""
+        """Notes that fake tensors do not tell what a node makes, nor one of the same function of the user's."""
         same = function_key(node.target)
         for other in self.traced.graph.nodes if _is_user_function(node) else ():
             if other.op == node.op and function_key(other.target) == same:
@@ -151,9 +151,9 @@ class _Knowledge:
         self.unknown_nodes[node] = why
 
     def observation(self, node: fx.Node, candidates: Iterable[int]) -> Observation | None:
-        """One that has seen `node`, with each of the inputs in question varied, or found to be fixed."""
+        """Returns an observation of `node`, with each of the inputs in question varied, or found to be fixed."""
         wanted = set(candidates)
-        return next((o for o in self.observed if node in o.made and wanted <= {*o.varied, *o.fixed}), None)
+        return next((o for o in self.observed if node in o.node_values and wanted <= {*o.varied, *o.fixed}), None)
 
 
 class _UnknownShapeError(Exception):
@@ -177,13 +177,13 @@ class _Attempt:
     """One attempt."""
 
     def __init__(
-        self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, alike: NodeCache | None
+        self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, cache: NodeCache | None
     ):
-        self.traced, self.values, self.dims, self.known, self.alike = traced, values, dims, known, alike
+        self.traced, self.values, self.dims, self.known, self.cache = traced, values, dims, known, cache
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.mode.cache_enabled = False  # torch never empties it of symbols, and `alike` does the same
-        self.made: dict[fx.Node, Any] = {}
+        self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
+        self.node_values: dict[fx.Node, Any] = {}
         self.inputs: dict[int, Any] = {}  # place -> the symbolic size of its batch dimension
         self.symbols: dict[int, sympy.Symbol] = {}
         self.fixed_by: dict[sympy.Symbol, fx.Node] = {}
@@ -200,14 +200,14 @@ class _Attempt:
         ):
             for node in nodes:
                 if node.op == "get_attr":
-                    self.made[node] = self._attribute(attribute_tensor(self.traced, node))
+                    self.node_values[node] = self._attribute(attribute_tensor(self.traced, node))
                 elif info(node).is_compared_read:
-                    self.made[node] = value_read_of(node).value
+                    self.node_values[node] = value_read_of(node).value
                 elif node.op in CALL_OPS and not info(node).is_guarded_read:
-                    self.made[node] = self._call(node)
+                    self.node_values[node] = self._call(node)
                 step()
         return SymbolicRun(
-            self.env, self.symbols, self.made, self.fixed_by, frozenset(self.known.value_dependent_nodes)
+            self.env, self.symbols, self.node_values, self.fixed_by, frozenset(self.known.value_dependent_nodes)
         )
 
     def _make_inputs(self) -> None:
@@ -218,37 +218,37 @@ class _Attempt:
             dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
             context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
             fake: Any = self.mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
-            self.made[node] = fake
+            self.node_values[node] = fake
             if dim is not None:
                 self.inputs[place], self.symbols[place] = fake.shape[dim], fake.shape[dim].node.expr
 
     def _attribute(self, tensor: torch.Tensor) -> Any:
         """A tensor of the model: its sizes do not vary."""
-        key = tensor_key(tensor) if self.alike is not None else None
-        if self.alike is None or key is None:
+        key = tensor_key(tensor) if self.cache is not None else None
+        if self.cache is None or key is None:
             return self.mode.from_tensor(tensor.detach(), static_shapes=True)
-        found = self.alike.known(key)
-        if found is None:
-            found = self.mode.from_tensor(tensor.detach(), static_shapes=True)
-            self.alike.add(key, found)
-        return found
+        fake = self.cache.known(key)
+        if fake is None:
+            fake = self.mode.from_tensor(tensor.detach(), static_shapes=True)
+            self.cache.add(key, fake)
+        return fake
 
     def _call(self, node: fx.Node) -> Any:
         if node in self.known.unknown_nodes or info(node).opaque is not None:
             return self._seen(node)
-        if self.alike is None:
+        if self.cache is None:
             return self._fake(node)
-        key = self.alike.key(node, self.made)
-        value = self.alike.known(key)
+        key = self.cache.key(node, self.node_values)
+        value = self.cache.known(key)
         if value is None:
             value = self._fake(node)
-            self.alike.keep(node, key, value, self.made)
+            self.cache.keep(node, key, value, self.node_values)
         return value
 
     def _fake(self, node: fx.Node) -> Any:
         before = len(self.env.replacements), len(self.env.guards)
         try:
-            value = run_node_without_grad(node, self.made)
+            value = run_node_without_grad(node, self.node_values)
         except Exception as error:
             self.known.distrust(node, error)
             if isinstance(error, GuardOnDataDependentSymNode):
@@ -263,7 +263,7 @@ class _Attempt:
         return value
 
     def _note_fixed(self, node: fx.Node) -> bool:
-        """Has `node` given symbols a fixed size?"""
+        """Notes the symbols to which `node` has given a fixed size; returns whether there are any."""
         fixed = [s for s, v in self.env.replacements.items() if v.is_number and s not in self.fixed_by]
         self.fixed_by.update(dict.fromkeys(fixed, node))
         return bool(fixed)
@@ -285,8 +285,8 @@ class _Attempt:
         return observation.fake(node, self.inputs[varied[0]] if varied else 0)
 
     def _is_of_values(self, node: fx.Node) -> bool:
-        given = tensors_in([self.made.get(source) for source in node.all_input_nodes])
-        shape: list[Any] = [size for tensor in given for size in tensor.shape]
+        tensors = tensors_in([self.node_values.get(source) for source in node.all_input_nodes])
+        shape: list[Any] = [size for tensor in tensors for size in tensor.shape]
         sizes = [self.env.replace(size.node.expr) for size in shape if isinstance(size, torch.SymInt)]
         of_inputs = {s for symbol in self.symbols.values() for s in self.env.replace(symbol).free_symbols}
         return any(size.free_symbols - of_inputs for size in sizes)
@@ -298,16 +298,16 @@ class _Attempt:
         where nobody uses what they make of them.
         """
         sizes = {place: self.env.replace(symbol) for place, symbol in self.symbols.items()}
-        found: dict[Any, list[int]] = {
+        groups: dict[Any, list[int]] = {
             sizes[place]: [] for place in sorted(self.known.inputs_of(node)) if place in sizes
         }
         for place, size in sorted(sizes.items()):
-            if size in found and size.free_symbols:
-                found[size].append(place)
-        return [group for group in found.values() if group]
+            if size in groups and size.free_symbols:
+                groups[size].append(place)
+        return [group for group in groups.values() if group]
 
 
 def _is_user_function(node: fx.Node) -> bool:
-    """Is this a function of the user's?"""
+    """Returns whether this is a function of the user's."""
     home = str(getattr(node.target, "__module__", None) or "torch").partition(".")[0]
     return node.op == "call_function" and home not in ("torch", "_operator", "operator", "math", "builtins")

@@ -69,10 +69,10 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
 
 def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
     """Lists the dimensions that a squeeze takes out if they are of size 1."""
-    given: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
-    if not given:
+    named: tuple[Any, ...] = (*node.args[1:], *(value for key, value in node.kwargs.items() if key == "dim"))
+    if not named:
         return list(range(dims))
-    return [d % dims for d in (given[0] if isinstance(given[0], (tuple, list)) else given)]
+    return [d % dims for d in (named[0] if isinstance(named[0], (tuple, list)) else named)]
 
 
 def _set_squeeze_dims(node: fx.Node, dims: tuple[int, ...]) -> None:
@@ -109,13 +109,13 @@ class TensorShape:
 
 @functools.lru_cache(maxsize=4096)
 def bytes_formula(shapes: tuple[TensorShape, ...]) -> sympy.Expr:
-    """Of all these tensors together."""
+    """Sums the bytes of all these tensors."""
     return sympy.Add(*(shape.bytes for shape in shapes))
 
 
 @functools.lru_cache(maxsize=4096)
 def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
-    """For a micro-batch of so many samples. A size that depends on values (nonzero) counts as 0."""
+    """Computes the bytes for a micro-batch of so many samples. A size that depends on values (nonzero) counts as 0."""
     number = formula.subs(batch, samples)
     return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
 
@@ -133,23 +133,23 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    found = run_on_symbols(traced, values, asked, sure, sizes == {1})
-    if not found.is_free and 1 in sizes and sizes != {1} and not sure:
+    run = run_on_symbols(traced, values, asked, sure, sizes == {1})
+    if not run.is_free and 1 in sizes and sizes != {1} and not sure:
         # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
         with contextlib.suppress(TraceError):
             second = run_on_symbols(traced, values, asked, sure, True)
-            found = second if second.is_free else found
-    env, made = found.env, found.made
-    batch = _find_batch(traced, asked, found, sure)
+            run = second if second.is_free else run
+    env, node_values = run.env, run.node_values
+    batch = _find_batch(traced, asked, run, sure)
 
     def formula(value: Any) -> sympy.Expr:
         if isinstance(value, torch.SymInt):
-            found = env.replace(value.node.expr)
-            return found.xreplace({s: traced.batch for s in found.free_symbols if s in batch})
+            size = env.replace(value.node.expr)
+            return size.xreplace({s: traced.batch for s in size.free_symbols if s in batch})
         return sympy.Integer(int(value))
 
     shapes: dict[int, tuple[TensorShape, ...]] = {}  # by id: alike values are one object
-    for node, value in made.items():
+    for node, value in node_values.items():
         if id(value) not in shapes:
             tensors = tensors_in(value)
             shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
@@ -161,8 +161,8 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
             number = formula(value)
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
             is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
-        elif node in found.value_dependent_nodes or (
-            node.target is operator.getitem and node.args[0] in found.value_dependent_nodes
+        elif node in run.value_dependent_nodes or (
+            node.target is operator.getitem and node.args[0] in run.value_dependent_nodes
         ):
             is_data_dependent = True
         update_info(node, known_shapes=shapes[id(value)], number=number, is_data_dependent=is_data_dependent)
@@ -177,8 +177,8 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         traced.batch_conditions += (_recorded_sizes_condition(traced),)
     traced.mini_batch_conditions = fix_squeezes(traced, traced.batch_of(values))
     walk = ReductionWalk(traced, batch_dependent_nodes(traced))
-    traced.out_dims = _out_dims(traced, made, batch, env, out_dims, walk)
-    traced.left_attribute_dims = _left_dims(traced, made, batch, env)
+    traced.out_dims = _out_dims(traced, node_values, batch, env, out_dims, walk)
+    traced.left_attribute_dims = _left_dims(traced, node_values, batch, env)
     traced.uneven_outputs = _uneven_outputs(traced)
     _fold_fixed_sizes(traced)
 
@@ -214,7 +214,7 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
 def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> frozenset[Any]:
     """The symbols that are the batch; sets `traced.in_dims`."""
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
-    free = {place: found for place, s in symbols.items() if (found := env.replace(s)).free_symbols}
+    free = {place: size for place, s in symbols.items() if (size := env.replace(s)).free_symbols}
     if not free or (sure and len(free) < len(symbols)):
         lines = [
             f"{traced.leaves[place].path} (size {traced.leaves[place].shape[asked[place]]}, fixed by "  # type: ignore[index]
@@ -229,7 +229,7 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
             )
     traced.in_dims = tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
     common_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
-    return frozenset(s for found in free.values() for s in found.free_symbols)
+    return frozenset(s for size in free.values() for s in size.free_symbols)
 
 
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
@@ -301,10 +301,10 @@ def _assumed_conditions(traced: Traced, batch: int) -> Iterator[BatchCondition]:
     for condition, places in traced.size_assumptions:
         if all(traced.in_dims[place] is None for place in places.values()):
             continue
-        found = condition.subs({symbol: size(place) for symbol, place in places.items()})
-        if found != sympy.true:
+        assumed = condition.subs({symbol: size(place) for symbol, place in places.items()})
+        if assumed != sympy.true:
             read = BatchCondition(
-                found, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
+                assumed, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
             )
             # Of a single sample export has seen two.
             yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
@@ -333,59 +333,61 @@ def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
 
 def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
     """Nodes whose values depend on a batched input by more than fixed sizes, also where it was written to them."""
-    found = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
+    dependent = {node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None}
     written = set[Any]()  # storages
     for node in traced.graph.nodes:
         if node.op not in CALL_OPS:
             continue
         sources = node.all_input_nodes
-        if any(n in found or not written.isdisjoint(info(n).storages) for n in sources):
+        if any(n in dependent or not written.isdisjoint(info(n).storages) for n in sources):
             number = info(node).number
             if number is None or number.free_symbols:
-                found.add(node)
+                dependent.add(node)
                 written |= info(node).written_storages
-    return found
+    return dependent
 
 
 def _out_dims(
-    traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any, walk: ReductionWalk
+    traced: Traced, values: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any, walk: ReductionWalk
 ) -> tuple[int | str | None, ...]:
-    given: Any = None
+    asked: Any = None
     is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
     if out_dims is not None:
         try:
-            given = broadcast_prefix(out_dims, traced.out_spec)
+            asked = broadcast_prefix(out_dims, traced.out_spec)
         except StructureError as error:
             raise ArgumentError(
                 f"out_dims={out_dims!r} does not fit the output, which has {len(traced.outputs)} leaves: {error}"
             ) from error
-        traced.told = frozenset(place for place, dim in enumerate(given) if dim is not UNNAMED)
+        traced.told = frozenset(place for place, dim in enumerate(asked) if dim is not UNNAMED)
     dependent = walk.batch_dependent
-    found: list[int | str | None] = []
+    hows: list[int | str | None] = []
     combinations: list[OutputCombination] = []
     for place, output in enumerate(traced.outputs):
         if not isinstance(output, fx.Node):
-            found.append(None)
+            hows.append(None)
             continue
-        value = made.get(output)
+        value = values.get(output)
         sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
-        is_given = given is not None and given[place] is not UNNAMED
+        is_given = asked is not None and asked[place] is not UNNAMED
         if is_given and not (is_for_rest and (output not in dependent or _batch_dim(sizes, batch) is not None)):
-            found.append(_checked_out_dim(output, given[place]))
+            hows.append(_checked_out_dim(output, asked[place]))
         elif output not in dependent:
-            found.append(None)
+            hows.append(None)
         else:
             how = _out_dim(traced, output, place, sizes, batch, walk)
             if isinstance(how, OutputCombination):
                 combinations.append(how)
-            found.append("combined" if isinstance(how, OutputCombination) else how)
+            hows.append("combined" if isinstance(how, OutputCombination) else how)
     traced.combinations = tuple(combinations)
     walk.finish()
-    return tuple(found)
+    return tuple(hows)
 
 
-def _left_dims(traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv) -> dict[str, int | str]:
-    """Of attributes that forward sets and does not read: the dimension that holds samples, where there is one.
+def _left_dims(
+    traced: Traced, values: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv
+) -> dict[str, int | str]:
+    """Finds, of attributes that forward sets and does not read, the dimension that holds samples.
 
     What requires grad is part of the caller's graph afterwards; so it must go together as outputs do.
 
@@ -394,24 +396,24 @@ def _left_dims(traced: Traced, made: dict[fx.Node, Any], batch: frozenset[Any], 
     """
     read = {str(n.target) for n in traced.graph.nodes if n.op == "get_attr"}
     dependent = batch_dependent_nodes(traced)
-    found: dict[str, int | str] = {}
+    dims: dict[str, int | str] = {}
     for name, node in traced.assigned.items():
         if name in read or not isinstance(node, fx.Node) or node.op == "get_attr":
             continue
-        shape = getattr(made.get(node), "shape", ())
+        shape = getattr(values.get(node), "shape", ())
         sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in shape]
         dim = _batch_dim(sizes, batch) if node in dependent else None
         if dim is not None:
-            found[name] = dim
+            dims[name] = dim
         elif name in traced.tied and not shape:
-            found[name] = "mean"
+            dims[name] = "mean"
         elif name in traced.tied:
             raise CannotRecord(
                 f"forward sets {name!r} to a tensor that requires grad and has no dimension for the samples, at "
                 f"{info(node).source}; detach it, or let forward return it",
                 is_final=True,
             )
-    return found
+    return dims
 
 
 def _batch_dim(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
@@ -432,20 +434,20 @@ def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
 
 def _uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     """Outputs of which so many samples more are not as many rows more each time."""
-    found = []
+    uneven = []
     for place, (output, dim) in enumerate(zip(traced.outputs, traced.out_dims, strict=True)):
         if isinstance(output, fx.Node) and isinstance(dim, int) and place not in traced.told:
             rows = info(output).shapes[0].shape[dim]
             if sympy.cancel(rows / traced.batch).free_symbols:
-                found.append((output.name, rows))
-    return tuple(found)
+                uneven.append((output.name, rows))
+    return tuple(uneven)
 
 
 def _out_dim(
     traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any], walk: ReductionWalk
 ) -> int | str | OutputCombination:
-    if (found := _batch_dim(sizes, batch)) is not None:
-        return found
+    if (dim := _batch_dim(sizes, batch)) is not None:
+        return dim
     shapes = info(output).shapes
     number = info(output).number
     if number is not None and not sympy.cancel(number / traced.batch).free_symbols:

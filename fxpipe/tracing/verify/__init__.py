@@ -1,1 +1,1 @@
-"""Is a graph the model? What do its nodes share and change?"""
+"""Verification that a graph is the model; what its nodes share and change."""

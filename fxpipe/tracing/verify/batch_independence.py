@@ -1,4 +1,4 @@
-"""Are the outputs of micro-batches, put together, the output of the batch?
+"""The check that the outputs of micro-batches, put together, are the output of the batch.
 
 They are not where samples act on each other: a loss that is no mean over samples, logits of all against all, rows in
 another order than the samples. Nor where an input was taken for batched that is not. So the graph is run on a batch and
@@ -67,14 +67,14 @@ def check_batch_independence(traced: Traced, leaves: Sequence[Any]) -> bool:
 
 
 def _grows_evenly(traced: Traced) -> bool:
-    """Are all sizes polynomials in the batch size? Of `b // 4 * 4` few samples show nothing."""
+    """Returns whether all sizes are polynomials in the batch size. Of `b // 4 * 4` few samples show nothing."""
     numbers = {number for node in traced.graph.nodes if (number := info(node).number) is not None}
     numbers |= {size for node in traced.graph.nodes for shape in info(node).shapes for size in shape.shape}
     return all(number.is_polynomial(traced.batch) for number in numbers if not number.is_number)
 
 
 def _few_samples_agree(traced: Traced, asked: ComparedOutputs, leaves: Sequence[Any]) -> bool:
-    """Do the first three samples come out of parts as they come out together? If not, the model may need more of them.
+    """Returns whether the first three samples come out of parts as they come out together; a model may need more.
 
     Raises:
         ArgumentError: rows are in another order than the samples.
@@ -144,20 +144,20 @@ def _run_samples(
     """Computes what is asked of these samples; None if forward does not take them."""
     pieces = [take_samples(traced, leaves, *bound) for bound in bounds]
     dims = traced.in_dims
-    given = [
+    sample = [
         piece[0] if dim is None or len(piece) == 1 else torch.cat(piece, dim)
         for piece, dim in zip(zip(*pieces, strict=True), dims, strict=True)
     ]
     try:
-        return run_deterministically(traced, asked, given, expected)
+        return run_deterministically(traced, asked, sample, expected)
     except Exception:
         return None
 
 
 def _complete_runs(*runs: OutputValues | None) -> list[OutputValues]:
-    """Nothing if one is missing."""
-    found = [run for run in runs if run is not None]
-    return found if len(found) == len(runs) else []
+    """Returns the runs; nothing if one is missing."""
+    complete = [run for run in runs if run is not None]
+    return complete if len(complete) == len(runs) else []
 
 
 def _differing_outputs(traced: Traced, whole: OutputValues, parts: Sequence[OutputValues], share: float) -> list[int]:
@@ -187,7 +187,7 @@ def _join_two(first: Any, second: Any, how: int | str | None, share: float) -> A
 
 
 def _is_close_across_sizes(traced: Traced, left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Other sizes take other kernels: to half of the digits, of float32 if that was made wider on the way."""
+    """Returns whether values are equal to half of the digits, of float32 if that was made wider on the way."""
     eps = torch.finfo(left.dtype).eps
     if any(shape.dtype == torch.float32 for node in batch_dependent_nodes(traced) for shape in info(node).shapes):
         eps = max(eps, torch.finfo(torch.float32).eps)
@@ -212,24 +212,24 @@ def _dependence_error(traced: Traced, place: int) -> ArgumentError:
 
 
 def _outputs_to_compare(traced: Traced) -> ComparedOutputs:
-    """By place of an output that is put together: what to compare for it, itself or what says the same."""
-    found = {}
+    """Returns, by place of an output that is put together, what to compare for it: itself or what says the same."""
+    compared = {}
     wanted = {piece for one in traced.combinations if one.output not in traced.told for piece in one.pieces}
     for place, (node, dim) in enumerate(traced.results):
         shapes: Sequence[Any] = info(node).shapes if isinstance(node, fx.Node) else ()
         is_told = place in traced.told if place < len(traced.outputs) else bool(traced.told)
         if place in wanted:
-            found[place] = node
+            compared[place] = node
         elif dim is None or len(shapes) != 1 or is_told or node in traced.pieces:
             continue
         elif shapes[0].dtype.is_floating_point or shapes[0].dtype.is_complex:
             assert isinstance(node, fx.Node)
-            found[place] = node.all_input_nodes[0] if _is_samplewise_linear(traced, node, dim) else node
-    return found
+            compared[place] = node.all_input_nodes[0] if _is_samplewise_linear(traced, node, dim) else node
+    return compared
 
 
 def _is_samplewise_linear(traced: Traced, node: fx.Node, dim: int | str) -> bool:
-    """Does an output say no more than its input, of which a linear map makes it for each sample by itself?
+    """Returns whether an output is a linear map of its input, for each sample by itself, and says no more than that.
 
     To multiply with a vocabulary may take as long as all before it.
     """

@@ -30,7 +30,7 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
 def can_run_deterministically(traced: Traced) -> bool:
-    """Is everything that would make halves differ by itself known here?"""
+    """Returns whether everything that would make halves differ by itself is known here."""
     effects: Effects | None = traced.effects
     assert effects is not None
     states = {effects.alias[n] for n in traced.graph.nodes if n.op == "get_attr"}
@@ -65,7 +65,7 @@ def run_deterministically(
     # Python that runs as it is may ask for gradients inside; nothing else does.
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
-    def given(node: fx.Node) -> Any:
+    def placeholder(node: fx.Node) -> Any:
         return sample[traced.place_of(node)].detach().clone()
 
     def attribute(node: fx.Node) -> torch.Tensor:
@@ -81,13 +81,13 @@ def run_deterministically(
         return value
 
     values: NodeValues = {}
-    for _ in run_nodes(nodes, values, given, attribute, work, keep=asked.values()):
+    for _ in run_nodes(nodes, values, placeholder, attribute, work, keep=asked.values()):
         pass
     return {place: values[node] for place, node in asked.items()}
 
 
 def _have_expected_sizes(value: Any, node: fx.Node, batch: sympy.Symbol, samples: int) -> bool:
-    """Are the tensors of a value of the sizes that the graph has for so many samples?"""
+    """Returns whether the tensors of a value have the sizes that the graph has for so many samples."""
     shapes = info(node).shapes
     return all(
         all(
@@ -100,7 +100,7 @@ def _have_expected_sizes(value: Any, node: fx.Node, batch: sympy.Symbol, samples
 
 @functools.lru_cache(maxsize=4096)
 def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) -> tuple[int | None, ...]:
-    """None for what depends on values."""
+    """Computes sizes for so many samples; None for what depends on values."""
     numbers = (size.subs(batch, samples) for size in shape)
     return tuple(int(number) if number.is_Integer else None for number in numbers)
 
@@ -108,14 +108,14 @@ def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) 
 def _run_deterministic_node(node: fx.Node, values: NodeValues) -> Any:
     """Runs a node so that nothing is random and batch norm looks at no batch."""
 
-    def given(names: Sequence[str]) -> dict[str, Any]:
-        found: dict[str, Any] = fx.map_arg(_named_arguments(node, names), values.__getitem__)
-        return found
+    def arguments(names: Sequence[str]) -> dict[str, Any]:
+        bound: dict[str, Any] = fx.map_arg(_named_arguments(node, names), values.__getitem__)
+        return bound
 
     if node.target in _DROPOUTS:
-        return given(("input",))["input"].clone()
+        return arguments(("input",))["input"].clone()
     if node.target is F.batch_norm and running_statistics(node):
-        return F.batch_norm(**given(_BATCH_NORM) | {"training": False})
+        return F.batch_norm(**arguments(_BATCH_NORM) | {"training": False})
     if node.target is F.scaled_dot_product_attention:
-        return F.scaled_dot_product_attention(**given(_ATTENTION) | {"dropout_p": 0.0})
+        return F.scaled_dot_product_attention(**arguments(_ATTENTION) | {"dropout_p": 0.0})
     return call_node(node, values.__getitem__)

@@ -116,7 +116,7 @@ def observe_run(
     draws, seen = DrawStream(traced.seed), ObservedEffects()
     inputs: dict[int, torch.Tensor] = {}
 
-    def given(node: fx.Node) -> Any:
+    def placeholder(node: fx.Node) -> Any:
         place = traced.place_of(node)
         leaves[place] = copy_as_leaf(sample[place])
         inputs[place] = writable_copy(leaves[place])
@@ -143,7 +143,7 @@ def observe_run(
     nodes = [*traced.graph.nodes]
     ends = [n for n in (*traced.outputs, *traced.pieces, *traced.assigned.values()) if isinstance(n, fx.Node)]
     with progress("checking", len(nodes) - 1) as step:
-        for node in run_nodes(nodes, values, given, attribute, work, ends):
+        for node in run_nodes(nodes, values, placeholder, attribute, work, ends):
             tensors = list(tensors_in(values[node]))
             seen.storages[node] = list(map(storages.name, tensors))
             if not isinstance(values[node], torch.Tensor):  # the parts of a tuple are nodes of their own
@@ -184,7 +184,11 @@ def effects_of(traced: Traced, seen: Sequence[ObservedEffects]) -> Effects:
         changed = (classes.find((number, s)) for number, one in enumerate(seen) for s in one.changed[node])
         writes.append({numbers[root] for root in changed if root in numbers})
     returned = {n: {one.returned[n] for one in seen} for n in nodes}
-    same = {n: source for n, found in returned.items() if len(found) == 1 and (source := next(iter(found))) is not None}
+    same = {
+        n: source
+        for n, sources in returned.items()
+        if len(sources) == 1 and (source := next(iter(sources))) is not None
+    }
     requires_grad = {n: any(one.requires_grad[n] for one in seen) for n in alias if n in seen[0].requires_grad}
     effects = Effects(nodes, place, last, alias, same, writes, requires_grad)
     last |= dict.fromkeys(effects.written_inputs, len(nodes))  # the caller gets them back
@@ -233,7 +237,7 @@ def running_statistics(node: fx.Node) -> list[fx.Node]:
         names = (*names[:5], "use_input_stats")
     elif node.target is torch.batch_norm:
         names = ("input", "weight", "bias", "running_mean", "running_var", "training")
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if not given.get(names[5], node.target is F.instance_norm):
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if not arguments.get(names[5], node.target is F.instance_norm):
         return []
-    return [n for name in ("running_mean", "running_var") if isinstance(n := given.get(name), fx.Node)]
+    return [n for name in ("running_mean", "running_var") if isinstance(n := arguments.get(name), fx.Node)]

@@ -155,7 +155,7 @@ def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
 
 
 def _cuts_samples(node: fx.Node) -> bool:
-    """Does it take, or write to, samples from or up to a plain number?"""
+    """Returns whether it takes, or writes to, samples from or up to a plain number."""
     if opname(node.target).strip("_") not in ("getitem", "setitem") or not isinstance(node.args[0], fx.Node):
         return False
     shapes, index = info(node.args[0]).shapes, node.args[1]
@@ -264,9 +264,9 @@ def run_model(
         block = NoSavedTensors()
         try:
             with block:
-                found = _run_now(traced, sample, size, batch, seed)
+                result = _run_now(traced, sample, size, batch, seed)
             if not block.was_read:
-                return found
+                return result
         except Exception as error:
             if not (block.was_read or is_hooks_error(error)):
                 raise
@@ -276,8 +276,8 @@ def run_model(
 def _run_now(
     traced: Traced, sample: Sequence[Any], size: int, batch: int, seed: int, calls: Calls | None = None
 ) -> RunResult:
-    given = list(map(copy_as_leaf, sample))
-    copies = list(map(writable_copy, given))
+    inputs_as_leaves = list(map(copy_as_leaf, sample))
+    copies = list(map(writable_copy, inputs_as_leaves))
     args, kwargs = pytree.tree_unflatten(copies, traced.in_spec)
     names = {n.target for n in traced.graph.nodes if n.op == "get_attr"} | set(traced.assigned)
     with preserve_state(traced.model) as snapshot, without_gradients(traced.model), preserve_objects(traced.in_spec):
@@ -302,7 +302,7 @@ def _run_now(
         inputs = {p: _detached_output(copies[p], own) for p in traced.placeholders}
         if calls is not None:
             del args, kwargs, result, copies
-            calls.go_on_from_model(leaves, given)
+            calls.go_on_from_model(leaves, inputs_as_leaves)
     if calls is not None:
         snapshot.refuse_changes()
     return RunResult(outputs, buffers, inputs)
@@ -359,7 +359,7 @@ def _refuse_other_dimensions(traced: Traced, have: RunResult, size: int, batch: 
 
 
 def is_close(want: Any, have: Any, tolerance: float | None = None) -> bool:
-    """Equal to a tolerance, relative to each value and to the largest; by default some last bits."""
+    """Returns whether values are equal but for some last bits, or a tolerance, relative to each and to the largest."""
     if not isinstance(want, torch.Tensor):  # objects that cannot be compared are new ones in each forward
         is_new = type(want) is type(have) and getattr(type(want), "__eq__", None) is object.__eq__
         return is_new or bool(want is have or want == have)

@@ -53,11 +53,11 @@ class _LossDetector(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
-        found = lost_by_import(func, opname(func), args, given)
-        if found is not None:
-            self._note(*found)
-        result = func(*args, **given)
+        keywords = dict(kwargs or {})
+        loss = lost_by_import(func, opname(func), args, keywords)
+        if loss is not None:
+            self._note(*loss)
+        result = func(*args, **keywords)
         if result is not None and is_grad_fn_access(func, opname(func)):
             return GradFnProxy(result, lambda: self._note(NODE_HOOK_PROBLEM, NODE_HOOK_REMEDY + OPAQUE_REMEDY))
         return result
@@ -156,12 +156,12 @@ def _generators_after_graph(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
     """Returns the states of torch's random generators after a run of the graph."""
     inputs = list(map(copy_as_leaf, leaves))
 
-    def given(node: fx.Node) -> Any:
+    def placeholder(node: fx.Node) -> Any:
         return writable_copy(inputs[traced.place_of(node)])
 
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = attribute_tensor(traced, node)
         return tensor if tensor.requires_grad else tensor.detach().clone()
 
-    run_all_nodes(traced.graph.nodes, given, attribute, run_node)
+    run_all_nodes(traced.graph.nodes, placeholder, attribute, run_node)
     return generator_states()

@@ -1,4 +1,4 @@
-"""Does a graph hold for the micro-batches that run, as well as for the mini-batch?
+"""The check that a graph holds for the micro-batches that run, as well as for the mini-batch.
 
 Forward goes by the number of samples (`max(*x.shape)`, `if len(x) > 4`), and goes by that of the mini-batch. So what it
 concluded from sizes must be so for each size that runs, or do no harm. That is tried in this order:
@@ -77,7 +77,7 @@ def holds_for_micro_batches(
 
 
 def must_compare_micro_batches(traced: Traced) -> bool:
-    """Must what micro-batches make be compared with what the mini-batch makes, for each mini-batch anew?
+    """Returns whether what micro-batches make has to be compared with what the mini-batch makes, in each step anew.
 
     Plain numbers in the graph are those of a micro-batch. And the comparison of a few samples (`batch_independence`) is
     not one of this graph where forward goes by the batch size.
@@ -137,7 +137,7 @@ def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int])
 
 
 def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool | None:
-    """Is what `parts` makes of the micro-batches, put together, what `whole` makes of the mini-batch?
+    """Returns whether what `parts` makes of the micro-batches, put together, is what `whole` makes of the mini-batch.
 
     None: nobody can tell.
     """
@@ -155,7 +155,7 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
     try:
         with preserve_state(whole.model):
             want = run_deterministically(whole, asked[0], take_samples(whole, leaves, 0, batch))
-            made = [
+            part_values = [
                 run_deterministically(parts, asked[1], take_samples(parts, leaves, start, stop)) for start, stop in cuts
             ]
     except Exception:
@@ -167,10 +167,10 @@ def _give_same_outputs(whole: Traced, parts: Traced, leaves: Sequence[Any], size
     def together(place: int) -> Any:
         if place in combined:
             return combined[place]([together(piece) for piece in combined[place].pieces])
-        return _join_outputs([part[place] for part in made], parts.results[place][1], weights)
+        return _join_outputs([part[place] for part in part_values], parts.results[place][1], weights)
 
     return all(a == b for a, b in constants if not isinstance(a, fx.Node)) and all(
-        _all_close(value, [part[place] for part in made])
+        _all_close(value, [part[place] for part in part_values])
         if whole.out_dims[place] is None
         else _is_close_across_sizes(value, together(place))
         for place, value in want.items()
@@ -201,7 +201,7 @@ def _join_outputs(parts: Sequence[Any], dim: int | str | None, weights: Sequence
 
 
 def _is_close_across_sizes(left: Any, right: Any) -> bool:
-    """Other sizes take other kernels: to half of the digits."""
+    """Returns whether values are equal to half of the digits, as other sizes take other kernels."""
     is_real = isinstance(left, torch.Tensor) and (left.is_floating_point() or left.is_complex())
     return is_close(left, right, torch.finfo(left.dtype).eps ** 0.5 if is_real else None)
 

@@ -80,7 +80,7 @@ class _GradientSummary:
         return cls(scale, (rows.sum(0, dtype=dtype), rows.sum(1, dtype=dtype)), max(rows.shape))
 
     def differs(self, other: _GradientSummary, eps: float) -> bool:
-        """By more than another order of summing may do, many times over; a wrong backward is further away."""
+        """Returns whether they differ by many times what another order of sums makes; a wrong backward does by more."""
         tolerance = eps**0.5
         limit = tolerance * self.terms**0.5 * (self.scale if math.isfinite(self.scale) else 0.0)
         return not all(
@@ -314,7 +314,7 @@ def _states_differ(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.T
 
 
 def _graph_holds(traced: Traced, sample: Sequence[Any]) -> bool:
-    """Would forward, with the model as it is, do on these samples what the graph does?"""
+    """Returns whether forward, with the model as it is, would do on these samples what the graph does."""
     return (
         module_flags(traced.model) == traced.flags
         and tensors_match(traced.attributes)
@@ -361,9 +361,9 @@ def _scaled_gradients(traced: Traced, sample: Sequence[Any], seed: int) -> _Grad
     inputs = list(map(copy_as_leaf, sample))
     with preserve_state(traced.model), without_gradients(traced.model):
         outputs = _outputs_of_model(traced, inputs, seed)
-        found = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
-    assert found is not None
-    return found
+        gradients = _gradients_of_model(traced, outputs, inputs, sample, GRADIENT_FACTOR)
+    assert gradients is not None
+    return gradients
 
 
 def _detached(value: Any, own: set[int]) -> Any:
@@ -426,9 +426,9 @@ def _gradient_leaves(traced: Traced, inputs: Sequence[Any], sample: Sequence[Any
 
     `sample`: the inputs before forward. One that it has written a computed value to requires grad, and ends nothing.
     """
-    found = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
-    first = dict(reversed([(id(tensor), name) for name, tensor in reversed(found.items())]))
-    leaves = {name: tensor for name, tensor in found.items() if first[id(tensor)] == name}
+    tensors = {slot.name: t for slot, t in slots_of(traced.model).items() if t.requires_grad and t.is_leaf}
+    first = dict(reversed([(id(tensor), name) for name, tensor in reversed(tensors.items())]))
+    leaves = {name: tensor for name, tensor in tensors.items() if first[id(tensor)] == name}
     for leaf, value, before in zip(traced.leaves, inputs, sample, strict=True):
         if isinstance(before, torch.Tensor) and before.requires_grad:
             leaves[f"input {leaf.path}"] = value
@@ -448,11 +448,11 @@ def _direction(output: torch.Tensor, number: int, factor: float) -> torch.Tensor
 def _summarize_gradients(
     outputs: Sequence[Any], leaves: Mapping[str, torch.Tensor], factor: float = 1.0
 ) -> _GradientSummaries:
-    """By name, for one direction of the outputs, `factor` times as long."""
-    found: _GradientSummaries = dict.fromkeys(leaves)
+    """Summarizes gradients by name, for one direction of the outputs, `factor` times as long."""
+    summaries: _GradientSummaries = dict.fromkeys(leaves)
     ends = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not ends or not leaves:
-        return found
+        return summaries
     directions = [_direction(end, number, factor) for number, end in enumerate(ends)]
 
     outer: list[int] = []  # an autograd.Function may run backward in its own: those are no gradients of the outputs
@@ -465,7 +465,7 @@ def _summarize_gradients(
         def note(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if gradient is None or backward_id() not in outer:
                 return None
-            found[name] = _GradientSummary.of(gradient)
+            summaries[name] = _GradientSummary.of(gradient)
             return gradient.new_zeros(()).expand(gradient.shape) if gradient.layout == torch.strided else None
 
         return note
@@ -476,4 +476,4 @@ def _summarize_gradients(
         for name, leaf in leaves.items():
             leaf.register_hook(hook(name))
         torch.autograd.grad(ends, list(leaves.values()), directions, allow_unused=True)
-    return found
+    return summaries

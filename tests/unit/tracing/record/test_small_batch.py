@@ -170,9 +170,9 @@ def test_tables_that_are_kept_hold_no_fake_tensors():
         assert {type(table) for table in TABLES.values()} == {torch.Tensor}
 
 
-def test_what_is_remembered_is_not_hollow():
+def test_what_is_remembered_is_computed():
     met: dict[int, torch.Tensor] = {}
-    were_hollow = []
+    were_uncomputed = []
 
     class Squared(nn.Module):
         def __init__(self):
@@ -183,12 +183,12 @@ def test_what_is_remembered_is_not_hollow():
             """Squares its weight once for each number of samples."""
             if len(x) not in met:
                 met[len(x)] = self.weight.detach().square()
-                were_hollow.append(is_uncomputed(met[len(x)]))
+                were_uncomputed.append(is_uncomputed(met[len(x)]))
             return x * met[len(x)]
 
     assert fxpipe.trace(Squared(), (EXAMPLE,), chunks=4).recorded_samples is None
-    assert were_hollow
-    assert not any(were_hollow)
+    assert were_uncomputed
+    assert not any(were_uncomputed)
 
 
 def test_inputs_that_disagree_on_the_batch():

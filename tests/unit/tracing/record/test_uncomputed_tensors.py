@@ -105,9 +105,9 @@ def described(value):
 def test_shapes_strides_and_gradients_are_those_of_the_model(function):
     model, x = Lines(function), torch.randn(4, 6)
     with UncomputedMode(model):
-        hollow = model(x)
-        assert all(map(is_uncomputed, torch.utils._pytree.tree_leaves(hollow)))
-    assert described(hollow) == described(model(x))
+        outputs = model(x)
+        assert all(map(is_uncomputed, torch.utils._pytree.tree_leaves(outputs)))
+    assert described(outputs) == described(model(x))
 
 
 @pytest.mark.parametrize("function", MODELS, ids=lambda f: f.__name__)
@@ -164,7 +164,7 @@ def test_such_values_are_refused_while_recording(read):
         return x
 
     with pytest.raises(TraceError, match="needs the values of tensors"):
-        record(Lines(forward), (torch.randn(4, 6),), {}, hollow=True)
+        record(Lines(forward), (torch.randn(4, 6),), {}, uncomputed=True)
 
 
 def test_memory_that_is_written_to_keeps_its_values_and_has_none_meanwhile():
