@@ -8,18 +8,22 @@
 
 The clone is of the *nearest* node from which all can be made. So less is sent, and it is at hand in the stage that has
 written last: what that one had to make again lies on the way from the nodes that are alive to their nearest one.
+
+`x.detach()` shares the memory of `x` and not its history. Once something with a gradient has been written to it, its
+gradient goes where none of `x` does, and no clone of `x` makes it again.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from fxpipe._torch.functions import opname
+from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.verify.effects import Effects
 
 # What gives a view at every size and for all strides. `reshape`, `contiguous` and `to` share or copy as it comes, and a
@@ -50,6 +54,8 @@ class Aliases:
                 base = _base_of(effects, node)
                 if base is not None:
                     source[node] = base
+        for node in _detached_with_history(effects, source):
+            del source[node]
         return cls(dict(members), source, effects.place)
 
     def nearest_root(self, nodes: Collection[fx.Node]) -> tuple[fx.Node, list[fx.Node]] | None:
@@ -73,6 +79,33 @@ def _base_of(effects: Effects, node: fx.Node) -> fx.Node | None:
     if name not in VIEW_FUNCTIONS:
         return None
     return next((n for n in node.all_input_nodes if effects.alias[n] == effects.alias[node]), None)
+
+
+def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Detached views to which something with a gradient is written."""
+    with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
+    detached: dict[fx.Node, fx.Node] = {}  # node -> the nearest detached view that it is, or is a view of
+    found = set[fx.Node]()
+    for place, node in enumerate(effects.nodes):
+        if node in source:
+            nearest = node if _is_detaching(node) else detached.get(source[node])
+            if nearest is not None:
+                detached[node] = nearest
+        written = effects.written_classes[place]
+        targets = {detached[n] for n in node.all_input_nodes if n in detached and effects.alias[n] in written}
+        has_gradient = any(
+            effects.requires_grad.get(n) or (effects.alias[n] in with_gradient and effects.alias[n] not in written)
+            for n in node.all_input_nodes
+        )
+        if targets and has_gradient and state_of(node).grad:
+            found |= targets
+            with_gradient |= written
+    return found
+
+
+def _is_detaching(node: fx.Node) -> bool:
+    name = opname(node.target)
+    return name == "detach" or (name == "getattr" and node.args[1:2] == ("data",))
 
 
 def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int]:

@@ -300,6 +300,27 @@ class Dropped(Case):
         return self.three(F.dropout(y, 0.3, self.training)) + h
 
 
+class DetachedInput(Case):
+    """What is written to a detached view has a gradient; what it is a view of has none."""
+
+    def forward(self, x):
+        h, d = self.one(x * 1), x.detach()
+        d[:, ::2] += h[:, 1::2]
+        return self.two(d * 1).relu() + d + self.three(x * 1)
+
+
+class DetachedTwice(Case):
+    """Two gradients in the same memory."""
+
+    def forward(self, x):
+        h, y = self.one(x), self.two(x)
+        d = h.detach()
+        d[:, 0] = y[:, 0]
+        z = d.sigmoid()
+        d.mul_(0.5)
+        return self.three(z) + d + h * 2
+
+
 class OutArgument(Case):
     def forward(self, x):
         h = self.one(x)
@@ -332,6 +353,8 @@ CASES = [
     ContiguousCopies,
     ContiguousEarlier,
     Detached,
+    DetachedInput,
+    DetachedTwice,
     Dropped,
     Expanded,
     FilledUp,
