@@ -9,7 +9,7 @@ of a forward), and by no other line. Elsewhere the first one alone is right. Wha
 after planning; what it draws are other numbers than those of the judge.
 
 Outputs, gradients, buffers, parameters, inputs and attributes are compared after each step. A step that is refused must
-have changed nothing.
+have changed nothing; its graph may have been planned, which leaves what only a first call makes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import copy
 import importlib.util
 import itertools
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -65,6 +65,7 @@ class Python:
     """What of a model a pipeline runs as the Python it is, for each micro-batch."""
 
     whole: tuple[str, ...] = ()  # paths of modules
+    rest: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of forward: path -> calls recorded before it
     lines: frozenset[int] = frozenset()  # of the program
 
 
@@ -182,12 +183,74 @@ class _Parts:
                     self.module.WHOLE[k] = part if k in python.lines else inputs
                     self.module.SIZED[k] = part if self.own_sizes or k in python.lines else inputs
                 self.module.WEIGHTS.clear()
-                with Seeded(mix_seed(seed, i)) as mode, as_one_node(self.model, python.whole, mode):
+                with (
+                    _SeededRest(mix_seed(seed, i)) as mode,
+                    as_one_node(self.model, python.whole, mode),
+                    mode.rest_of(self.model, python.rest),
+                ):
                     outputs.append(self.model(**part))
                 weights.append([*self.module.WEIGHTS])
                 self.attributes.append(attributes_of(self.model))
                 _write_back(inputs, part, count, i)
         return _gathered(outputs, weights)
+
+
+class _SeededRest(Seeded):
+    """Also knows what is drawn in the rest of a forward, which is one random node behind the calls recorded before."""
+
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.is_rest = False
+        self.state: Tensor | None = None  # to which the rest has come
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_rest or self.is_inside:
+            return super().__torch_function__(func, types, args, kwargs)
+        generator = torch.default_generator
+        before = generator.get_state()
+        if self.state is None:
+            generator.manual_seed(mix_seed(self.seed, self.ordinal))
+        else:
+            generator.set_state(self.state)
+        start, self.is_inside = generator.get_state(), True
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.is_inside = False
+            if not torch.equal(start, generator.get_state()):
+                self.state = generator.get_state()
+            generator.set_state(before)
+
+    @contextmanager
+    def rest_of(self, model: nn.Module, rest: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+        """A block in which forward of these modules is a rest, but for the calls recorded before it."""
+        hooks = []
+
+        def during(path: str, is_rest: bool, count: int | None = None) -> None:
+            """In this module (the first `count` times) it is a rest, or it is not."""
+            before: list[bool] = []
+            calls = itertools.count()
+
+            def enter(*_: Any) -> None:
+                before.append(self.is_rest)
+                if count is None or next(calls) < count:
+                    self.is_rest = is_rest
+
+            def leave(*_: Any) -> None:
+                self.is_rest = before.pop()
+
+            module = model.get_submodule(path)
+            hooks.extend((module.register_forward_pre_hook(enter), module.register_forward_hook(leave)))
+
+        for path, names in rest.items():
+            during(path, True)
+            for name in {*names}:
+                during(f"{path}.{name}" if path else name, False, names.count(name))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def _built(case: Case, module: ModuleType) -> nn.Module:
@@ -371,7 +434,7 @@ class Trial:
                     )
         return Verdict("right", "", tuple(self.refusals))
 
-    def _changed_by_planning(self, after: State, before: State, first: Batch) -> str:
+    def _changed_by_planning(self, after: State, before: State, batch: Batch) -> str:
         """What planning must not change: all but what only a first call makes, as that one makes it."""
         made = {
             kind: {k for k, v in values.items() if k not in before[kind] or _shape(v) != _shape(before[kind][k])}
@@ -380,7 +443,9 @@ class Trial:
         if not any(made.values()):
             return _difference(after, before, 0.0)
         twin = _Whole(self.case, self.plain)
-        twin.step(make_inputs(self.case, first), first, Python())
+        if isinstance(self.alive[0], _Whole):
+            twin.model = copy.deepcopy(self.alive[0].model)
+        twin.step(make_inputs(self.case, batch), batch, Python())
         called = state_of(twin.model)
         if self.case.is_random:
             called = {
@@ -472,7 +537,7 @@ class Trial:
         if have.outputs is not None:  # refused in backward: forward has ended well, and left behind what it does
             text = same_by_name(after["gradient"], before["gradient"], 0.0)
             return Verdict("wrong", f"a refused backward changed gradient {text}") if text else Verdict("right")
-        if text := _difference(after, before, 0.0):
+        if text := self._changed_by_planning(after, before, batch):
             return Verdict("wrong", f"a step that was refused ({_text(error)[:160]}) changed {text}")
         want = make_inputs(self.case, batch)
         if text := same_by_name(have.inputs, want, 0.0):
@@ -529,12 +594,14 @@ def _python(case: Case, pipe: fxpipe.Pipeline, assembly: Any = None) -> Python:
     found = [call for node in traced.graph.nodes if (call := info(node).opaque) and call.module is not None]
     paths = {call.path for call in found}
     recorded = {name for call in found if call.module == "" for name in call.calls_before or ()}  # calls of the model's
+    rest = {call.path: call.calls_before for call in found if call.calls_before is not None}  # the last segment's
 
     def is_python(k: int) -> bool:
         path = f"part_{k}" if case.program[k].is_part else ""
         return path in paths or ("" in paths and path not in recorded)
 
-    return Python(tuple(traced.whole), frozenset(filter(is_python, range(len(case.program)))))
+    lines = frozenset(filter(is_python, range(len(case.program))))
+    return Python(tuple(path for path in traced.whole if path not in rest), rest, lines)
 
 
 def _run(step: Callable[[Inputs], Any], case: Case, batch: Batch, pipe: fxpipe.Pipeline | None = None) -> Left:
