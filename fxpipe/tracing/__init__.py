@@ -48,6 +48,7 @@ from fxpipe.tracing.strategies import (
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.batch_independence import check_batch_independence
 from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
+from fxpipe.tracing.verify.invariants import check_invariants
 from fxpipe.tracing.verify.micro_batch_sizes import (
     OtherMicroBatchesError,
     excuse_sizes,
@@ -164,6 +165,7 @@ def trace(
         tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
         traced = _trace_with_lazy_state(find, model, args, kwargs, in_dims)
         traced.print_lines = lost_prints()
+        check_invariants(traced)
         return traced
 
 

@@ -15,6 +15,7 @@ from torch import fx
 from fxpipe._torch.functions import opname
 from fxpipe._torch.operators import BUILTIN_MODULE, MODULE_ALIASES
 from fxpipe.tracing.node_info import info
+from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.utils.text_table import text_table
 
@@ -35,8 +36,9 @@ _SYMBOLS = {
 
 
 def short_source_line(node: fx.Node) -> str:
-    """The user's source line, short: `unet.py:31`."""
-    return os.path.basename(info(node).source)
+    """The user's source line, short: `unet.py:31`; "" where nobody knows it."""
+    line = info(node).source
+    return "" if line == UNKNOWN_LINE else os.path.basename(line)
 
 
 def _text(value: Any) -> str:

@@ -255,7 +255,7 @@ def node_origin(node: fx.Node, paths: set[str]) -> tuple[str, str] | None:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = next((entry[0] for entry in reversed(stack) if entry[0] in paths), "")
     line = info(node).source or line_in_stack(node.meta.get("stack_trace") or "")
-    return (path, line) if stack or line else None
+    return (path, line or UNKNOWN_LINE) if stack or line else None
 
 
 # -- functions that later passes know ----------------------------------------------------------------------------------

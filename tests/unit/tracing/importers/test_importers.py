@@ -30,6 +30,7 @@ from fxpipe.tracing.importers.torch_export import trace_by_export
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
+from fxpipe.tracing.source_lines import UNKNOWN_LINE
 from fxpipe.tracing.traced import CALL_OPS, attribute_tensor, call_node
 from fxpipe.tracing.verify.equivalence import check_against_model
 
@@ -422,3 +423,9 @@ def test_symbolic_tracing_leaves_other_threads_alone() -> None:
         thread.join()
     assert results
     assert all(results)
+
+
+def test_the_line_of_a_function_inside_torchs_modules_is_unknown_and_not_shown() -> None:
+    traced = trace(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), (x(),), tracer="export")
+    assert {info(node).source for node in traced.nodes} == {UNKNOWN_LINE}
+    assert UNKNOWN_LINE not in str(traced)
