@@ -17,7 +17,7 @@ from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.hardware import Hardware, parse_hardware
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
-from fxpipe.utils.units import whole_number
+from fxpipe.utils.units import parse_count
 
 CHUNKS_PER_WORKER = 4  # GPipe, section 2.3: the bubble is negligible from there on
 PROFILE_BUDGET = 5.0  # seconds
@@ -33,14 +33,7 @@ def parse_switch(name: str, value: bool) -> bool:
 
 def parse_stages_per_device(value: int | None) -> int | None:
     """Checks the number of stages of each worker; None: as many as the schedule wants."""
-    if value is None:
-        return None
-    count = whole_number(value)
-    if count is None:
-        raise ArgumentTypeError(f"stages_per_device={value!r}: expected a whole number, at least 1")
-    if count < 1:
-        raise ArgumentError(f"stages_per_device={value!r}: a device has at least 1 stage; give 1 or more")
-    return count
+    return None if value is None else parse_count("stages_per_device", value)
 
 
 def parse_leaf_modules(leaf_modules: Any) -> tuple[str | type[nn.Module], ...]:
@@ -98,14 +91,7 @@ def parse_chunks(chunks: int | str, workers: int) -> int:
     """The number of micro-batches."""
     if isinstance(chunks, str) and chunks == "auto":
         return CHUNKS_PER_WORKER * workers
-    count = whole_number(chunks)
-    if count is None:
-        raise ArgumentTypeError(f"chunks={chunks!r}: expected 'auto' or a whole number of micro-batches, at least 1")
-    if count < 1:
-        raise ArgumentError(
-            f"chunks={chunks!r}: a mini-batch is cut into at least 1 micro-batch; give 1 or more, or 'auto'"
-        )
-    return count
+    return parse_count("chunks", chunks, "'auto' or a whole number of micro-batches")
 
 
 def parse_checkpoint(checkpoint: str | Sequence[str], stages: int | None) -> str | tuple[str, ...]:

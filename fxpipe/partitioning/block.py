@@ -39,12 +39,12 @@ any (1 in 1,500 of 40,000 random short rows; 85 steps at most on 3,000 long ones
 from __future__ import annotations
 
 import math
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.utils.units import parse_count
 
 
 def block_partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
@@ -64,25 +64,12 @@ def block_partition(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
         ArgumentError, ArgumentTypeError: a cost or `blocks` cannot be used.
         PartitionError: there are fewer costs than blocks.
     """
-    blocks = check_count(blocks, "blocks")
+    blocks = parse_count("blocks", blocks)
     for place, cost in enumerate(costs):
         check_cost(cost, f"cost {place}")
     if len(costs) < blocks:
         raise PartitionError(f"blocks={blocks}, but there are only {len(costs)} costs to cut")
     return partition_integers(exact_integers(costs), blocks)
-
-
-def check_count(count: int, what: str) -> int:
-    """Returns `count` as an int >= 1, or refuses it; a bool is refused since it is rarely meant as a number."""
-    try:
-        if isinstance(count, bool):
-            raise TypeError
-        number = operator.index(count)
-    except TypeError:
-        raise ArgumentTypeError(f"{what}={count!r}: expected an int, got {type(count).__name__}") from None
-    if number < 1:
-        raise ArgumentError(f"{what}={number}: expected an int >= 1")
-    return number
 
 
 def check_cost(cost: float, what: str) -> None:

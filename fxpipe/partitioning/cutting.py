@@ -21,8 +21,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from fxpipe.errors import ArgumentError, PartitionError
-from fxpipe.partitioning.block import check_count, exact_integers, partition_integers
+from fxpipe.partitioning.block import exact_integers, partition_integers
 from fxpipe.partitioning.manual_cuts import NodeSequence, cuts_by_names, is_by_names, starts_by_counts
+from fxpipe.utils.units import parse_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def partition(
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         PartitionError: these nodes cannot be cut as asked.
     """
-    stages = check_count(stages, "stages")
+    stages = parse_count("stages", stages)
     nodes = NodeSequence(tuple(costs), tuple(names), tuple(modules), forbidden or {})
     if stages > len(nodes.items()):
         raise PartitionError(nodes.too_many_stages_message(stages))

@@ -10,6 +10,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.planning.passes import PreparedGraph, prepare_given_plan, prepare_profiled, trace_and_profile, trace_batch
 from fxpipe.plans import Plan
 from fxpipe.utils.locks import planning_block
+from fxpipe.utils.units import parse_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,8 +98,7 @@ def _planned_devices(stages: int, options: PipelineOptions) -> list[str]:
     from fxpipe.config.stage_placement import parse_training_schedule, worker_count_for
 
     per_device, hardware = parse_stages_per_device(options.stages_per_device), parse_hardware_option(options.hardware)
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
-        raise ArgumentError(f"stages={stages!r}: expected a whole number, at least 1")
+    parse_count("stages", stages)
     is_gpu = hardware is not None and hardware.within is not None
     order = parse_training_schedule(DEFAULT_SCHEDULE if options.schedule == AUTO else options.schedule)
     return [f"cuda:{k}" if is_gpu else "cpu" for k in range(worker_count_for(stages, order, per_device))]

@@ -12,7 +12,7 @@ from fxpipe.plans.retarget import resize_plan
 from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
 from fxpipe.simulation import simulate_schedule
 from fxpipe.simulation.simulation_result import Simulation
-from fxpipe.utils.units import whole_number
+from fxpipe.utils.units import parse_count
 
 if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
@@ -110,25 +110,16 @@ def _chunks(plan: Plan, order: ScheduleLike, is_other: bool, asked: int | None) 
     """A table of one's own says how many micro-batches there are, unless it is said."""
     if asked is None:
         return order.micro_batches if is_other and isinstance(order, Schedule) else plan.chunks
-    return _parse_whole_number("chunks", asked, "micro-batches")
+    return parse_count("chunks", asked, "a whole number of micro-batches")
 
 
 def _batch(plan: Plan, asked: int | None, resizes: bool) -> int | None:
     """Samples of the mini-batch; None where they are not known, nor needed."""
     if asked is not None:
-        return _parse_whole_number("batch", asked, "samples")
+        return parse_count("batch", asked, "a whole number of samples")
     if plan.batch is None and resizes:
         return plan.micro_batch * plan.chunks
     return plan.batch
-
-
-def _parse_whole_number(name: str, value: int, what: str) -> int:
-    count = whole_number(value)
-    if count is None:
-        raise ArgumentTypeError(f"{name}={value!r}: expected a whole number of {what}, at least 1")
-    if count < 1:
-        raise ArgumentError(f"{name}={value!r}: expected at least 1")
-    return count
 
 
 def _modes(checkpoint: str | Sequence[str]) -> str | tuple[str, ...]:

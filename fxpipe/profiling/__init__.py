@@ -35,6 +35,7 @@ from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
+from fxpipe.utils.units import parse_count
 
 __all__ = ["NodeCost", "Profile", "Seconds", "profile"]
 
@@ -79,8 +80,8 @@ def profile(
     """
     numbers = {"micro_batch": micro_batch, "second": second, "threads": threads, "repeats": repeats}
     for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ArgumentError(f"{name}={number}; expected at least 1")
+        if number is not None:
+            parse_count(name, number)
     effects = traced.effects
     if effects is None:
         raise ArgumentError("the graph has not been run yet; give the Traced that fxpipe.trace(model, args) returns")

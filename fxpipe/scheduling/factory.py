@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import SupportsIndex, cast
+from typing import cast
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.scheduling.actions import Schedule
@@ -18,7 +18,7 @@ from fxpipe.scheduling.registry import SCHEDULES, Placement
 from fxpipe.scheduling.row_transforms import CHECKPOINTS, Checkpoint, with_recompute
 from fxpipe.scheduling.validation import validate
 from fxpipe.scheduling.zero_bubble_search import StageTimes
-from fxpipe.utils.units import whole_number
+from fxpipe.utils.units import parse_count
 
 
 def make_schedule(
@@ -62,7 +62,7 @@ def make_schedule(
     device 0: 0F0 0B0
     """
     known_schedule = as_schedule_like(schedule)
-    n, m = _check_count("stages", stages), _check_count("micro_batches", micro_batches)
+    n, m = parse_count("stages", stages), parse_count("micro_batches", micro_batches)
     placed = _default_placement(known_schedule, n) if placement is None else _check_device_numbers(placement, n)
     known = _check_times(demands, n) if is_searched(known_schedule) else ()
     return _make_schedule(known_schedule, n, m, _check_modes(checkpoint, n), placed, known)
@@ -188,13 +188,3 @@ def _check_known(argument: str, value: str, known: Iterable[str]) -> str:
     if value not in known:
         raise ArgumentError(f"{argument}={value!r} is unknown; there are {', '.join(map(repr, known))}")
     return value
-
-
-def _check_count(argument: str, value: SupportsIndex) -> int:
-    """Converts a count to int: one form in the cache for whatever stands for an integer (numpy's too, but not True)."""
-    count = whole_number(value)
-    if count is None:
-        raise ArgumentTypeError(f"{argument}={value!r} is no number of {argument}: give an integer of at least 1")
-    if count < 1:
-        raise ArgumentError(f"{argument}={value!r} is too few: give an integer of at least 1")
-    return count

@@ -47,7 +47,7 @@ from fxpipe.tuning.tuning_result import Tuning
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import progress as bar
 from fxpipe.utils.progress import show_progress
-from fxpipe.utils.units import whole_number
+from fxpipe.utils.units import parse_count
 
 TUNED_OPTIONS = (
     "chunks",
@@ -137,7 +137,7 @@ def tune(
         modes = None if checkpoint is None else parse_choices("checkpoint", checkpoint, CHECKPOINTS)
         counts = None if chunks is None else _parse_counts("chunks", chunks)
         each = None if stages_per_device is None else _parse_counts("stages_per_device", stages_per_device)
-        size = None if batch_size is None else _parse_counts("batch_size", [batch_size])[0]
+        size = None if batch_size is None else parse_count("batch_size", batch_size)
         if isinstance(model_or_plan, Plan):
             _check_beside_plan(options)
             return _tune_plan(model_or_plan, size, memory_limit, names, counts, modes)
@@ -293,7 +293,6 @@ def _parse_counts(argument: str, value: Any) -> tuple[int, ...]:
     """Whole numbers, at least 1, each once."""
     if isinstance(value, (str, int)) or not isinstance(value, Sequence):
         raise ArgumentTypeError(f"{argument}={value!r}: expected a list of whole numbers, as in [1, 2, 4]")
-    counts = [whole_number(one) for one in value]
-    if not counts or any(one is None or one < 1 for one in counts):
-        raise ArgumentError(f"{argument}={list(value)!r}: expected whole numbers, at least 1")
-    return tuple(dict.fromkeys(one for one in counts if one is not None))
+    if not value:
+        raise ArgumentError(f"{argument}=[]: expected whole numbers, at least 1")
+    return tuple(dict.fromkeys(parse_count(argument, one) for one in value))

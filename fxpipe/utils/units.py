@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+
 
 def human_bytes(number: float) -> str:
     """`1536` -> `1.5 KiB`."""
@@ -64,3 +66,20 @@ def whole_number(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def parse_count(argument: str, value: Any, expected: str = "a whole number") -> int:
+    """Checks an argument that says how many of something there are.
+
+    >>> parse_count("chunks", 4)
+    4
+
+    Raises:
+        ArgumentTypeError: it is no whole number; `expected` says what would be one.
+        ArgumentError: it is less than 1.
+    """
+    count = whole_number(value)
+    if count is not None and count >= 1:
+        return count
+    kind = ArgumentTypeError if count is None else ArgumentError
+    raise kind(f"{argument}={value!r}: expected {expected}, at least 1")

@@ -790,11 +790,11 @@ def test_more_samples_than_given_are_refused() -> None:
     traced = trace(nn.Linear(4, 4), (torch.randn(4, 4),))
     with pytest.raises(ArgumentError, match="micro_batch=5, but the inputs hold 4 samples"):
         profile(traced, (torch.randn(4, 4),), micro_batch=5)
-    with pytest.raises(ArgumentError, match="micro_batch=0; expected at least 1"):
+    with pytest.raises(ArgumentError, match="micro_batch=0: expected a whole number, at least 1"):
         profile(traced, (torch.randn(4, 4),), micro_batch=0)
-    with pytest.raises(ArgumentError, match="second=0; expected at least 1"):
+    with pytest.raises(ArgumentError, match="second=0: expected a whole number, at least 1"):
         profile(traced, (torch.randn(4, 4),), second=0)
-    with pytest.raises(ArgumentError, match="threads=0; expected at least 1"):
+    with pytest.raises(ArgumentError, match="threads=0: expected a whole number, at least 1"):
         profile(traced, (torch.randn(4, 4),), threads=0)
 
 

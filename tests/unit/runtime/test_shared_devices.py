@@ -283,7 +283,7 @@ def test_balance_by_hand_speaks_of_stages():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        (0, ArgumentError, "stages_per_device=0: a device has at least 1 stage; give 1 or more"),
+        (0, ArgumentError, "stages_per_device=0: expected a whole number, at least 1"),
         (-2, ArgumentError, "stages_per_device=-2"),
         (1.5, ArgumentTypeError, "stages_per_device=1.5: expected a whole number, at least 1"),
         (True, ArgumentTypeError, "stages_per_device=True"),

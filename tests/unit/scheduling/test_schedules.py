@@ -292,8 +292,8 @@ def test_a_schedule_is_made_once():
         (("gpipe", 3, 2, "never", (0, 1)), "placement has 2 entries for 3 stages: give the device of each"),
         (("gpipe", 3, 2, "never", (0, 2, 0)), r"placement=\(0, 2, 0\) must name devices 0, 1, ... without a gap"),
         (("gpipe", 2, 2, "never", (0, -1)), r"placement=\(0, -1\) must name devices 0, 1, ... without a gap"),
-        (("gpipe", 0, 2), "stages=0 is too few: give an integer of at least 1"),
-        (("gpipe", 2, -1), "micro_batches=-1 is too few"),
+        (("gpipe", 0, 2), "stages=0: expected a whole number, at least 1"),
+        (("gpipe", 2, -1), "micro_batches=-1: expected a whole number"),
     ],
 )
 def test_bad_value_is_named(arguments, words):
@@ -303,7 +303,7 @@ def test_bad_value_is_named(arguments, words):
 
 @pytest.mark.parametrize("count", [2.0, "2", True, None])
 def test_count_that_is_no_integer_is_refused(count):
-    with pytest.raises(ArgumentTypeError, match=f"stages={count!r} is no number of stages: give an integer"):
+    with pytest.raises(ArgumentTypeError, match=f"stages={count!r}: expected a whole number"):
         make_schedule("gpipe", count, 2)
 
 
