@@ -159,20 +159,20 @@ class OwnGenerators:
     """The generators that a model holds, and where they stood."""
 
     def __init__(self, model: nn.Module):
-        self._before = [(name, dice, _generator_state(dice)) for name, dice in _generators_of(model)]
+        self._before = [(name, generator, _generator_state(generator)) for name, generator in _generators_of(model)]
 
     def drawn_from(self) -> list[str]:
         """Returns the names of the generators that have been drawn from since."""
         return [
             name
-            for name, dice, before in self._before
-            if _comparable_state(_generator_state(dice)) != _comparable_state(before)
+            for name, generator, before in self._before
+            if _comparable_state(_generator_state(generator)) != _comparable_state(before)
         ]
 
     def restore(self) -> None:
         """Puts all generators back to where they stood."""
-        for _, dice, before in self._before:
-            _set_generator_state(dice, before)
+        for _, generator, before in self._before:
+            _set_generator_state(generator, before)
 
     def refuse_drawn(self) -> None:
         """Raises `CannotRecord` if one has been drawn from."""
@@ -187,11 +187,11 @@ class OwnGenerators:
 @contextlib.contextmanager
 def preserve_own_generators(model: nn.Module) -> Iterator[None]:
     """A block after which they stand where they stood."""
-    dice = OwnGenerators(model)
+    generators = OwnGenerators(model)
     try:
         yield
     finally:
-        dice.restore()
+        generators.restore()
 
 
 def _generators_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,19 +227,19 @@ def _is_own_generator(value: Any) -> bool:
     return isinstance(value, library.Generator)
 
 
-def _generator_state(dice: Any) -> Any:
-    if isinstance(dice, random.Random):
-        return dice.getstate()
-    return dice.get_state(legacy=False) if hasattr(dice, "get_state") else dice.bit_generator.state
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if hasattr(generator, "get_state") else generator.bit_generator.state
 
 
-def _set_generator_state(dice: Any, state: Any) -> None:
-    if isinstance(dice, random.Random):
-        dice.setstate(state)
-    elif hasattr(dice, "set_state"):
-        dice.set_state(state)
+def _set_generator_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(state)
     else:
-        dice.bit_generator.state = state
+        generator.bit_generator.state = state
 
 
 def _comparable_state(state: Any) -> Any:

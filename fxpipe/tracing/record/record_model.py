@@ -148,7 +148,7 @@ def _record_once(
             recorder.placeholder(f"in_{place}", copy)
     run_args, run_kwargs = pytree.tree_unflatten(copies, spec)
     layouts = list(map(_layout, copies))
-    own_dice = OwnGenerators(model)
+    own_generators = OwnGenerators(model)
     try:
         with preserve_state(model) as snapshot, preserve_objects(spec):
             with UncomputedMode(model) if uncomputed else in_fake_mode(), patch_for_recording(recorder), recorder:
@@ -163,7 +163,7 @@ def _record_once(
         if changed is not None:  # the objects are as they were: it can be seen where it happens
             line = UNKNOWN_LINE if run else line_of_change(model, leaves, list(map(copy_of_input, values)), spec)
             raise changed_container_error(changed, line)
-        own_dice.refuse_drawn()
+        own_generators.refuse_drawn()
         if recorder.refusal is not None:  # forward has swallowed it
             raise recorder.refusal
         snapshot.refuse_changes()

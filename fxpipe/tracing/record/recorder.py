@@ -177,7 +177,7 @@ class Recorder(TorchFunctionMode):
         self.module_of_error: str | None = None
         self.origin: tuple[str, str] | None = None  # module path and source line, where what runs is not the user's
         self.python_rng_modules: set[str] = set()  # paths of modules that drew Python's or numpy's random numbers
-        self._dice = python_rng_state()
+        self._python_rng_state = python_rng_state()
         self._changed: frozenset[int] = frozenset()  # storages that the last call has written to
         self.stack: list[RunningModule] = []
         self.paths = {id(m): path for path, m in reversed(list(model.named_modules()))}
@@ -213,13 +213,13 @@ class Recorder(TorchFunctionMode):
     def note_python_rng(self) -> None:
         """Notes, before another module runs, whether this one has drawn Python's random numbers."""
         now = python_rng_state()
-        if not same_python_rng_state(self._dice, now):
+        if not same_python_rng_state(self._python_rng_state, now):
             self.python_rng_modules.add(self.module)
-        self._dice = now
+        self._python_rng_state = now
 
     def skip_python_rng(self) -> None:
         """Skips what has been drawn since the last look: it is drawn in every step."""
-        self._dice = python_rng_state()
+        self._python_rng_state = python_rng_state()
 
     @property
     def module(self) -> str:

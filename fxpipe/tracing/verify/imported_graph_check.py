@@ -76,7 +76,7 @@ def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
     Raises:
         CannotRecord: it did what no other way of making a graph carries, so that none needs to be tried.
     """
-    before, own_dice, witness = python_rng_state(), OwnGenerators(model), _LossDetector()
+    before, own_generators, witness = python_rng_state(), OwnGenerators(model), _LossDetector()
     with without_gradients(model):
         with witness:
             yield
@@ -91,7 +91,7 @@ def detect_losses(model: nn.Module, inputs: Sequence[Any]) -> Iterator[None]:
         )
     if not same_python_rng_state(before, python_rng_state()):
         raise python_rng_error()
-    own_dice.refuse_drawn()
+    own_generators.refuse_drawn()
 
 
 @dataclass(frozen=True, slots=True)
