@@ -85,7 +85,7 @@ def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) 
     """Detached views to which something with a gradient is written."""
     with_gradient = {effects.alias[node] for node, requires_grad in effects.requires_grad.items() if requires_grad}
     detached: dict[fx.Node, fx.Node] = {}  # node -> the nearest detached view that it is, or is a view of
-    found = set[fx.Node]()
+    written_to = set[fx.Node]()
     for place, node in enumerate(effects.nodes):
         if node in source:
             nearest = node if _is_detaching(node) else detached.get(source[node])
@@ -98,9 +98,9 @@ def _detached_with_history(effects: Effects, source: Mapping[fx.Node, fx.Node]) 
             for n in node.all_input_nodes
         )
         if targets and has_gradient and state_of(node).grad:
-            found |= targets
+            written_to |= targets
             with_gradient |= written
-    return found
+    return written_to
 
 
 def _is_detaching(node: fx.Node) -> bool:
