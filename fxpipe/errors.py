@@ -29,6 +29,16 @@ class PartitionError(FxpipeError, ValueError):
     """The graph cannot be cut as asked."""
 
 
+class TooManyStagesError(PartitionError):
+    """The graph has fewer places for cuts than so many stages need."""
+
+    def __init__(self, problem: str, most: int, remedy: str = "") -> None:
+        """`most`: so many stages there can be. `remedy`: what to use, where that is not simply fewer stages."""
+        advice = f". Use {remedy or f'stages={most} or fewer'}" if most else ""
+        super().__init__(problem + advice)
+        self.problem, self.most, self.remedy = problem, most, remedy
+
+
 class MemoryLimitError(PartitionError):
     """No cut keeps every stage within the memory of its device."""
 

@@ -31,15 +31,6 @@ _current_graph_task_id: Any = optional_name("torch", "_C._current_graph_task_id"
 _DelayedError: Any = optional_name("torch", "_C._functions.DelayedError")
 
 
-def has_no_way_back(error: RuntimeError) -> bool:
-    """Returns True if torch raises this since no training step goes back through a function at all.
-
-    It has no derivative, or forward has written to what its backward needs. Planning, which goes back through every
-    node, takes such a backward to cost nothing: the model may be there for evaluation only.
-    """
-    return isinstance(error, NotImplementedError) or "modified by an inplace operation" in str(error)
-
-
 def gradients_of(
     inputs: Sequence[Any], roots: Sequence[Any], gradients: Sequence[torch.Tensor], keep_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, PartitionError
+from fxpipe._torch.error_messages import is_out_of_memory, requested_bytes
+from fxpipe.errors import ArgumentError, FxpipeError, MemoryLimitError, TooManyStagesError
 from fxpipe.inspect.cli_options import PlanFile, first_devices, most_devices, planned_devices, resolve_devices
 from fxpipe.inspect.diff import PlanDifference, compare_plans
 from fxpipe.inspect.hugging_face import ModelType, example_inputs, load_hugging_face_model, vocabulary_size
@@ -127,9 +127,6 @@ def _raise_if_model_fails(model: nn.Module, arguments: ModelArguments) -> None:
 
 # Models that the memory of this machine cannot hold: told from other failures, and answered with what goes instead.
 
-# What torch's allocators say; theirs are plain RuntimeErrors on the CPU.
-ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory", "out of memory")
-
 
 @contextlib.contextmanager
 def explaining_memory_shortage(request: Request) -> Iterator[None]:
@@ -144,8 +141,8 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
         cause = None if request.on_meta else _allocator_error(error)
         if cause is None:
             raise
-        asked = re.search(r"allocate (\d+) bytes", str(cause))
-        at_once = f", where {human_bytes(int(asked[1]))} were asked for at once" if asked else ""
+        asked = requested_bytes(cause)
+        at_once = "" if asked is None else f", where {human_bytes(asked)} were asked for at once"
         raise ArgumentError(
             f"{request.subject}: the memory here does not hold the model and its inputs{at_once}; give --meta to plan "
             "it without values, and --hardware for the devices that are to hold it"
@@ -155,10 +152,7 @@ def explaining_memory_shortage(request: Request) -> Iterator[None]:
 def _allocator_error(error: BaseException | None) -> BaseException | None:
     """Finds the error that an allocator raised in the chain of causes of an error; None if there is none."""
     while error is not None:
-        told = str(error)
-        if isinstance(error, MemoryError) or (
-            isinstance(error, RuntimeError) and any(word in told for word in ALLOCATOR_MESSAGES)
-        ):
+        if is_out_of_memory(error):
             return error
         error = error.__cause__ or error.__context__
     return None
@@ -225,12 +219,10 @@ def _inspect_model(request: Request) -> Findings:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
         findings = Findings(str(request.subject))
-    except PartitionError as error:
-        if not str(error).startswith("stages="):
-            raise
-        # The command has no other words for it.
-        told = str(error).replace("Use stages=", "Use --devices ").replace("stages_per_device=", "--stages-per-device ")
-        raise PartitionError(f"--devices {len(devices)}: {told}") from None
+    except TooManyStagesError as error:
+        remedy = error.remedy.replace("stages_per_device=", "--stages-per-device ")
+        remedy = remedy or f"--devices {error.most} or fewer"
+        raise TooManyStagesError(f"--devices {len(devices)}: {error.problem}", error.most, remedy) from None
     else:
         findings = _inspect_plan(plan, request)
     rows = _sweep_rows(request, loaded, studied, devices) if request.sweep else ()

@@ -97,7 +97,7 @@ def partition(
     stages = parse_count("stages", stages)
     nodes = NodeSequence(tuple(costs), tuple(names), tuple(modules), forbidden or {})
     if stages > len(nodes.items()):
-        raise PartitionError(nodes.too_many_stages_message(stages))
+        raise nodes.too_many_stages_error(stages)
     if isinstance(balance, str):
         if balance != "block":
             raise ArgumentError(_unknown_balance(balance, nodes))

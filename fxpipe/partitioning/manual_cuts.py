@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError
+from fxpipe.errors import ArgumentError, ArgumentTypeError, PartitionError, TooManyStagesError
 from fxpipe.partitioning.block import check_cost
 
 # -- The nodes of a graph as a cut needs to know them, and their names in errors -------------------------------------
@@ -56,11 +56,11 @@ class NodeSequence:
         """The place at which each indivisible run of nodes begins."""
         return [place for place in range(len(self.costs)) if place not in self.forbidden_cuts]
 
-    def too_many_stages_message(self, stages: int, remedy: str = "") -> str:
-        """Says why there cannot be that many stages, and how many there can be; or another remedy."""
+    def too_many_stages_error(self, stages: int, remedy: str = "") -> TooManyStagesError:
+        """The error that says why there cannot be that many stages, and how many there can be; or another remedy."""
         n, possible = len(self.costs), len(self.items())
         if n == 0:
-            return f"stages={stages}, but there are no nodes to cut"
+            return TooManyStagesError(f"stages={stages}, but there are no nodes to cut", 0)
         text = f"stages={stages}, but the {n} nodes can be cut into {possible} at most"
         if self.forbidden_cuts:
             first = min(self.forbidden_cuts)
@@ -69,7 +69,7 @@ class NodeSequence:
                 f": {stuck} of the nodes cannot be separated from a neighbour, first {self.label(first)} from the one "
                 f"before it: {self.forbidden_cuts[first]}"
             )
-        return f"{text}. Use {remedy or f'stages={possible} or fewer'}"
+        return TooManyStagesError(text, possible, remedy)
 
     def forbidden_cut_message(self, place: int) -> str:
         """Says why no cut can stand before a forbidden place, and which places next to it are allowed."""

@@ -283,7 +283,7 @@ def optimal_partition(
     limit = search.least_bottleneck()
     if limit is None:
         if not CutSearch(chain, [replace(site, memory=None) for site in sites]).fits():
-            raise PartitionError(_why_no_cut(chain, len(sites), names))
+            raise _no_cut_error(chain, len(sites), names)
         if not explains:
             raise MemoryLimitError(no_cut_fits_message(len(sites)))
         raise memory_limit_error(chain, sites, names, remedies)
@@ -291,11 +291,11 @@ def optimal_partition(
     return OptimalCut(starts, recompute, stage_loads(chain, sites, starts, recompute))
 
 
-def _why_no_cut(chain: Chain, stages: int, names: Sequence[str]) -> str:
+def _no_cut_error(chain: Chain, stages: int, names: Sequence[str]) -> PartitionError:
     nodes = NodeSequence(chain.forward[0], tuple(names), (), chain.forbidden_cuts)
     if stages > len(nodes.items()):
-        return nodes.too_many_stages_message(stages)
-    return (
+        return nodes.too_many_stages_error(stages)
+    return PartitionError(
         f"no cut into {stages} stages puts every node into a stage where it may be: of what is pinned, some is out of "
         "order, leaves a stage without nodes, or hangs together with what is pinned elsewhere"
     )

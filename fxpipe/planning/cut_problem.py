@@ -142,11 +142,8 @@ def _cut_problem(
 def _required_starts(traced: Traced, nodes: NodeSequence, settings: Settings, stages: int) -> tuple[int, ...]:
     """The places at which the user wants a stage to begin."""
     if stages > len(nodes.items()):
-        raise PartitionError(
-            nodes.too_many_stages_message(
-                stages, _fewer_stages_advice(stages, len(settings.workers), len(nodes.items()))
-            )
-        )
+        advice = _fewer_stages_advice(stages, len(settings.workers), len(nodes.items()))
+        raise nodes.too_many_stages_error(stages, advice)
     starts = set[int]()
     if not isinstance(settings.balance, str):
         by_names = is_by_names(settings.balance, stages)

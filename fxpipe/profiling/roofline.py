@@ -28,8 +28,8 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe._torch.autograd import has_no_way_back
 from fxpipe._torch.dispatch_modes import TorchDispatchMode
+from fxpipe._torch.error_messages import has_no_way_back
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.operators import schema_of
 from fxpipe._torch.thread_state import set_thread_state

@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.autograd import saved_names, version_of
+from fxpipe._torch.error_messages import forbids_saved_tensor_hooks
 from fxpipe._torch.storages import StorageNumbers, storages_of
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.profiling.node_kinds import NodeKinds
@@ -224,7 +225,7 @@ class _StorageObserver:
                 with saved_tensors_hooks(self._pack, _unpack):
                     value = self._call(node)
             except RuntimeError as error:
-                if "saved tensor hooks" not in str(error):
+                if not forbids_saved_tensor_hooks(error):
                     raise
                 value = self._call(node)  # `torch.func.grad` allows no hooks
                 self.saved = [_SavedToken(tensor) for tensor in tensors_saved_between(value, read)]

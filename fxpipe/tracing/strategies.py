@@ -192,7 +192,7 @@ def _record_with_fallbacks(
         if first is None:
             first, in_compile_mode = problem, True
             continue
-        if str(problem) == str(first):
+        if _is_same_failure(problem, first):
             in_compile_mode = False  # no help
         modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
         behind = _graph_breaks_for(model, problem, modules, continued)
@@ -200,7 +200,7 @@ def _record_with_fallbacks(
             continued |= behind
             continue
         if not modules:
-            if str(problem) == str(first):
+            if _is_same_failure(problem, first):
                 raise first
             in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
             raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
@@ -216,6 +216,11 @@ def _record_with_fallbacks(
     reasons += [f"compared in the stages: {text}" for text in expectations_of(traced)]
     traced.why = tuple(reasons)
     return traced
+
+
+def _is_same_failure(left: TraceError, right: TraceError) -> bool:
+    """Returns whether the same has stood in the way twice: the same thing, at the same line, with the same remedy."""
+    return type(left) is type(right) and left.args == right.args
 
 
 def record_with_options(
