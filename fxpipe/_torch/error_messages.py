@@ -34,5 +34,5 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def requested_bytes(error: BaseException) -> int | None:
     """Returns how many bytes an allocator was asked for when it raised this; None where it does not say."""
-    found = re.search(r"allocate (\d+) bytes", str(error))
-    return None if found is None else int(found[1])
+    request = re.search(r"allocate (\d+) bytes", str(error))
+    return None if request is None else int(request[1])
