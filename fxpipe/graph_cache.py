@@ -23,7 +23,7 @@ from fxpipe.planning.evaluation_check import refusal_of_evaluation
 from fxpipe.planning.passes import holds_for_sizes
 from fxpipe.plans import Plan
 from fxpipe.plans.retarget import resize_plan
-from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, microbatches, wire_program
+from fxpipe.runtime import BoundProgram, Engine, Executor, executor_for, wire_program
 from fxpipe.runtime.bound_program import ModelTensors
 from fxpipe.runtime.losses import ambiguous_output_message
 from fxpipe.scheduling import Schedule, is_searched, make_schedule
@@ -34,9 +34,9 @@ from fxpipe.tracing.shapes.input_pieces import InputPieces
 from fxpipe.tracing.source_lines import warn_user
 from fxpipe.tracing.tensors import has_values
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.micro_batch_sizes import sizes_of_micro_batches
 from fxpipe.tracing.verify.written_inputs import refuse_unwritable_inputs
 from fxpipe.tuning.auto_options import with_best_chunks
+from fxpipe.utils.batch_split import micro_batch_sizes, samples_per_micro_batch
 from fxpipe.utils.locks import planning_block
 from fxpipe.utils.progress import show_progress
 from fxpipe.utils.pytree import flatten
@@ -103,14 +103,12 @@ class PipelineState:
             if not prepared.traced.holds_for(batch, self._sizes(batch)):
                 prepared, assembly = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
-        prepared.traced.refuse_uneven_outputs(
-            batch, microbatches.samples_per_micro_batch(batch, self.settings.micro_batches(batch))
-        )
+        prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
         return assembly, leaves, batch
 
     def _sizes(self, batch: int) -> frozenset[int]:
         """Samples in the micro-batches of a mini-batch."""
-        return sizes_of_micro_batches(batch, self.settings.micro_batches(batch))
+        return micro_batch_sizes(batch, self.settings.chunks)
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int

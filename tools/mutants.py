@@ -319,7 +319,7 @@ RUNTIME = (
         "unit/runtime/test_losses.py::test_what_is_summed_may_be_divided_by_numbers_of_its_own",
     ),
     Mutant(
-        "runtime/microbatches.py",
+        "utils/batch_split.py",
         "[least + 1] * larger + [least] * (count - larger)",
         "[least] * (count - larger) + [least + 1] * larger",
         "unit/runtime/test_microbatches.py::test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first",
@@ -889,15 +889,15 @@ TRACING = (
         "unit/tracing/verify/test_effects.py::test_what_is_returned_is_alive_behind_the_last_node",
     ),
     Mutant(
-        "tracing/guards.py",
-        "(have == want or (have != have and want != want))",
-        "have == want",
+        "utils/equality.py",
+        " or ((left != left) is True and (right != right) is True):",
+        ":",
         "unit/tracing/test_module_attributes.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
-        "tracing/guards.py",
-        "bool(type(have) is type(want) and",
-        "bool(",
+        "utils/equality.py",
+        "type(left) is not type(right) or ",
+        "",
         "unit/tracing/test_module_attributes.py::test_answers_are_of_one_kind_and_nan_is_itself",
     ),
     Mutant(
@@ -1024,9 +1024,9 @@ TRACING = (
         "unit/tracing/verify/test_training_equivalence.py::test_large_gradients_are_compared_by_their_sums",
     ),
     Mutant(
-        "tracing/verify/micro_batch_sizes.py",
-        "return frozenset({batch // parts, -(-batch // parts)})",
-        "return frozenset({-(-batch // parts)})",
+        "utils/batch_split.py",
+        "return frozenset((batch // parts, -(-batch // parts)))",
+        "return frozenset((-(-batch // parts),))",
         "behaviour/test_micro_batch_sizes.py::test_a_size_of_the_last_micro_batch_is_asked_as_well",
     ),
     Mutant(
@@ -1121,7 +1121,7 @@ TRACING = (
     ),
     Mutant(
         "tracing/module_attributes.py",
-        "return equal_constants(now, before) if type(now) in _PLAIN else now is before",
+        "return equal_values(now, before) if type(now) in _PLAIN else now is before",
         "return now is before",
         "unit/tracing/test_module_attributes.py::test_attributes_that_forward_reads",
     ),

@@ -40,6 +40,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.strategies import TracerOption, check_tracer
+from fxpipe.utils.batch_split import largest_micro_batch
 
 AUTO = "auto"
 
@@ -161,7 +162,7 @@ class Settings:
 
     def largest_micro_batch(self, batch: int) -> int:
         """Samples in the largest micro-batch of a mini-batch."""
-        return -(-batch // self.micro_batches(batch))
+        return largest_micro_batch(batch, self.chunks)
 
 
 def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywhere: bool = False) -> Settings:

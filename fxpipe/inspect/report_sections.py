@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fxpipe.errors import FxpipeError
 from fxpipe.inspect.step_summary import StepSummary, summarize_step
+from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.text_table import shorten_source_line
 from fxpipe.utils.units import count_text, human_bytes, human_seconds, three_digits
 from fxpipe.viz.html import (
@@ -70,7 +71,7 @@ def chunks_variants(plan: Plan) -> tuple[ChunksVariant, ...]:
                 raise
             continue
         batch = plan.batch or plan.micro_batch * plan.micro_batches
-        variants.append(ChunksVariant(chunks, -(-batch // chunks), simulation))
+        variants.append(ChunksVariant(chunks, largest_micro_batch(batch, chunks), simulation))
     return tuple(variants)
 
 

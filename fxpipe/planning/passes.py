@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import ArgumentError
 from fxpipe.plans import Plan
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import planning_block
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ def holds_for_chunks(
     from fxpipe.tracing.model_state import move_inputs, on_one_device
     from fxpipe.tracing.verify.micro_batch_sizes import agrees_with_model
 
-    parts = min(chunks, batch)
-    sizes = {batch // parts, -(-batch // parts)}
+    sizes = micro_batch_sizes(batch, chunks)
     with on_one_device(traced.model) as device, in_mode(traced.model, None):
         args, kwargs = move_inputs((args, kwargs), device)
         return not settings.check or agrees_with_model(traced, args, kwargs, sorted(sizes))

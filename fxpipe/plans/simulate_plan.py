@@ -12,6 +12,7 @@ from fxpipe.plans.retarget import resize_plan
 from fxpipe.scheduling import SCHEDULES, Schedule, ScheduleLike, as_schedule_like, make_schedule, schedule_text
 from fxpipe.simulation import simulate_schedule
 from fxpipe.simulation.simulation_result import Simulation
+from fxpipe.utils.batch_split import largest_micro_batch
 from fxpipe.utils.units import parse_count
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def vary_plan(
     samples = _batch(plan, batch, resizes=count != plan.chunks)
     m = count if samples is None else min(count, samples)
     _check_schedule(plan, order, m, modes)
-    variant = resize_plan(plan, plan.micro_batch if samples is None else -(-samples // m), modes)
+    variant = resize_plan(plan, plan.micro_batch if samples is None else largest_micro_batch(samples, count), modes)
     variant = replace(
         variant,
         schedule=schedule_text(order, m, plan.placement),

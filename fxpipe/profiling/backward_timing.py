@@ -28,7 +28,7 @@ from fxpipe.profiling.clock import Clock
 from fxpipe.profiling.node_kinds import NodeValue, TensorSignature
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_devices import set_node_device
-from fxpipe.tracing.tensors import storage_of
+from fxpipe.tracing.tensors import bytes_in, storage_of
 from fxpipe.tracing.traced import CALL_OPS, Traced
 
 WINDOW_BYTES = 32 << 20  # bytes made by nodes that have still to go back
@@ -73,7 +73,7 @@ class BackwardQueue:
         self._count(waiting)
 
     def _count(self, waiting: PendingBackward) -> None:
-        self._bytes += sum(t.numel() * t.element_size() for t in waiting.ends)
+        self._bytes += bytes_in(waiting.ends)
 
     @property
     def is_full(self) -> bool:

@@ -70,7 +70,7 @@ from fxpipe.profiling.node_kinds import (
 from fxpipe.tracing.fake_tensors import fake_if_active
 from fxpipe.tracing.interpreter import naming_node
 from fxpipe.tracing.node_info import info, state_of
-from fxpipe.tracing.tensors import storage_of, tensors_in
+from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.tracing.verify.equivalence import take_samples
@@ -239,7 +239,7 @@ class TimingRounds:
         self._spread_grad(written, samples.leaves_grad)
 
     def _note(self, node: fx.Node, value: NodeValue) -> None:
-        self.bytes.setdefault(node, sum(t.numel() * t.element_size() for t in tensors_in(value)))
+        self.bytes.setdefault(node, bytes_in(value))
         grads = iter(self.samples[self.kind[node]].gives_grad)
         self.values[node] = map_tensors_in(lambda t: t.detach().requires_grad_(next(grads)), value)
 

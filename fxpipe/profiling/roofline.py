@@ -41,7 +41,7 @@ from fxpipe.tracing.interpreter import naming_node, run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.shapes.node_cache import ChangedInPlaceError, NodeCache
-from fxpipe.tracing.tensors import storage_of, tensors_in
+from fxpipe.tracing.tensors import bytes_in, storage_of, tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.utils.progress import ProgressStep, progress
@@ -202,7 +202,7 @@ class _EstimateRun:
                 to_inputs = backward
             elif others:
                 to_inputs = clock.back(ends, others)
-        size = sum(t.numel() * t.element_size() for t in tensors_in(value))
+        size = bytes_in(value)
         gives_grad = tuple(t.requires_grad for t in _tensors_of(value))
         ran = NodeOperations(forward, backward, to_inputs)
         return _KindEstimate(self._measured(ran, size), gives_grad, any(t.requires_grad for t in changed))

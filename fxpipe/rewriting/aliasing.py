@@ -15,7 +15,6 @@ gradient goes where none of `x` does, and no clone of `x` makes it again.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpipe._torch.functions import opname
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import state_of
 from fxpipe.tracing.verify.effects import Effects
 
@@ -115,4 +115,4 @@ def alias_classes_written_at(effects: Effects, places: Iterable[int]) -> set[int
 
 def _is_container(node: fx.Node) -> bool:
     """A tuple, list or dict of tensors: it cannot be cloned, only its parts can."""
-    return any(user.target is operator.getitem for user in node.users)
+    return any(container_of(user) is not None for user in node.users)

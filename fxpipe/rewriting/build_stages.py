@@ -36,6 +36,7 @@ from fxpipe.rewriting.rng import forbid_random_numbers, seeded_function
 from fxpipe.rewriting.stage_callables import make_stage_callable
 from fxpipe.rewriting.stage_functions import set_autocast, set_grad, with_write_check
 from fxpipe.tracing.graph_text import node_expression, short_source_line
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_devices import set_node_device
 from fxpipe.tracing.node_info import WriteOrder, info, random_draws_of, state_of, update_info
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -316,7 +317,7 @@ class _StageBuilder:
             self.copies[node] = self._copied(node)
             ordinal, copy = self.ordinals.get(node), self.copies[node]
             self._defer(node, copy)
-            if info(node).opaque is not None and node.target is not operator.getitem:
+            if info(node).opaque is not None and container_of(node) is None:
                 copy.target = with_write_check(copy.target, self._only_read(node), node.name)  # type: ignore[arg-type]
                 copy.target = with_saved_tensors(copy.target)
             if ordinal is None and info(node).opaque is not None:

@@ -12,7 +12,6 @@ A cut may stand almost anywhere. What forbids one:
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -20,6 +19,7 @@ from itertools import pairwise
 from torch import fx
 
 from fxpipe.rewriting.aliasing import Aliases
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.effects import Effects
 
@@ -43,8 +43,8 @@ def forbidden_cuts(traced: Traced) -> dict[int, str]:
 
 def _part_spans(effects: Effects) -> Iterator[ForbiddenSpan]:
     for place, node in enumerate(effects.nodes):
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            yield effects.place[node.args[0]], place, f"{node.name} is a part of {node.args[0].name}"
+        if (container := container_of(node)) is not None:
+            yield effects.place[container], place, f"{node.name} is a part of {container.name}"
 
 
 def _buffer_spans(traced: Traced, effects: Effects) -> Iterator[ForbiddenSpan]:

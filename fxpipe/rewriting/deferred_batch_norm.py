@@ -29,7 +29,6 @@ over the input. Here modules stay what they are, and there is no second pass.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +40,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxpipe.errors import ArgumentError, StateError
 from fxpipe.rewriting.program import BatchStatistics
+from fxpipe.tracing.node_arguments import container_of, named_arguments, parameter_names
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -48,12 +48,7 @@ from fxpipe.tracing.verify.effects import Effects, running_statistics
 
 BATCH_COUNTER = "num_batches_tracked"
 
-_NORM_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    torch.batch_norm: (
-        "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled",
-    ),
-}  # fmt: skip
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
 _NORM_DEFAULTS = {"training": False, "momentum": 0.1}  # of F.batch_norm
 
 
@@ -75,16 +70,14 @@ class DeferredBatchNorm:
         """
         effects = traced.effects
         assert effects is not None
-        norms = {
-            n: running_statistics(n) for n in effects.nodes if n.target in _NORM_ARGUMENTS and running_statistics(n)
-        }
+        norms = {n: running_statistics(n) for n in effects.nodes if n.target in _BATCH_NORMS and running_statistics(n)}
         for node, statistics in norms.items():
             if problem := _undeferrable_reason(node, statistics, norms, traced, effects):
                 raise ArgumentError(
                     f"deferred_batch_norm=True, but batch norm {node.name} (module {info(node).module!r}, "
                     f"{info(node).source}) {problem}; change that, or give deferred_batch_norm=False"
                 )
-        as_it_is = [n for n in effects.nodes if info(n).opaque is not None and n.target is not operator.getitem]
+        as_it_is = [n for n in effects.nodes if info(n).opaque is not None and container_of(n) is None]
         whole = {n for n in as_it_is if any(_is_buffer(traced, a) for a in _opaque_call_arguments(n))}
         tracked = {str(s.target) for statistics in norms.values() for s in statistics}
         tracking = {name.rpartition(".")[0] for name in tracked}
@@ -125,7 +118,7 @@ def _undeferrable_reason(
 
 def _bound_norm_arguments(norm: fx.Node) -> dict[str, Any]:
     """The arguments of a batch norm by name."""
-    return _NORM_DEFAULTS | dict(zip(_NORM_ARGUMENTS[norm.target], norm.args, strict=False)) | dict(norm.kwargs)
+    return _NORM_DEFAULTS | named_arguments(norm)
 
 
 def _opaque_call_arguments(node: fx.Node) -> list[Any]:
@@ -187,7 +180,7 @@ def _untracked_arguments(
     changed = arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0}
     if function is F.batch_norm:
         return (changed.pop("input"), changed.pop("running_mean"), changed.pop("running_var")), changed
-    return tuple(changed[name] for name in _NORM_ARGUMENTS[function]), {}
+    return tuple(changed[name] for name in parameter_names(function)), {}
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
@@ -216,9 +209,9 @@ class _BatchNormCatcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _NORM_ARGUMENTS:
+        if func not in _BATCH_NORMS:
             return func(*args, **kwargs)
-        arguments = _NORM_DEFAULTS | dict(zip(_NORM_ARGUMENTS[func], args, strict=False)) | kwargs
+        arguments = _NORM_DEFAULTS | dict(zip(parameter_names(func), args, strict=False)) | kwargs
         statistics = [arguments["running_mean"], arguments["running_var"]]
         names = [self._name_of(s) for s in statistics if s is not None] if arguments["training"] else []
         if len(names) < 2 or names[0] is None or names[1] is None:

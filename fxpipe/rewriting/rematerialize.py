@@ -21,7 +21,6 @@ selection problem of J. Rhys, "A Selection Problem of Shared Fixed Costs and Net
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 
@@ -30,6 +29,7 @@ from torch import fx
 
 from fxpipe.rewriting.program import PIPE_INPUT, Program
 from fxpipe.rewriting.reorder import has_side_effects, touched_alias_classes, written_alias_classes
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
@@ -88,9 +88,7 @@ def choose_rematerialization(
     """
     again = rematerializable_nodes(traced)
     attributes = {str(n.target): n.name for n in traced.graph.nodes if n.op == "get_attr"}
-    containers = {
-        n.args[0].name for n in traced.nodes if n.target is operator.getitem and isinstance(n.args[0], fx.Node)
-    }
+    containers = {container.name for node in traced.nodes if (container := container_of(node)) is not None}
     numbers = {n.name for n in traced.nodes if info(n).number is not None}
     chosen_names: list[tuple[str, ...]] = []
     for stage, arrival in zip(program.stages, receive, strict=True):

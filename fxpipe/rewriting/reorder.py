@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ from fxpipe._torch.functions import opname
 from fxpipe.rewriting.aliasing import VIEW_FUNCTIONS
 from fxpipe.rewriting.linear_order import Items, ItemValue
 from fxpipe.rewriting.reorder_moves import arrange_items
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import info, random_draws_of, update_info
 from fxpipe.tracing.shapes.symbolic_shapes import bytes_formula
 from fxpipe.tracing.traced import Traced, TracedGraph
@@ -77,15 +77,11 @@ def _units(nodes: Sequence[fx.Node]) -> tuple[tuple[fx.Node, ...], ...]:
     """Nodes, each with those of its parts that stand right behind it, as recorded ones do."""
     units: list[list[fx.Node]] = []
     for node in nodes:
-        if units and _is_part(node) and node.args[0] in units[-1]:
+        if units and container_of(node) in units[-1]:
             units[-1].append(node)
         else:
             units.append([node])
     return tuple(map(tuple, units))
-
-
-def _is_part(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
 def written_alias_classes(effects: Effects) -> set[int]:
@@ -117,7 +113,7 @@ def touched_alias_classes(effects: Effects) -> dict[fx.Node, frozenset[int]]:
     """Finds by node the alias classes of what it makes and reads; a tuple that it reads has those of its parts, too."""
     of: dict[fx.Node, set[int]] = {n: set() if alias is None else {alias} for n, alias in effects.alias.items()}
     for node in reversed(effects.nodes):  # parts of parts first
-        if _is_part(node) and isinstance(first := node.args[0], fx.Node):
+        if (first := container_of(node)) is not None:
             of[first] |= of[node]
     return {n: frozenset(of[n].union(*map(of.__getitem__, n.all_input_nodes))) for n in effects.nodes}
 
@@ -128,7 +124,7 @@ def _gradient_chains(effects: Effects) -> Iterable[list[fx.Node]]:
     users: dict[fx.Node, list[fx.Node]] = {}
     for place, node in enumerate(effects.nodes):
         sources = dict.fromkeys(one.get(n, n) for n in node.all_input_nodes if effects.requires_grad.get(n))
-        if _is_part(node) and isinstance(first := node.args[0], fx.Node):
+        if (first := container_of(node)) is not None:
             one[node] = one.get(first, first)
         elif (same := _returned_argument(effects, node)) is not None:
             one[node] = one.get(same, same)
@@ -175,8 +171,9 @@ def _pinned_nodes(traced: Traced, effects: Effects, written: set[int], of: dict[
     outputs = {o for o in (*traced.handed_out, *traced.left.values()) if isinstance(o, fx.Node)}
     classes = touched_alias_classes(effects)
     for node in effects.nodes:
-        parts = [user for user in node.users if _is_part(user)]
-        if not node.users.keys() - {traced.graph.output_node()} and node not in outputs and not _is_part(node):
+        parts = [user for user in node.users if container_of(user) is not None]
+        is_unused = not node.users.keys() - {traced.graph.output_node()} and node not in outputs
+        if is_unused and container_of(node) is None:
             yield node
         if not states.isdisjoint(classes[node]) or not reassigned.isdisjoint(node.all_input_nodes):
             yield node

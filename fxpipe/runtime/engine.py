@@ -29,12 +29,13 @@ from fxpipe.runtime.executors import Executor, close_all_executors
 from fxpipe.runtime.loss_stage import LossStage
 from fxpipe.runtime.loss_verification import LossHistories
 from fxpipe.runtime.losses import LOSS_REMEDIES, MODEL_LOSS_REMEDIES, MicroBatchLosses, ambiguous_output_message
-from fxpipe.runtime.microbatches import gather, samples_per_micro_batch, scatter, scatter_gradient, target_dims
+from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient, target_dims
 from fxpipe.runtime.step import Step
 from fxpipe.runtime.step_record import StepRecord, step_record_of
 from fxpipe.runtime.transport import leaves_on_device
 from fxpipe.scheduling import backward_part, forward_part, make_schedule
 from fxpipe.scheduling.actions import ActionKind, Rows, Schedule
+from fxpipe.utils.batch_split import samples_per_micro_batch
 from fxpipe.utils.locks import call_in_forked_child, stop_planning_threads
 from fxpipe.utils.pytree import flatten, map_tensor_leaves, refuse_hidden_tensors, refuse_layout
 

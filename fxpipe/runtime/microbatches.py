@@ -29,12 +29,6 @@ def _split_leaf(leaf: torch.Tensor, dim: int, count: int) -> list[torch.Tensor]:
     return [part.contiguous() for part in parts] if leaf.is_contiguous() else list(parts)
 
 
-def samples_per_micro_batch(batch: int, count: int) -> list[int]:
-    """Samples in each micro-batch."""
-    least, larger = divmod(batch, count)
-    return [least + 1] * larger + [least] * (count - larger)
-
-
 def target_dims(leaves: Sequence[Any], batch: int) -> list[int | None]:
     """Returns the dimension of each leaf of the target that holds the batch: 0 for tensors.
 

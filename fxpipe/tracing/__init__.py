@@ -55,10 +55,10 @@ from fxpipe.tracing.verify.micro_batch_sizes import (
     graph_of_micro_batch,
     holds_for_micro_batches,
     must_compare_micro_batches,
-    sizes_of_micro_batches,
 )
 from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
 from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
 
@@ -145,7 +145,7 @@ def trace(
                 refuse_mixing(traced)
             refuse_differing_writes(traced)
             refuse_unwritable_inputs(traced, leaves)
-            sizes = sizes_of_micro_batches(traced.batch_of(leaves), chunks)
+            sizes = micro_batch_sizes(traced.batch_of(leaves), chunks)
             traced.compares_micro_batches = out_dims is None and (not is_told or must_compare_micro_batches(traced))
             if not holds_for_micro_batches(traced, leaves, sizes, out_dims is not None):
                 raise OtherMicroBatchesError(traced, leaves, sizes)

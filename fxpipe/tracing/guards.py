@@ -28,6 +28,7 @@ from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, 
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
+from fxpipe.utils.equality import equal_values
 
 # -- Values that only the stages know: forward has read them, and its graph holds where they are the same ------------
 #
@@ -36,20 +37,13 @@ from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
 # micro-batch. A micro-batch for which forward would decide otherwise is an error of its step, and never a wrong result.
 
 
-def is_same_value(have: Any, want: Any) -> bool:
-    """Returns whether two values are equal; nan is equal to itself, and arrays are compared as lists."""
-    if isinstance(have, list) and isinstance(want, list):
-        return len(have) == len(want) and all(map(is_same_value, have, want))
-    return bool(type(have) is type(want) and (have == want or (have != have and want != want)))
-
-
 def expect(value: Any, expected: Any, what: str) -> None:
     """A node of the graph.
 
     Raises:
         DecisionError: forward has read another value when it was traced.
     """
-    if not is_same_value(value, expected):
+    if not equal_values(value, expected):
         raise DecisionError(
             f"forward decides by {what}, which is {value!r} for these samples; it was {expected!r} when the model was "
             "traced, and the pipeline runs what forward does then. Keep the decision in tensors (torch.where), or make "
@@ -126,7 +120,7 @@ class Guards:
 
         try:
             for node in run_nodes(self.program, values, placeholder, attribute, work):
-                if node in asked and not is_same_value(values[node], asked[node].expected):
+                if node in asked and not equal_values(values[node], asked[node].expected):
                     return False
         except Exception:  # not for these inputs; should they be wrong ones, the model will say so itself
             return False

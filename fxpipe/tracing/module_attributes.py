@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fxpipe._torch.module_internals import MODULE_DICT_KEYS
-from fxpipe.tracing.traced import equal_constants
+from fxpipe.utils.equality import equal_values
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _MAX_ITEMS = 10_000  # of a list that is looked into
@@ -77,7 +77,7 @@ def _copy_of(value: Any, depth: int) -> Any:
 
 def _is_unchanged(now: Any, before: Any) -> bool:
     if not isinstance(before, _ContainerCopy):
-        return equal_constants(now, before) if type(now) in _PLAIN else now is before
+        return equal_values(now, before) if type(now) in _PLAIN else now is before
     if type(now) is not before.kind:
         return False
     if _is_array(now):

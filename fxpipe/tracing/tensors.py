@@ -31,6 +31,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
+def bytes_in(value: Any) -> int:
+    """Computes the bytes of all elements of the tensors inside a value, also of those that a sparse one leaves out."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
+
+
 def has_values(value: Any) -> bool:
     """Returns whether a tensor has values: those of the meta device and fake ones have none."""
     return not isinstance(value, torch.Tensor) or not (value.is_meta or isinstance(value, FakeTensor))

@@ -32,6 +32,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.cache_key import TensorGuard, requires_grad_flags, tensors_match
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
+from fxpipe.utils.equality import equal_values
 from fxpipe.utils.locks import cancellation_point
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
 from fxpipe.utils.pytree import is_plain_layout
@@ -309,7 +310,7 @@ class Traced:
             if leaf.is_tensor != isinstance(value, torch.Tensor):
                 return False
             if not leaf.is_tensor:
-                if not equal_constants(leaf.constant, value):
+                if not equal_values(leaf.constant, value):
                     return False
                 continue
             if not is_plain_layout(value):  # the search for another graph will say so
@@ -375,15 +376,6 @@ def common_batch_size(batch_sizes: Sequence[tuple[str, int]]) -> int:
             "or mark an input without a batch with None in in_dims"
         )
     return batch_sizes[0][1]
-
-
-def equal_constants(left: Any, right: Any) -> bool:
-    if left is right or ((left != left) is True and (right != right) is True):  # NaN
-        return True
-    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
-        return False
-    same: Any = left == right
-    return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
 
 
 def attribute_tensor(traced: Traced, node: fx.Node) -> torch.Tensor:

@@ -27,6 +27,7 @@ from fxpipe.scheduling import is_searched, make_schedule
 from fxpipe.simulation import StageCost, simulate_schedule
 from fxpipe.simulation.costs import stage_times_of
 from fxpipe.tuning.candidates import Candidate
+from fxpipe.utils.batch_split import largest_micro_batch, micro_batch_sizes
 
 CheckpointMode: TypeAlias = "str | tuple[str, ...]"  # of recomputing: for all stages, or one for each
 
@@ -90,7 +91,7 @@ class ModelPlans:
 
     def bound(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
-        nodes = self._fastest(-(-self.studied.batch // m))
+        nodes = self._fastest(largest_micro_batch(self.studied.batch, m))
         total = math.fsum(cost.forward + cost.backward for cost in nodes)
         even = m * total / len(self.settings.workers)
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
@@ -98,7 +99,7 @@ class ModelPlans:
     def bound_without_sending(self, candidate: Candidate) -> float:
         m = min(candidate.chunks, self.studied.batch)
         placement = self._placement(candidate)
-        nodes = self._fastest(-(-self.studied.batch // m))
+        nodes = self._fastest(largest_micro_batch(self.studied.batch, m))
         lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
         ends = accumulate(lengths)
         starting = min(action_seconds(str(device)) for device in self.settings.workers)
@@ -123,8 +124,8 @@ class ModelPlans:
 
     def _settings(self, candidate: Candidate) -> Settings:
         settings = self.settings
-        samples = -(-self.studied.batch // min(candidate.chunks, self.studied.batch))
-        for size in {samples, self.studied.batch // min(candidate.chunks, self.studied.batch)}:
+        sizes = micro_batch_sizes(self.studied.batch, candidate.chunks)
+        for size in sizes:
             if not self.studied.traced.holds_at(size):
                 raise ArgumentError(f"micro-batches of {size} run another graph")
         placement = self._placement(candidate)

@@ -30,7 +30,6 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import ArgumentError, TraceError
-from fxpipe.tracing.guards import is_same_value
 from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.node_info import info, set_info, value_read_of
 from fxpipe.tracing.record.fit_formula import Number, SizeFormula, formula_fits, polynomial_through, simplest_formula
@@ -38,6 +37,8 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, candidate_dims
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.utils.batch_split import micro_batch_sizes
+from fxpipe.utils.equality import equal_values
 from fxpipe.utils.pytree import flatten, redefined_class
 
 MAX_SIZES = 3  # recorded besides those that micro-batches have
@@ -165,13 +166,12 @@ def _compare_recordings(
 
 
 def same_numbers(left: Sequence[Number], right: Sequence[Number]) -> bool:
-    return all(map(is_same_value, left, right))
+    return all(map(equal_values, left, right))
 
 
 def _needed_sizes(batch: int, chunks: int) -> set[int]:
     """Returns the sizes of a batch and its micro-batches."""
-    parts = min(chunks, batch)
-    return {batch, batch // parts, -(-batch // parts)}
+    return {batch, *micro_batch_sizes(batch, chunks)}
 
 
 def _sizes_to_record(batch: int, needed: set[int]) -> list[int]:
@@ -200,7 +200,7 @@ def _record_samples(
 def same_value_reads(base: Traced, other: Traced) -> bool:
     """Returns whether forward has read the same values of tensors."""
     reads, others = ([value_read_of(n).value for n in t.graph.nodes if info(n).is_guarded_read] for t in (base, other))
-    return len(reads) == len(others) and all(map(is_same_value, reads, others))
+    return len(reads) == len(others) and all(map(equal_values, reads, others))
 
 
 def same_size_reads(base: Traced, other: Traced) -> bool:
@@ -338,7 +338,7 @@ def _rewrite_factories(traced: Traced) -> bool:
         elif _is_number(data):
             node.target, node.args = torch.full, ((), data)
         elif isinstance(data, (list, tuple)) and data and all(map(_is_number, data)) and data != [0]:
-            if all(type(x) is type(data[0]) and is_same_value(x, data[0]) for x in data):
+            if all(type(x) is type(data[0]) and equal_values(x, data[0]) for x in data):
                 node.target, node.args = torch.full, ((len(data),), data[0])
             elif list(data) == list(range(len(data))) and type(data[1]) is int:
                 node.target, node.args = torch.arange, (len(data),)

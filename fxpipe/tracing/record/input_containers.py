@@ -21,7 +21,8 @@ from fxpipe._torch.module_internals import original_module
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.source_lines import UNKNOWN_LINE, is_user_file
-from fxpipe.tracing.traced import InputLeaf, equal_constants
+from fxpipe.tracing.traced import InputLeaf
+from fxpipe.utils.equality import equal_values
 from fxpipe.utils.pytree import flatten_with_paths, preserve_objects
 
 # -- Names of inputs in forward, and of the leaves in them for the user: `x`, `xs[1]`, `batch['ids']` ----------------
@@ -77,7 +78,7 @@ def changed_container_error(name: str, line: str = UNKNOWN_LINE) -> CannotRecord
 def _is_same_leaf(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return left is right
-    return equal_constants(left, right)
+    return equal_values(left, right)
 
 
 def line_of_change(model: nn.Module, leaves: Sequence[InputLeaf], values: Sequence[Any], spec: pytree.TreeSpec) -> str:

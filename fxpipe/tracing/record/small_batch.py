@@ -39,6 +39,7 @@ from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.equivalence import slice_samples
+from fxpipe.utils.batch_split import largest_micro_batch
 
 LONG_RECORDING = 0.25  # seconds of a recording
 
@@ -66,7 +67,7 @@ def record_small_batch(
         if len(sizes) != 1:
             return None  # which input holds samples is found on all of them
         (batch,) = sizes
-        samples = max(2, -(-batch // min(chunks, batch)))  # a single one has shapes of its own
+        samples = max(2, largest_micro_batch(batch, chunks))  # a single one has shapes of its own
         if samples >= batch:
             return None
 

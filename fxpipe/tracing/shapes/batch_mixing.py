@@ -17,7 +17,6 @@ is batch norm written out, which sees micro-batches.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from fxpipe.errors import ArgumentError
+from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.batch_reductions import base_opname, goes_along_samples
 from fxpipe.tracing.traced import Traced, runs_python
@@ -230,15 +230,11 @@ class _Mixing:
             self.reductions.setdefault(source, node)
 
     def _meet_in_attention(self, node: fx.Node) -> bool | None:
+        arguments = named_arguments(node)
         if node.target is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
             masks: tuple[Any, ...]
             masks, place = (arguments.get("attn_mask"),), -2
         else:
-            arguments = dict(
-                inspect.signature(F.multi_head_attention_forward).bind(*node.args, **node.kwargs).arguments
-            )
             masks, place = (arguments.get("attn_mask"), arguments.get("key_padding_mask")), 0
         key, value = arguments["key"], arguments["value"]
         if any(mask is not None for mask in masks) or not {key, value} <= self.live:
@@ -348,8 +344,7 @@ class _Mixing:
 
     def _normalised(self, node: fx.Node, name: str, mixed: Mixed) -> Mixed | None:
         if name == "batch_norm":
-            arguments = inspect.signature(F.batch_norm).bind(*node.args, **node.kwargs).arguments
-            return None if arguments.get("training") else mixed
+            return None if named_arguments(node).get("training") else mixed
         if not mixed.is_whole or _last(node) <= 1:
             return None
         if not mixed.reductions:

@@ -15,7 +15,6 @@ means or a sum of sums, the outputs go together as such. What the walk does not 
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
+from fxpipe.tracing.node_arguments import named_arguments_and_defaults
 from fxpipe.tracing.node_info import info, number_of, set_info, state_of
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
 from fxpipe.utils.output_combination import (
@@ -681,9 +681,7 @@ def _loss_arguments(node: fx.Node) -> dict[str, Any] | None:
     """The arguments of a loss function of torch by name."""
     if node.target not in (*_ELEMENTWISE_LOSSES, *_COUNTED_LOSSES, *_SAMPLE_LOSSES):
         return None
-    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
+    return named_arguments_and_defaults(node)
 
 
 def _elements(node: fx.Node) -> float:

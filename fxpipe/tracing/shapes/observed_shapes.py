@@ -24,7 +24,8 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe.errors import StateError, TraceError
 from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node, run_nodes
 from fxpipe.tracing.model_state import preserve_state
-from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, equal_constants
+from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
+from fxpipe.utils.equality import equal_values
 
 MAX_CHOICES = 32  # of inputs to vary
 
@@ -252,7 +253,7 @@ def _fit_leaf(numbers: Sequence[int], leaves: Sequence[Any]) -> Any:
         return ObservedTensor(shape, stride, first.dtype, first.device)
     if all(type(leaf) is int for leaf in leaves):
         return _fit_sizes(numbers, [(leaf,) for leaf in leaves])[0]
-    if all(equal_constants(leaf, first) for leaf in leaves):
+    if all(equal_values(leaf, first) for leaf in leaves):
         return first
     raise _NoFormula(f"it returns {' and '.join(map(repr, leaves))}")
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
 from fxpipe.tracing.record.unrecordable import CannotRecord
@@ -161,9 +162,7 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
             number = formula(value)
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
             is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
-        elif node in run.value_dependent_nodes or (
-            node.target is operator.getitem and node.args[0] in run.value_dependent_nodes
-        ):
+        elif not run.value_dependent_nodes.isdisjoint((node, container_of(node))):
             is_data_dependent = True
         update_info(node, known_shapes=shapes[id(value)], number=number, is_data_dependent=is_data_dependent)
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]

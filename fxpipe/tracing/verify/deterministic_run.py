@@ -17,6 +17,7 @@ from torch import fx
 from fxpipe._torch.thread_state import set_thread_state
 from fxpipe.errors import DecisionError
 from fxpipe.tracing.interpreter import NodeValues, run_nodes
+from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info, state_of
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor, call_node
@@ -25,8 +26,6 @@ from fxpipe.tracing.verify.effects import Effects, running_statistics
 ComparedOutputs: TypeAlias = Mapping[int, fx.Node]  # by place of an output: the node whose value is asked for
 
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p")
 
 
 def can_run_deterministically(traced: Traced) -> bool:
@@ -39,17 +38,13 @@ def can_run_deterministically(traced: Traced) -> bool:
         is_counter = str(getattr(node.args[0], "target", "")).endswith("num_batches_tracked") if node.args else False
         if classes & states and not (is_norm or is_counter):
             return False
-        if node.target is F.batch_norm and not is_norm and _named_arguments(node, _BATCH_NORM).get("training"):
+        if node.target is F.batch_norm and not is_norm and named_arguments(node).get("training"):
             return False  # no running statistics to take
         if info(node).is_scalar_draw and not node.users:
             continue
         if info(node).is_random and node.target not in (*_DROPOUTS, F.scaled_dot_product_attention):
             return False
     return not traced.carried_state
-
-
-def _named_arguments(node: fx.Node, names: Sequence[str]) -> dict[str, Any]:
-    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def run_deterministically(
@@ -108,14 +103,14 @@ def _sizes_at(shape: tuple[sympy.Expr, ...], batch: sympy.Symbol, samples: int) 
 def _run_deterministic_node(node: fx.Node, values: NodeValues) -> Any:
     """Runs a node so that nothing is random and batch norm looks at no batch."""
 
-    def arguments(names: Sequence[str]) -> dict[str, Any]:
-        bound: dict[str, Any] = fx.map_arg(_named_arguments(node, names), values.__getitem__)
+    def arguments() -> dict[str, Any]:
+        bound: dict[str, Any] = fx.map_arg(named_arguments(node), values.__getitem__)
         return bound
 
     if node.target in _DROPOUTS:
-        return arguments(("input",))["input"].clone()
+        return arguments()["input"].clone()
     if node.target is F.batch_norm and running_statistics(node):
-        return F.batch_norm(**arguments(_BATCH_NORM) | {"training": False})
+        return F.batch_norm(**arguments() | {"training": False})
     if node.target is F.scaled_dot_product_attention:
-        return F.scaled_dot_product_attention(**arguments(_ATTENTION) | {"dropout_p": 0.0})
+        return F.scaled_dot_product_attention(**arguments() | {"dropout_p": 0.0})
     return call_node(node, values.__getitem__)

@@ -34,6 +34,7 @@ from fxpipe.tracing.interpreter import (
     writable_copy,
 )
 from fxpipe.tracing.model_state import equal_tensors
+from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.tensors import tensors_in
 from fxpipe.tracing.traced import Traced, attribute_tensor
@@ -232,12 +233,9 @@ def run_with_draws(node: fx.Node, values: NodeValues, draws: DrawStream) -> Any:
 
 def running_statistics(node: fx.Node) -> list[fx.Node]:
     """The running statistics that a norm updates."""
-    names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-    if node.target in (F.instance_norm, torch.instance_norm):
-        names = (*names[:5], "use_input_stats")
-    elif node.target is torch.batch_norm:
-        names = ("input", "weight", "bias", "running_mean", "running_var", "training")
-    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
-    if not arguments.get(names[5], node.target is F.instance_norm):
+    if node.target not in NORM_FUNCTIONS:
+        return []
+    arguments = named_arguments(node)
+    if not arguments.get("training", arguments.get("use_input_stats", node.target is F.instance_norm)):
         return []
     return [n for name in ("running_mean", "running_var") if isinstance(n := arguments.get(name), fx.Node)]

@@ -30,6 +30,7 @@ from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import storage_of
 from fxpipe.tracing.traced import BatchCondition, Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
 
 # numbers that are compared at a time: what is made for many takes longer to get than to fill
@@ -90,14 +91,14 @@ def check_against_model(
         TraceError: an output or a buffer differs; names it, the size and the remedy.
     """
     batch = traced.batch_of(leaves)
-    parts = min(chunks, batch)
-    smaller = {batch // parts, -(-batch // parts)} - {batch} or {batch - 1} - {0}
+    smaller = micro_batch_sizes(batch, chunks) - {batch} or {batch - 1} - {0}
     example = traced.recorded_samples or batch
     others = (*sorted(smaller, reverse=True), *((batch + 1, 2 * batch) if example == batch else ()))
     seed = torch.default_generator.initial_seed() % 2**31
     if traced.recorded_samples is not None and not traced.holds_at(batch):
         raise TraceError("forward does something else with all samples than with a part of them")
-    watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in (smaller if parts > 1 else ())}
+    parts = smaller if min(chunks, batch) > 1 else ()
+    watched = {size: excuse_reads(traced, leaves, size, batch, seed) for size in parts}
     refused = set[int]()
     wanted: list[
         tuple[int, list[Any], RunResult | None, Calls | None]

@@ -32,6 +32,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.deterministic_run import can_run_deterministically, run_deterministically
 from fxpipe.tracing.verify.equivalence import agrees_at_size, excuse_reads, is_close, take_samples
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
@@ -45,12 +46,6 @@ class OtherMicroBatchesError(CannotRecord):
     def __init__(self, traced: Traced, leaves: Sequence[Any], sizes: Collection[int]):
         super().__init__(_failure_message(traced, traced.batch_of(leaves), sizes), is_final=True)
         self.traced, self.sizes = traced, frozenset(sizes)
-
-
-def sizes_of_micro_batches(batch: int, chunks: int) -> frozenset[int]:
-    """Samples in the micro-batches of a mini-batch."""
-    parts = max(min(chunks, batch), 1)  # of no samples there is one, of none
-    return frozenset({batch // parts, -(-batch // parts)})
 
 
 def holds_for_micro_batches(
@@ -225,7 +220,7 @@ def _failure_message(traced: Traced, batch: int, sizes: Collection[int]) -> str:
     others = [
         chunks
         for chunks in range(1, batch + 1)
-        if all(r.holds(s) for s in sizes_of_micro_batches(batch, chunks) for r in traced.batch_conditions)
+        if all(r.holds(s) for s in micro_batch_sizes(batch, chunks) for r in traced.batch_conditions)
     ]
     remedy = f"use chunks={' or '.join(map(str, others[-3:]))}, " if others else "use "
     return (

@@ -53,6 +53,7 @@ from fxpipe.tracing.verify.equivalence import (
     take_samples,
     watch_seeded,
 )
+from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.pytree import StructureError, leaves_by_structure
 
 FEWEST_SAMPLES = 2  # samples; a single one has shapes of its own
@@ -217,8 +218,7 @@ def check_training_equivalence(
         TraceError: something differs; names it.
     """
     batch = traced.batch_of(leaves)
-    parts = min(chunks, batch)
-    sizes = {min(FEWEST_SAMPLES, batch), batch // parts, -(-batch // parts)} | (
+    sizes = {min(FEWEST_SAMPLES, batch), *micro_batch_sizes(batch, chunks)} | (
         {batch} if traced.recorded_samples is None else set()
     )
     seed = torch.default_generator.initial_seed() % 2**31

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxpipe.runtime.microbatches import gather, samples_per_micro_batch, scatter, scatter_gradient
+from fxpipe.runtime.microbatches import gather, scatter, scatter_gradient
+from fxpipe.utils.batch_split import samples_per_micro_batch
 
 
 def test_sizes_are_those_of_the_parts_and_the_larger_ones_come_first() -> None:

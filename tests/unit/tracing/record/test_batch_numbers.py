@@ -25,7 +25,8 @@ from fxpipe.tracing.record.fit_formula import (
     simplest_formula,
 )
 from fxpipe.tracing.record.opaque_call import leaf
-from fxpipe.tracing.verify.micro_batch_sizes import holds_for_micro_batches, sizes_of_micro_batches
+from fxpipe.tracing.verify.micro_batch_sizes import holds_for_micro_batches
+from fxpipe.utils.batch_split import micro_batch_sizes
 
 T = 4  # of the inputs [b, T, 6]: also the batch size of the example
 
@@ -145,7 +146,7 @@ def test_graph_holds_for_the_sizes_recorded_and_batches_of_such_micro_batches():
     assert traced.recorded_sizes == (2, 3, 4, 5, 6)
     x = torch.randn(8, T, 6)
     assert [n for n in range(1, 9) if traced.matches([x[:n]], traced.in_spec, traced.flags)] == [2, 3, 4, 5, 6]
-    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], sizes_of_micro_batches(n, 2))] == [
+    assert [n for n in range(3, 9) if holds_for_micro_batches(traced, [x[:n]], micro_batch_sizes(n, 2))] == [
         3,
         4,
         5,

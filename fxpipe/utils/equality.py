@@ -1,0 +1,21 @@
+"""Equality of values of any kind, as a comparison of runs needs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def equal_values(left: Any, right: Any) -> bool:
+    """Returns whether two values are of one type and equal, lists and tuples item by item; NaN is equal to itself.
+
+    >>> equal_values([1.0, float("nan")], [1.0, float("nan")]), equal_values(1, True), equal_values([1], [1.0])
+    (True, False, False)
+    """
+    if left is right or ((left != left) is True and (right != right) is True):  # NaN
+        return True
+    if type(left) is not type(right) or getattr(left, "shape", None) != getattr(right, "shape", None):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(equal_values, left, right))
+    same: Any = left == right
+    return bool(same.all() if hasattr(same, "all") else same)  # an array of numpy compares its items
