@@ -3,6 +3,7 @@
     python tools/coverage.py                        # all; `make coverage` makes the environment first
     python tools/coverage.py --models 'gpt*' monai  # by name, by pattern, by package
     python tools/coverage.py --no-others --stages 3 --json coverage.json
+    python tools/coverage.py --mechanisms           # how many models take which mechanism of fxpipe, at 3 stages
 
 Every model trains and evaluates; what is right, and how exactly, says `tests/zoo/reference.py`. Models run in
 processes of their own, so that one that crashes or hangs is one row of the table.
@@ -10,6 +11,10 @@ processes of their own, so that one that crashes or hangs is one row of the tabl
 Columns: the way that was taken to trace it, nodes of the graph, the largest leaf's share of the parameters, whether
 outputs, gradients and buffers equal the plain model's, seconds to plan; then what `torch.fx.symbolic_trace` and
 `torch.distributed.pipelining.pipeline` do with the same model. The exit status is 1 if any result of fxpipe is wrong.
+
+With `--mechanisms` each function of fxpipe notes that it runs, and another table says how many models took each of the
+mechanisms that only some need (`tests/zoo/mechanisms.py`). One that no model takes, and that nobody asks for, has to
+say above its function who needs it all the same; the exit status is 1 if it does not.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from tabulate import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # the zoo is there
 
 from zoo import Entry, select
+from zoo.mechanisms import MECHANISMS, missed
 from zoo.processes import rows_of
 from zoo.row import MODES, WAYS, Row
 
@@ -46,11 +52,12 @@ def main() -> int:
                 if row.way == "fxpipe":
                     print(f"{number:3}/{len(entries)} {row.model} {row.mode} {row.stages}: {_verdict(row)}", flush=True)
             if options.json:
-                options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+                options.json.write_text(json.dumps([asdict(row) | {"called": ()} for row in rows], indent=1))
     print("\n" + tabulate(_table(rows), HEADERS, floatfmt=".1f") + "\n")
     print(tabulate(_summary(rows), ["", "models and modes", "right", "refused", "wrong", "fails"]) + "\n")
     _print_troubles(rows)
-    return int(any(row.is_wrong for row in rows if row.way == "fxpipe"))
+    is_wrong = any(row.is_wrong for row in rows if row.way == "fxpipe")
+    return int(is_wrong or (options.mechanisms and _print_mechanisms(rows, is_whole=options.models == ["*"])))
 
 
 def _options() -> argparse.Namespace:
@@ -58,17 +65,21 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=["*"], help="names, patterns or packages (default: all)")
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3], help="numbers of stages (default: 2 3)")
     parser.add_argument("--no-others", action="store_true", help="fxpipe alone")
+    parser.add_argument("--mechanisms", action="store_true", help="count who takes what; fxpipe alone, 3 stages")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time (default: 1)")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for a row (default: 180)")
     parser.add_argument("--json", type=Path, help="file for all rows, written as they come")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.mechanisms:
+        options.no_others, options.stages = True, [max(options.stages)]
+    return options
 
 
 def _rows(entry: Entry, options: argparse.Namespace) -> list[Row]:
     tasks = [("fxpipe", mode, stages) for mode in MODES for stages in options.stages]
     if not options.no_others:
         tasks += [(way, mode, max(options.stages)) for way in WAYS[1:] for mode in MODES]
-    return rows_of(entry, tasks, options.limit)
+    return rows_of(entry, tasks, options.limit, notes_calls=options.mechanisms)
 
 
 # -- telling ---------------------------------------------------------------------------------------------------------
@@ -135,6 +146,22 @@ def _print_troubles(rows: Sequence[Row]) -> None:
             where.setdefault(f"{row.verdict}: {row.message}", []).append(f"{row.model} {row.mode} {row.stages}")
     for text, places in where.items():
         print(f"{', '.join(places)}\n    {text}")
+
+
+def _print_mechanisms(rows: Sequence[Row], is_whole: bool) -> bool:
+    """How many models took each mechanism; whether one that none took stands without a reason, if these are all."""
+    called: dict[str, set[str]] = {}
+    for row in rows:
+        called.setdefault(row.model, set()).update(row.called)
+    table = []
+    for mechanism in MECHANISMS:
+        models = [model for model, functions in called.items() if mechanism.is_taken(functions)]
+        table.append([mechanism.name, len(models), mechanism.asked_by, ", ".join(models) if len(models) < 4 else ""])
+    print("\n" + tabulate(table, ["mechanism", "models", "asked for by", "which"]) + "\n")
+    problems = missed(called.values()) if is_whole else []
+    for name, problem in problems:
+        print(f"{name}: {problem}")
+    return bool(problems)
 
 
 if __name__ == "__main__":

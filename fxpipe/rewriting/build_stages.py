@@ -198,6 +198,7 @@ class _StageCut:
         changed = (t for t in range(user - 1, maker, -1) if self.effects.alias[node] in self.written_classes[t])
         return next(changed, maker)
 
+    # No model of the zoo: one that returns a buffer it changes needs it (unit/rewriting/test_build_stages.py).
     def _keeper(self, attribute: fx.Node) -> int:
         """The stage that hands on a parameter or a buffer: the one that changes it, else the last."""
         changed = (t for t in range(self.count) if self.effects.alias[attribute] in self.written_classes[t])

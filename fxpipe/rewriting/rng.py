@@ -248,6 +248,7 @@ def seeded_python_rng(seed: int) -> Iterator[None]:
 # that of the node was. Torch's checkpoints are taken over while a random node runs that may use them, and no longer.
 
 
+# No model of the zoo: a checkpoint in a module kept whole that draws needs it (unit/rewriting/test_rng.py).
 def _replay_with_own_generators(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function that a checkpoint which a random node makes recomputes."""
     states = [(g.device, _process_generator(g.device).get_state()) for g in _thread_generators.lent_generators]

@@ -53,6 +53,7 @@ def _channel_dropout(*dims: int) -> RngKernel:
 
 
 def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> RngKernel:
+    # No model of the zoo: `nn.AlphaDropout` needs it (unit/rewriting/test_rng.py).
     def alpha_dropout(
         generator: Generator, input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
     ) -> Any:
@@ -67,6 +68,7 @@ def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> RngKernel:
     return alpha_dropout
 
 
+# No model of the zoo: `nn.Dropout2d` needs it (unit/rewriting/test_rng.py).
 def _channel_noise(input: Tensor) -> Tensor:
     return input.new_empty((*input.shape[:2], *(1,) * (input.dim() - 2)))
 
@@ -152,6 +154,7 @@ def _recurrent(function: Callable[..., Any]) -> RngKernel:
     return run
 
 
+# No model of the zoo: `F.gumbel_softmax` needs it (unit/rewriting/test_rng.py).
 def _gumbel_softmax(
     generator: Generator, logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
 ) -> Tensor:

@@ -37,6 +37,7 @@ from fxpipe.utils.equality import equal_values
 # micro-batch. A micro-batch for which forward would decide otherwise is an error of its step, and never a wrong result.
 
 
+# No model of the zoo: a model of one piece that reads a buffer which it changes needs it (behaviour/test_reads.py).
 def expect(value: Any, expected: Any, what: str) -> None:
     """A node of the graph.
 

@@ -25,11 +25,11 @@ ENVIRONMENT = {
 }
 
 
-def rows_of(entry: Entry, tasks: Sequence[Task], limit: float) -> list[Row]:
-    """A row for each task. `limit`: seconds that one may take."""
+def rows_of(entry: Entry, tasks: Sequence[Task], limit: float, *, notes_calls: bool = False) -> list[Row]:
+    """A row for each task. `limit`: seconds that one may take. `notes_calls`: say which functions of fxpipe ran."""
     rows: list[Row] = []
     while len(rows) < len(tasks):
-        done, verdict, message = _process(entry, tasks[len(rows) :], limit)
+        done, verdict, message = _process(entry, tasks[len(rows) :], limit, notes_calls)
         rows += done
         if verdict:
             way, mode, stages = tasks[len(rows)]
@@ -37,9 +37,10 @@ def rows_of(entry: Entry, tasks: Sequence[Task], limit: float) -> list[Row]:
     return rows
 
 
-def _process(entry: Entry, tasks: Sequence[Task], limit: float) -> tuple[list[Row], str, str]:
+def _process(entry: Entry, tasks: Sequence[Task], limit: float, notes_calls: bool) -> tuple[list[Row], str, str]:
     """Rows of one process, and how it ended before its time: a verdict (empty if it did not) and a message."""
-    command = [sys.executable, "-m", "zoo.trial", entry.name, *(" ".join(map(str, task)) for task in tasks)]
+    modules = ["helpers.called_functions", "zoo.trial"] if notes_calls else ["zoo.trial"]
+    command = [sys.executable, "-m", *modules, entry.name, *(" ".join(map(str, task)) for task in tasks)]
     lines: queue.Queue[str | None] = queue.Queue()
     rows: list[Row] = []
     with tempfile.TemporaryFile("w+") as errors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WAYS = ("fxpipe", "symbolic_trace", "pipelining")
@@ -26,6 +27,7 @@ class Row:
     nodes: int = 0
     largest_leaf: float = 0.0  # its share of the parameters
     plan_seconds: float = 0.0
+    called: Sequence[str] = ()  # functions of fxpipe, where calls are noted (`helpers.called_functions`)
 
     @property
     def is_wrong(self) -> bool:

@@ -15,6 +15,7 @@ MARK = "@row "
 
 def main() -> None:
     import torch
+    from helpers.called_functions import called
 
     from zoo import BY_NAME
     from zoo.ways import run
@@ -24,7 +25,8 @@ def main() -> None:
     name, *tasks = sys.argv[1:]
     for task in tasks:
         way, mode, stages = task.split()
-        row = run(BY_NAME[name], way, mode, int(stages))
+        called.clear()
+        row = dataclasses.replace(run(BY_NAME[name], way, mode, int(stages)), called=sorted(called))
         print(MARK + json.dumps(dataclasses.asdict(row)), flush=True)
 
 

@@ -43,6 +43,7 @@ from fxpipe.tracing.traced import SizeAssumption, Traced
 from fxpipe.utils.pytree import flatten, flatten_output, preserve_objects
 
 
+# No model of the zoo: a model that recording keeps in one piece needs it (unit/tracing/test_strategies.py).
 def trace_by_export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any = None) -> Traced:
     """Traces `model` by `torch.export` (not strict), the dimensions that may hold the batch dynamic.
 

@@ -30,6 +30,7 @@ class GradFnProxy:
     def __init__(self, node: Any, noticed: Callable[[], object]):
         self._node, self._noticed = node, noticed
 
+    # No model of the zoo: a forward that looks at `grad_fn` needs it (behaviour/test_autograd_nodes.py).
     def __getattr__(self, name: str) -> Any:
         if name in HOOK_METHODS:
             self._noticed()

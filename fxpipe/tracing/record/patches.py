@@ -110,6 +110,7 @@ class _HiddenApplications:
     def is_watching(self) -> bool:
         return not self._is_elsewhere()
 
+    # No model of the zoo: an alias of `Function.apply` of C's needs it (unit/_torch/test_autograd_functions.py).
     def forward(
         self, function: FunctionClass, forward: Callable[..., Any], state: ThreadState, args: Any, kwargs: Any
     ) -> Any:

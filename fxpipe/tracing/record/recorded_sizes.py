@@ -59,6 +59,7 @@ def length(tensor: torch.Tensor, dim: int) -> int:
     return tensor.size(dim)
 
 
+# No model of the zoo: `x.shape[0].bit_length()` needs it (behaviour/test_batch_sizes_in_python.py).
 def plain_number(size: int) -> int:
     """Returns the number that a method of an integer takes of a size, where nothing follows it: its bits, its text."""
     return size

@@ -543,6 +543,7 @@ class Recorder(TorchFunctionMode):
             node = self._call(func, name, args, kwargs)
         update_info(node, read=ValueRead(value, name.strip("_"), is_validation=is_argument_validation()))
 
+    # No model of the zoo: a branch on the text of a tensor needs it (behaviour/test_reads.py).
     def _text(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A tensor as text, nearly always for people. Whether forward goes by it is found by showing it another."""
         text = self._plainly(func, args, kwargs)

@@ -69,6 +69,7 @@ def _is_same_recording_in(
     return is_same and len(numbers) == len(others) and same_numbers(numbers, others)
 
 
+# No model of the zoo: Python that goes by a size of values needs it (behaviour/test_continuation.py).
 def _add_reads(traced: Traced, sizes: Collection[fx.Node], place: SourcePlace) -> None:
     module, line, calls = place
     if not sizes:

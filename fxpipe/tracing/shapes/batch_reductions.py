@@ -373,6 +373,7 @@ class ReductionWalk:
         reduced.calls.append((CombinationCall(function, args, kwargs, state_of(node)), name))
         reduced.values[node] = -len(reduced.calls)
 
+    # No model of the zoo: a mean over `x[mask]` needs it (behaviour/test_own_losses.py).
     def _elements_piece(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> None:
         """A mean over elements of which values tell the number: a mask does, where they are chosen by one."""
         mask = source.args[1] if base_opname(source) in ("getitem", "masked_select") and len(source.args) == 2 else None
@@ -478,6 +479,7 @@ class ReductionWalk:
             return self._loss_of_samples(node, source, arguments["reduction"], even, reduced)
         return self._loss(node, source, arguments, even, reduced)
 
+    # No model of the zoo: a loss weighed by what samples share needs it (behaviour/test_own_losses.py).
     def _reduction_of_product(self, node: fx.Node, source: fx.Node, reduced: ReducedOutput) -> bool:
         """`(loss * mask / mask.sum()).sum()` is `(loss * mask).sum() / mask.sum()`: a factor comes last."""
         name, how = base_opname(source), base_opname(node)
@@ -541,6 +543,7 @@ class ReductionWalk:
             self._elements_piece(node, source, reduced)
         return True
 
+    # No model of the zoo: a mean of `triplet_margin_loss` needs it (behaviour/test_own_losses.py).
     def _loss_of_samples(
         self, node: fx.Node, source: fx.Node, reduction: str, even: bool, reduced: ReducedOutput
     ) -> bool:

@@ -151,6 +151,7 @@ def _resized(values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[in
     return resized
 
 
+# No model of the zoo: Python whose sizes depend on values of samples needs it (behaviour/test_continuation.py).
 def _is_of_values(
     traced: Traced, values: Sequence[Any], dims: Mapping[int, int], varied: Sequence[int], node: fx.Node
 ) -> bool:

@@ -76,6 +76,7 @@ def _squeezed_dims(node: fx.Node, dims: int) -> list[int]:
     return [d % dims for d in (named[0] if isinstance(named[0], (tuple, list)) else named)]
 
 
+# No model of the zoo: `x.squeeze()` over micro-batches of one sample needs it (behaviour/test_batch.py).
 def _set_squeeze_dims(node: fx.Node, dims: tuple[int, ...]) -> None:
     node.args, node.kwargs = (node.args[0], dims), {}
     if isinstance(node.target, OpOverload):

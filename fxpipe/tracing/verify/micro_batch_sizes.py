@@ -92,6 +92,7 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
             excuse_reads(traced, leaves, size, batch, seed)
 
 
+# No model of the zoo: a loop over what the batch size gives needs it (behaviour/test_micro_batch_sizes.py).
 def graph_of_micro_batch(error: OtherMicroBatchesError, leaves: Sequence[Any], record: TraceMicroBatch) -> Traced:
     """The graph of a micro-batch, where it can run in place of the mini-batch's.
 
