@@ -46,6 +46,44 @@ def in_place(h):
     return centred
 
 
+def written_to(*writes, reads=lambda h: h - h.mean(0)):
+    """`reads` of a copy of what it is given, of which parts are written to."""
+
+    def function(h):
+        h = h * 1
+        for index, value in writes:
+            h[..., index] = value(h) if callable(value) else value
+        return reads(h)
+
+    return function
+
+
+def added_in_place(h):
+    h = h * 1
+    h[..., 1] = 0
+    h[..., ::2] += h[..., 1::2]
+    return h - h.mean(0)
+
+
+def centred_in_part(h):
+    h = h.clone()
+    h[..., :3] -= h[..., :3].mean(0)
+    return h
+
+
+def centred_and_then_written_to(h):
+    h = h - h.mean(0)
+    h[..., 1:3] = 0
+    return h
+
+
+def filled_bit_by_bit(h):
+    out = torch.zeros_like(h)
+    out.unflatten(-1, (2, 4))[:, :, 0].copy_(h[..., :4])
+    out.narrow(-1, 4, 4).fill_(1.0)
+    return out - out.mean(0)
+
+
 MIXING = {
     "mean": lambda h: h - h.mean(0),
     "rows": lambda h: h.view(-1, 8).mean(0).expand_as(h),
@@ -65,6 +103,25 @@ MIXING = {
 def test_a_gate_that_is_closed_hides_nothing(name):
     with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+.*put together"):
         fxpipe.trace(Between(MIXING[name]), (X,))
+
+
+IN_PART = {
+    "a part written to": written_to((1, 0)),
+    "parts written to": written_to((slice(0, 4), 0), (slice(2, 6), 1.0), (-1, 0)),
+    "a part added to": added_in_place,
+    "a part centred": centred_in_part,
+    "centred and then written to": centred_and_then_written_to,
+    "filled bit by bit": filled_bit_by_bit,
+    "samples sorted in part": written_to((1, 0), reads=lambda h: h.sort(0).values),
+}
+
+
+@pytest.mark.parametrize("name", IN_PART)
+def test_a_write_to_a_part_hides_nothing_of_the_rest(name):
+    model = Between(IN_PART[name])
+    model.norm = nn.Identity()  # it may take out again what not all elements have
+    with pytest.raises(ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+.*put together"):
+        fxpipe.trace(model, (X,))
 
 
 def test_a_single_sample_tells_as_much():
@@ -112,7 +169,36 @@ def counted(h):
     return h * (seen * 0 + 1)
 
 
+def filled_with_constants(h):
+    out = torch.zeros_like(h)
+    out[..., :4] = 1.0
+    out[..., 4:].fill_(2.0)
+    return h + out - out.mean(0)
+
+
+def centred_and_back(h):
+    h, mean = h * 1, h.mean(0)
+    h[..., 1:5] -= mean[..., 1:5]
+    h[..., 1:5] += mean[..., 1:5]
+    return h
+
+
+def written_over(h):
+    out = h - h.mean(0)
+    out[..., :5] = h[..., :5]
+    out[..., 5:] = 0
+    return out
+
+
 RIGHT = {
+    "all parts written to": written_to((slice(0, 5), 0), (slice(4, 8), 1.0), reads=lambda h: X[0] + h - h.mean(0)),
+    "a part that was written to": written_to((1, 0), reads=lambda h: h + h[..., 1:2] - h[..., 1:2].mean(0)),
+    "the largest of what was written": written_to(
+        (1, 0), reads=lambda h: h - (-h.relu()).index_fill(-1, torch.tensor([1]), 0).amax((0, 2), keepdim=True)
+    ),
+    "filled with constants": filled_with_constants,
+    "centred in part and back": centred_and_back,
+    "written over": written_over,
     "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
     "a softmax written out": stable,
     "one number for all": lambda h: h + h.amax() - h.amax(),

@@ -12,7 +12,8 @@ From there it is followed to the outputs, through functions that surely keep it.
 normalisation takes out a shift or a scale that is one number for all it normalises, a difference or a quotient what
 both sides have, a mask, an index or a function that is not known here whatever they like. Behind these the walk says
 nothing, and values decide (`verify.batch_independence`). Nor does it where forward keeps a statistic in a buffer: that
-is batch norm written out, which sees micro-batches.
+is batch norm written out, which sees micro-batches. A write to a part of a value leaves the rest of it what it was
+(`constant_regions`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
+import torch
 import torch.nn.functional as F
 from torch import fx
 
@@ -29,6 +31,7 @@ from fxpipe.errors import ArgumentError
 from fxpipe.tracing.node_arguments import named_arguments
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.shapes.batch_reductions import base_opname, goes_along_samples
+from fxpipe.tracing.shapes.constant_regions import ConstantRegions
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects
 
@@ -54,6 +57,11 @@ _SHAPING = frozenset(
 )
 _POOLS = frozenset("avg_pool1d avg_pool2d max_pool1d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d".split())
 _TAKING = frozenset("getitem select narrow".split())
+_PARTS = _TAKING | frozenset(
+    "chunk split tensor_split unbind index_select gather take take_along_dim masked_select".split()
+)
+_EXTREMES = frozenset("amax amin max min".split())
+_REPLACING = frozenset("zero fill copy".split())  # in place
 _OF_SIZES = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty".split()
 )
@@ -115,6 +123,8 @@ class _Mixing:
         assert traced.effects is not None
         self.traced, self.effects = traced, traced.effects
         self.valued, self.live = set[fx.Node](), set[fx.Node]()  # depend on values of samples; as floats that vary
+        self.partly = set[fx.Node]()  # of the live ones, those of which some elements may depend on no sample
+        self.constants = ConstantRegions(traced, self.effects)
         self.statistics: dict[fx.Node, frozenset[fx.Node]] = {}  # -> of what values they are reductions
         self.reductions: dict[fx.Node, fx.Node] = {}  # such a value -> the node that reduces it
         self.mixed: dict[fx.Node, Mixed] = {}
@@ -149,6 +159,12 @@ class _Mixing:
             carries = not self.live.isdisjoint(sources) and name not in _STEPS and not _is_times_zero(node, name)
             if _is_floating(node) and (is_looked_up or carries):
                 self.live.add(node)
+                if not is_looked_up and self._is_partly(name, sources):
+                    self.partly.add(node)
+                    if name in _PARTS and not _is_from_tuple(node):
+                        self.live.discard(node)
+        if self.constants.has_writes(node):
+            self._look_at_region(node)
         is_touched = not self.touched.isdisjoint(sources)
         if node in self.live:
             is_touched = self._follow(node, name, sources) or is_touched
@@ -158,15 +174,91 @@ class _Mixing:
         if changed:
             self._forget(node, changed, is_touched)
 
+    def _is_partly(self, name: str, sources: list[fx.Node]) -> bool:
+        """May some elements of a value be constant, made of live values of which some elements are?"""
+        partly = [s in self.partly for s in sources if s in self.live]
+        if name in _MAPS or (name in _PRODUCTS_OF_MATRICES and len(partly) == 1):
+            return False  # elements of all features go into each
+        mixes = name in _PRODUCTS or name in _PRODUCTS_OF_MATRICES or name in ("cat", "concat", "stack")
+        return any(partly) if mixes else bool(partly) and all(partly)
+
     def _forget(self, node: fx.Node, changed: set[int], is_touched: bool) -> None:
-        """Forgets what is known of nodes whose storage has been written to."""
-        for other in [n for n, alias in self.effects.alias.items() if alias in changed and n is not node]:
-            self.live.discard(other)
-            self.statistics.pop(other, None)
-            self.mixed.pop(other, None)
-            self.grams.pop(other, None)
-            if is_touched:
-                self.touched.add(other)
+        """Forgets what is known of nodes whose storage has been written to, as far as it has been."""
+        members = [n for n, alias in self.effects.alias.items() if alias in changed and n is not node]
+        if is_touched:
+            self.touched.update(members)
+        if not self.valued.isdisjoint(node.all_input_nodes):
+            self.valued.update(members)
+        if self.constants.writes_itself(node):
+            return
+        self._note_write(node, changed)
+        mixed = self._mixed_by(node)
+        for other in members:
+            if self.effects.place.get(other, -1) < self.effects.place[node]:
+                self._look_at_region(other)
+                self._cover(other, node, mixed)
+
+    def _note_write(self, node: fx.Node, changed: set[int]) -> None:
+        """Notes whether what a node writes depends on samples."""
+        name, opname = _name(node), base_opname(node)
+        target: Any = node.args[0] if node.args else None
+        is_setitem = opname == "setitem"
+        is_in_place = is_setitem or opname in _IN_PLACE or opname.endswith("_")
+        if not is_in_place or not isinstance(target, fx.Node) or changed != {self.effects.alias[target]}:
+            self.constants.forget(changed)
+            return
+        others = [s for s in node.all_input_nodes if s is not target]
+        varies = any(s in self.live and s not in self.partly and self._batch_dims(s) for s in others)
+        is_live: bool | None
+        if is_setitem or name in _REPLACING:
+            is_live = varies
+        elif name in _SUMS | _PRODUCTS | _ELEMENTWISE:
+            is_live = False if _is_times_zero(node, name) else (True if varies and name in _SUMS else None)
+        else:
+            self.constants.forget(changed)
+            return
+        root = self.constants.root_of(target)
+        root_is_live = None if root in self.partly else root in self.live
+        self.constants.write(node, root, is_live, root_is_live)
+
+    def _look_at_region(self, node: fx.Node) -> None:
+        """Asks which elements of a value are constant, where parts of its storage have been written to."""
+        region, dims = self.constants.region(node), self._batch_dims(node)
+        self.live.discard(node)
+        self.partly.discard(node)
+        if not isinstance(region, torch.Tensor) or not _is_floating(node) or len(dims) > 1:
+            return
+        samples = region.movedim(dims[0], 0).flatten(1) if dims else region.flatten()[None]
+        if not samples.all(1).any():
+            self.live.add(node)
+            if samples.any():
+                self.partly.add(node)
+
+    def _mixed_by(self, node: fx.Node) -> Mixed | None:
+        """Tells whether samples have surely met in what a node writes."""
+        value = node.args[2] if base_opname(node) == "setitem" else node
+        if not isinstance(value, fx.Node):
+            return None
+        if value in self.statistics and value is not node:
+            reductions = self.statistics[value]
+            return Mixed(self._origin(reductions), reductions, varies=False)
+        return self.mixed.get(value)
+
+    def _cover(self, node: fx.Node, writer: fx.Node, mixed: Mixed | None) -> None:
+        """Covers what is known of a value by a write to it, or to a part of it, of what may be mixed."""
+        written = self.constants.written(writer, node)
+        if isinstance(written, torch.Tensor) and not written.any():
+            return
+        before = self.mixed.pop(node, None)
+        self.statistics.pop(node, None)
+        self.grams.pop(node, None)
+        if not isinstance(written, torch.Tensor) or node not in self.live or len(dims := self._batch_dims(node)) != 1:
+            return
+        is_all, has_rest = bool(written.all()), not written.movedim(dims[0], 0).flatten(1).all(1).any()
+        if mixed is not None:
+            self.mixed[node] = mixed if is_all else replace(mixed, is_whole=False, varies=False)
+        elif before is not None and before.is_whole and has_rest:
+            self.mixed[node] = replace(before, is_whole=False, varies=False)
 
     def _follow(self, node: fx.Node, name: str, sources: list[fx.Node]) -> bool:
         """Notes what is sure of a node; returns whether samples meet there."""
@@ -197,6 +289,8 @@ class _Mixing:
         if not tensors or any(s in self.touched and s not in self.mixed for s in tensors):
             return None
         source = tensors[0]
+        if name in _EXTREMES and source in self.partly:
+            return None  # of what may be constant
         if name in _REDUCTIONS and tensors == [source] and source in self.live:
             if len(self._batch_dims(source)) == 1 and not self._batch_dims(node):
                 if node in self.running:
@@ -205,7 +299,7 @@ class _Mixing:
                 return True
         elif name in _ALONG and tensors == [source] and source in self.live:
             if len(self._batch_dims(source)) == 1 and goes_along_samples(node):
-                self.mixed[node] = Mixed(node, varies=_last(node) > 1)
+                self.mixed[node] = self._in_parts(Mixed(node, varies=_last(node) > 1), source)
                 return True
         elif node.target in _ATTENTION:
             return self._meet_in_attention(node)
@@ -242,8 +336,12 @@ class _Mixing:
         dims = len(info(key).shapes[0].shape)
         if self._batch_dims(key) != [place % dims] or self._batch_dims(value) != [place % dims]:
             return None
-        self.mixed[node] = Mixed(node, varies=_last(node) > 1)
+        self.mixed[node] = self._in_parts(Mixed(node, varies=_last(node) > 1), value)
         return True
+
+    def _in_parts(self, mixed: Mixed, source: fx.Node) -> Mixed:
+        """Samples have met in those elements that depend on samples."""
+        return replace(mixed, is_whole=False, varies=False) if source in self.partly else mixed
 
     # -- statistics and mixed samples, followed on ---------------------------------------------------------------------
 
@@ -251,7 +349,7 @@ class _Mixing:
         reductions = frozenset[fx.Node]().union(*(self.statistics[s] for s in known))
         others = [s for s in sources if s not in known]
         is_even = all(info(s).number is not None or not self._batch_dims(s) for s in others)
-        is_part = name == "getitem" and len(info(known[0]).shapes) > 1
+        is_part = name == "getitem" and _is_from_tuple(node)
         if (is_part or name in _SHAPING) and node.args[0] in known:
             self.statistics[node] = reductions
         elif is_even and self.valued.isdisjoint(s for s in others if info(s).number is None):
@@ -268,7 +366,7 @@ class _Mixing:
         reductions, nothing = self.statistics[statistic], frozenset[fx.Node]()
         varies = 1 < _last(statistic) == _last(node)
         shifts, scales = (reductions, nothing) if is_sum else (nothing, reductions)
-        self.mixed[node] = Mixed(self._origin(reductions), shifts, scales, varies)
+        self.mixed[node] = self._in_parts(Mixed(self._origin(reductions), shifts, scales, varies), statistic)
 
     def _follow_gram(self, node: fx.Node, name: str, sources: list[fx.Node]) -> None:
         """Products of all samples with all: scaled, weighed by a softmax, summed up again."""
@@ -278,7 +376,7 @@ class _Mixing:
         if name in _PRODUCTS_OF_MATRICES and len(others) == 1 and others[0] in self.live:
             dims = len(info(others[0]).shapes[0].shape)
             if self._batch_dims(others[0]) == [dims - 2] and len(self._batch_dims(node)) == 1:
-                self.mixed[node] = Mixed(self.grams[gram], varies=_last(node) > 1)
+                self.mixed[node] = self._in_parts(Mixed(self.grams[gram], varies=_last(node) > 1), others[0])
         elif all(info(s).number is None and s not in self.valued for s in others):
             is_scaled = name in _PRODUCTS and node.args and node.args[0] is gram
             if is_scaled or name in ("softmax", "dropout", "to", "float"):
@@ -287,7 +385,9 @@ class _Mixing:
     def _follow_mixed(self, node: fx.Node, name: str, sources: list[fx.Node], known: list[fx.Node]) -> Mixed | None:
         first: Any = node.args[0] if node.args else None
         if name in _SUMS | _PRODUCTS:
-            return self._joined(name, node, known)
+            joined = self._joined(name, node, known)
+            has_zeros = name in _PRODUCTS and not self.partly.isdisjoint(sources)
+            return replace(joined, is_whole=False, varies=False) if joined is not None and has_zeros else joined
         if name in ("cat", "concat", "stack"):
             return self._put_together(node, sources, known)
         if node.target is F.multi_head_attention_forward or node.target is F.scaled_dot_product_attention:
@@ -312,7 +412,7 @@ class _Mixing:
             keeps = _last(node) == _last(first)
             return replace(mixed, varies=mixed.varies and (keeps or not mixed.reductions))
         if name in _TAKING:
-            is_part_of_tuple = len(info(first).shapes) > 1
+            is_part_of_tuple = _is_from_tuple(node)
             have = [self._batch_sizes(n) for n in (node, first)]
             return mixed if is_part_of_tuple or (mixed.is_whole and have[0] == have[1]) else None
         return None
@@ -390,6 +490,12 @@ def _kept_in_buffers(traced: Traced, effects: Effects) -> set[fx.Node]:
 def _name(node: fx.Node) -> str:
     name = base_opname(node)
     return _IN_PLACE.get(name, name.removesuffix("_"))
+
+
+def _is_from_tuple(node: fx.Node) -> bool:
+    """Is it taken of something of several tensors?"""
+    source = node.args[0] if node.args else None
+    return isinstance(source, fx.Node) and len(info(source).shapes) > 1
 
 
 def _is_floating(node: fx.Node) -> bool:
