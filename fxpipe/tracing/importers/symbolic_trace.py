@@ -77,11 +77,7 @@ def trace_symbolically(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         TraceError: forward does what a proxy cannot do; the message names the user's line.
     """
-    try:
-        bound = inspect.signature(original_module(model).forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
-    bound.apply_defaults()
+    bound = _bind_to_forward(model, args, kwargs)
     # Else an argument that was left out would be a proxy, and `if mask is not None` true.
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     constants = {
@@ -90,6 +86,16 @@ def trace_symbolically(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         if bound.signature.parameters[name].kind not in kinds and not any(True for _ in tensors_in(value))
     }
     return _record_symbolic(model, _DeepTracer(), args, kwargs, "fx", constants)
+
+
+def _bind_to_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """Binds arguments to the names of forward's, with the defaults of those that are left out."""
+    try:
+        bound = inspect.signature(original_module(model).forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{type(model).__name__}.forward: {error}") from None
+    bound.apply_defaults()
+    return bound
 
 
 def trace_by_tracer(
@@ -258,11 +264,7 @@ class _GraphRunner:
 
     def _bound(self, placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         """A value for each placeholder, by the names of forward's arguments."""
-        try:
-            bound = inspect.signature(original_module(self.model).forward).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{type(self.model).__name__}.forward: {error}") from None
-        bound.apply_defaults()
+        bound = _bind_to_forward(self.model, args, kwargs)
         kinds = bound.signature.parameters
         for node in placeholders:
             name = str(node.target)
