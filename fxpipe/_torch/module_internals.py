@@ -31,11 +31,6 @@ require_attributes(
 )
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters that stand in the module itself."""
-    return module._parameters
-
-
 def own_buffers(module: nn.Module) -> dict[str, Any]:
     """The buffers that stand in the module itself."""
     return module._buffers

@@ -308,11 +308,11 @@ def _parse_profile(document: Any) -> Profile:
         for place, one in enumerate(_parse_list(fields["operations"], "operations"))
     ]
     nodes = tuple(
-        _parse_node_cost(node, batch, micro_batch, operations, unread, f"nodes[{place}]")
+        _parse_node_cost(node, micro_batch, operations, unread, f"nodes[{place}]")
         for place, node in enumerate(_parse_list(fields["nodes"], "nodes"))
     )
     saved = tuple(
-        _parse_saved_storage(one, batch, micro_batch, len(nodes), f"saved[{number}]")
+        _parse_saved_storage(one, micro_batch, len(nodes), f"saved[{number}]")
         for number, one in enumerate(_parse_list(fields["saved"], "saved"))
     )
     device, hardware, fingerprint = (
@@ -342,7 +342,6 @@ def _parse_work(value: Any, operations: Sequence[Operation], where: str) -> Node
 
 def _parse_node_cost(
     value: Any,
-    batch: sympy.Symbol,
     samples: int,
     operations: Sequence[Operation],
     unread: Sequence[str],
@@ -350,19 +349,19 @@ def _parse_node_cost(
 ) -> NodeCost:
     fields = _parse_fields(value, ("name", *_SECONDS, *_FORMULAS, *unread, "work"), where)
     seconds = {key: _parse_seconds(fields[key], f"{where}.{key}") for key in _SECONDS}
-    formulas = {key: _parse_formula(fields[key], batch, samples, f"{where}.{key}") for key in _FORMULAS}
+    formulas = {key: _parse_formula(fields[key], samples, f"{where}.{key}") for key in _FORMULAS}
     work = _parse_work(fields["work"], operations, f"{where}.work")
     return NodeCost(_parse_text(fields["name"], f"{where}.name"), **seconds, **formulas, work=work)
 
 
-def _parse_saved_storage(value: Any, batch: sympy.Symbol, samples: int, nodes: int, where: str) -> SavedStorage:
+def _parse_saved_storage(value: Any, samples: int, nodes: int, where: str) -> SavedStorage:
     fields = _parse_fields(value, ("bytes", "maker", "savers"), where)
     savers = _parse_list(fields["savers"], f"{where}.savers")
     places = tuple(_parse_count(place, f"{where}.savers", 0, nodes - 1) for place in savers)
     if not places or any(a >= b for a, b in pairwise(places)):
         raise ArgumentError(f"{where}.savers: expected ascending places")
     maker = _parse_count(fields["maker"], f"{where}.maker", -1, nodes - 1)
-    return SavedStorage(_parse_formula(fields["bytes"], batch, samples, f"{where}.bytes"), maker, places)
+    return SavedStorage(_parse_formula(fields["bytes"], samples, f"{where}.bytes"), maker, places)
 
 
 def _parse_seconds(value: Any, where: str) -> Seconds:
@@ -375,7 +374,7 @@ def _parse_seconds(value: Any, where: str) -> Seconds:
     return Seconds(*map(float, numbers))
 
 
-def _parse_formula(value: Any, batch: sympy.Symbol, samples: int, where: str) -> sympy.Expr:
+def _parse_formula(value: Any, samples: int, where: str) -> sympy.Expr:
     try:
         formula = Polynomial.from_json(value)
     except ArgumentError as error:

@@ -1,4 +1,4 @@
-"""Executors of the rows of a step: workers, workers with delays, the caller's thread, or one that picks at random.
+"""Executors of the rows of a step: workers, or the caller's thread; for tests, workers with delays, and a random order.
 
 All do the same: for each action in a row, wait until it is ready, perform it. Guarantees:
 
@@ -119,7 +119,7 @@ class ThreadedExecutor:
     """One thread for each device entry, which runs one row. Threads start with the first step, and anew in a fork."""
 
     def __init__(self, devices: Sequence[torch.device], jitter: int | None = None):
-        """`jitter`: a seed; workers then wait a random time before each action, to shake out what depends on timing."""
+        """`jitter`: a seed; workers then wait a random time before each action, in tests of what depends on timing."""
         self._devices = tuple(devices)
         self._jitter = random.Random(jitter) if jitter is not None else None
         self._queues: list[queue.SimpleQueue[Any]] = []
@@ -237,7 +237,10 @@ def _stop_workers(queues: Sequence[queue.SimpleQueue[Any]]) -> None:
 
 
 class InterleavedExecutor:
-    """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready."""
+    """Runs all rows in the calling thread, an action at a time, picked at random among those that are ready.
+
+    For tests: whatever order the fences allow, a step has the same bits.
+    """
 
     def __init__(self, seed: int):
         self._random = random.Random(seed)

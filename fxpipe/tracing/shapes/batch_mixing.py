@@ -175,7 +175,7 @@ class _Mixing:
             self._forget(node, changed, is_touched)
 
     def _is_partly(self, name: str, sources: list[fx.Node]) -> bool:
-        """May some elements of a value be constant, made of live values of which some elements are?"""
+        """Returns whether some elements of a value may be constant, as some of its live sources are."""
         partly = [s in self.partly for s in sources if s in self.live]
         if name in _MAPS or (name in _PRODUCTS_OF_MATRICES and len(partly) == 1):
             return False  # elements of all features go into each
@@ -493,7 +493,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_from_tuple(node: fx.Node) -> bool:
-    """Is it taken of something of several tensors?"""
+    """Returns whether it is taken of something of several tensors."""
     source = node.args[0] if node.args else None
     return isinstance(source, fx.Node) and len(info(source).shapes) > 1
 

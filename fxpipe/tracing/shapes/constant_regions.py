@@ -35,7 +35,7 @@ _VIEWS = frozenset(
 
 
 class ConstantRegions:
-    """Which elements of values that share memory are constant, as far as the walk over a graph has come."""
+    """The elements of values that share memory which are constant, as far as the walk over a graph has come."""
 
     def __init__(self, traced: Traced, effects: Effects):
         self.traced, self.effects = traced, effects
@@ -53,7 +53,7 @@ class ConstantRegions:
         return self._roots[alias]
 
     def has_writes(self, node: fx.Node) -> bool:
-        """Has its memory been written to?"""
+        """Returns whether its memory has been written to."""
         return self.effects.alias.get(node) in self._regions
 
     def region(self, node: fx.Node) -> Any:
@@ -99,7 +99,7 @@ class ConstantRegions:
         self._regions |= dict.fromkeys(aliases)
 
     def writes_itself(self, node: fx.Node) -> bool:
-        """Does `h[...] = value` put a value where it is already, as Python does behind `h[...] += 1`?"""
+        """Returns whether `h[...] = value` puts a value where it is already, as Python does behind `h[...] += 1`."""
         if node.target is not operator.setitem:
             return False
         base, _, value = node.args
