@@ -228,7 +228,7 @@ class _Mixing:
         self.partly.discard(node)
         if not isinstance(region, torch.Tensor) or not _is_floating(node) or len(dims) > 1:
             return
-        samples = region.movedim(dims[0], 0).flatten(1) if dims else region.flatten()[None]
+        samples = _by_sample(region, dims[0]) if dims else region.flatten()[None]
         if not samples.all(1).any():
             self.live.add(node)
             if samples.any():
@@ -254,7 +254,7 @@ class _Mixing:
         self.grams.pop(node, None)
         if not isinstance(written, torch.Tensor) or node not in self.live or len(dims := self._batch_dims(node)) != 1:
             return
-        is_all, has_rest = bool(written.all()), not written.movedim(dims[0], 0).flatten(1).all(1).any()
+        is_all, has_rest = bool(written.all()), not _by_sample(written, dims[0]).all(1).any()
         if mixed is not None:
             self.mixed[node] = mixed if is_all else replace(mixed, is_whole=False, varies=False)
         elif before is not None and before.is_whole and has_rest:
@@ -471,6 +471,11 @@ class _Mixing:
 
 
 _ATTENTION_NAMES = ("multi_head_attention_forward",)
+
+
+def _by_sample(elements: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns a row for each sample; one of a vector has a single element."""
+    return elements.movedim(dim, 0)[..., None].flatten(1)
 
 
 def _kept_in_buffers(traced: Traced, effects: Effects) -> set[fx.Node]:
