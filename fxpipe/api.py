@@ -166,5 +166,5 @@ def pipeline(
         if names_without_values(model):
             pipe._fxpipe.plan_ahead(example_args, example_kwargs or {})
         else:
-            pipe._fxpipe.assembly_for(example_args, example_kwargs or {})
+            pipe._fxpipe.bound_program_for(example_args, example_kwargs or {})
     return pipe

@@ -67,7 +67,7 @@ class PipelineState:
             self.plan = prepare(self.model, args, kwargs, self.settings, self.given_plan, _peek_seed()).plan
 
     def add_prepared(self, prepared: PreparedGraph) -> None:
-        """Takes a graph that was studied and cut elsewhere."""
+        """Takes a graph that was profiled and cut elsewhere."""
         self.first, self.plan, self.settings = prepared, prepared.plan, prepared.settings
         self._keep(prepared)
 
@@ -76,7 +76,7 @@ class PipelineState:
         assert self.first is not None
         _move_to_stages(self.model, self.first, self.settings.devices)
 
-    def assembly_for(
+    def bound_program_for(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], in_one: bool = False
     ) -> tuple[BoundProgram, list[Any], int]:
         """The graph for these inputs, mode and state; recorded where there is none yet.
@@ -92,7 +92,7 @@ class PipelineState:
                 "the inputs have no values (meta or fake tensors); fxpipe.plan takes such, a step cannot"
             )
         seed = _peek_seed()
-        prepared, assembly = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
+        prepared, bound = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
         batch = prepared.traced.batch_of(leaves)
         if batch == 0:
             raise ArgumentError(
@@ -101,10 +101,10 @@ class PipelineState:
         if "chunks" in self.asked.left:
             self._choose_chunks(prepared.traced, batch, args, kwargs)
             if not prepared.traced.holds_for(batch, self._sizes(batch)):
-                prepared, assembly = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
+                prepared, bound = self._known(args, kwargs, seed) or self._make_graph(args, kwargs, seed)
         refuse_unwritable_inputs(prepared.traced, leaves, in_one)
         prepared.traced.refuse_uneven_outputs(batch, samples_per_micro_batch(batch, self.settings.micro_batches(batch)))
-        return assembly, leaves, batch
+        return bound, leaves, batch
 
     def _sizes(self, batch: int) -> frozenset[int]:
         """Samples in the micro-batches of a mini-batch."""
@@ -200,7 +200,7 @@ class PipelineState:
 
     def _keep(self, prepared: PreparedGraph) -> tuple[PreparedGraph, BoundProgram]:
         traced = prepared.traced
-        assembly = BoundProgram(
+        bound = BoundProgram(
             prepared.program,
             wire_program(prepared.program),
             self.settings.devices,
@@ -215,13 +215,13 @@ class PipelineState:
             known_pieces=InputPieces.of(traced, self.settings.devices[-1]) if traced.combinations else None,
             untold=traced.untold,
         )
-        self.graphs.append((prepared, assembly))
+        self.graphs.append((prepared, bound))
         del self.graphs[:-MAX_GRAPHS]
         self._warn_of_values(traced)
         if traced.print_lines and not self._has_prints:
             self._has_prints = True
             warn_of_prints(self.model, traced.print_lines)
-        return prepared, assembly
+        return prepared, bound
 
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""

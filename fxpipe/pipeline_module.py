@@ -107,9 +107,9 @@ class Pipeline(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         inside = self._fxpipe
         with inside.engine.running():
-            assembly, leaves, batch = inside.assembly_for(args, kwargs)
+            bound, leaves, batch = inside.bound_program_for(args, kwargs)
             settings = inside.settings
-            return inside.engine.call(assembly, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
+            return inside.engine.call(bound, leaves, batch, settings.chunks, settings.checkpoint, settings.placement)
 
     @overload
     def forward_backward(
@@ -215,11 +215,11 @@ class Pipeline(nn.Module):
             )
         inside = self._fxpipe
         with inside.engine.running():
-            assembly, leaves, batch = inside.assembly_for(args, kwargs, in_one=True)
+            bound, leaves, batch = inside.bound_program_for(args, kwargs, in_one=True)
             schedule = inside.schedule_for(batch)
             targets = () if target is None else (target,)
             loss, outputs = inside.engine.forward_backward(
-                assembly,
+                bound,
                 leaves,
                 batch,
                 schedule,

@@ -149,7 +149,7 @@ class Settings:
     deferred_batch_norm: bool = False
     compile: Mapping[str, Any] | None = None  # keywords of torch.compile; None: stages run as they are
     progress: bool = True  # bars, where stderr is a terminal
-    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been studied
+    left: frozenset[str] = frozenset()  # of LEFT: what the tuner is to choose, once the model has been profiled
 
     @property
     def devices(self) -> tuple[torch.device, ...]:

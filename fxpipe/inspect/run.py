@@ -102,11 +102,11 @@ def profile_loaded_model(loaded: LoadedModel, settings: Settings) -> ProfiledMod
         raise
 
 
-def plan_profiled_model(loaded: LoadedModel, studied: ProfiledModel, settings: Settings) -> Plan:
+def plan_profiled_model(loaded: LoadedModel, profiled: ProfiledModel, settings: Settings) -> Plan:
     """A plan for other settings, of what is known; measures again where workers are others."""
     from fxpipe import planning
 
-    again = planning.profile_again(studied, loaded.arguments.args, loaded.arguments.kwargs, settings)
+    again = planning.profile_again(profiled, loaded.arguments.args, loaded.arguments.kwargs, settings)
     return planning.prepare_profiled(again, settings).plan
 
 
@@ -212,9 +212,9 @@ def _inspect_model(request: Request) -> Findings:
     loaded = load_requested_model(request)
     if request.tune:
         return replace(_inspect_tuning(_tune_model(request, loaded, devices), request), drawn=loaded.drawn)
-    studied = profile_loaded_model(loaded, settings)
+    profiled = profile_loaded_model(loaded, settings)
     try:
-        plan = plan_profiled_model(loaded, studied, settings)
+        plan = plan_profiled_model(loaded, profiled, settings)
     except MemoryLimitError as error:
         if not request.sweep or request.needs_plan:
             raise _with_least_limit(error, settings) from None
@@ -225,7 +225,7 @@ def _inspect_model(request: Request) -> Findings:
         raise TooManyStagesError(f"--devices {len(devices)}: {error.problem}", error.most, remedy) from None
     else:
         findings = _inspect_plan(plan, request)
-    rows = _sweep_rows(request, loaded, studied, devices) if request.sweep else ()
+    rows = _sweep_rows(request, loaded, profiled, devices) if request.sweep else ()
     return replace(findings, drawn=loaded.drawn, sweep=rows)
 
 
@@ -311,7 +311,7 @@ def size_at_least(number: float) -> str:
 
 
 def _sweep_rows(
-    request: Request, loaded: LoadedModel, studied: ProfiledModel, devices: tuple[str, ...]
+    request: Request, loaded: LoadedModel, profiled: ProfiledModel, devices: tuple[str, ...]
 ) -> tuple[SweepRow, ...]:
     from fxpipe.config.stage_placement import TRAINING_SCHEDULES
 
@@ -319,7 +319,7 @@ def _sweep_rows(
 
     def plan_for(count: int, schedule: str) -> Plan:
         settings = settings_for(request, first_devices(devices, count, hardware), schedule=schedule)
-        return plan_profiled_model(loaded, studied, settings)
+        return plan_profiled_model(loaded, profiled, settings)
 
     own = request.options.get("schedule", "1f1b")
     schedules = (own, *(name for name in TRAINING_SCHEDULES if name != own))

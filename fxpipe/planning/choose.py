@@ -55,22 +55,22 @@ class Cut:
 
 
 def cut_of(
-    case: CutProblem,
+    problem: CutProblem,
     starts: tuple[int, ...],
     recompute: Sequence[bool],
     sites: Sequence[StageSite],
     balance: str,
     compared: tuple[Bottleneck, ...],
 ) -> Cut:
-    """The cut of a case at these places; `compared` are ways of balancing that it was chosen before."""
-    loads = stage_loads(case.chain, sites, starts, recompute)
-    optimal = (Bottleneck("optimal", _bottleneck(loads, case.settings)),) if balance == "optimal" else ()
-    transfers = tuple(_cut_transfers(case.chain, sites, starts))
-    simulation = _simulate_cut(case, starts, loads, transfers)
+    """The cut of a problem at these places; `compared` are ways of balancing that it was chosen before."""
+    loads = stage_loads(problem.chain, sites, starts, recompute)
+    optimal = (Bottleneck("optimal", _bottleneck(loads, problem.settings)),) if balance == "optimal" else ()
+    transfers = tuple(_cut_transfers(problem.chain, sites, starts))
+    simulation = _simulate_cut(problem, starts, loads, transfers)
     bottlenecks = (*compared, *optimal)
-    profiles, settings = case.profiles, case.settings
+    profiles, settings = problem.profiles, problem.settings
     return Cut(
-        case.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
+        problem.traced, starts, settings, tuple(sites), loads, balance, bottlenecks, transfers, simulation, profiles
     )
 
 
@@ -103,12 +103,12 @@ def _cut_transfers(chain: Chain, sites: Sequence[StageSite], starts: Sequence[in
 
 
 def _simulate_cut(
-    case: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
+    problem: CutProblem, starts: Sequence[int], loads: Sequence[StageLoad], transfers: Sequence[Transfer]
 ) -> Simulation:
     checkpoint = tuple("always" if load.recompute else "never" for load in loads)
-    settings = case.settings
-    m = settings.micro_batches(case.batch)
-    weights = _weight_seconds(case, starts)
+    settings = problem.settings
+    m = settings.micro_batches(problem.batch)
+    weights = _weight_seconds(problem, starts)
     costs = [
         replace(load.cost, weight=min(weight, load.cost.backward)) for load, weight in zip(loads, weights, strict=True)
     ]
@@ -117,12 +117,12 @@ def _simulate_cut(
     return simulate_schedule(schedule, costs, transfers, overlaps=False)
 
 
-def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
+def _weight_seconds(problem: CutProblem, starts: Sequence[int]) -> list[float]:
     """Computes the seconds of each stage's backward that make gradients of parameters."""
-    seconds, samples = [], case.settings.largest_micro_batch(case.batch)
-    for site, start, end in zip(case.sites, starts, [*starts[1:], len(case.chain)], strict=True):
-        cost_of = {cost.name: cost for cost in case.profiles[site.kind].nodes}
-        seconds.append(math.fsum(cost_of[name].weight.at(samples) for name in case.nodes.names[start:end]))
+    seconds, samples = [], problem.settings.largest_micro_batch(problem.batch)
+    for site, start, end in zip(problem.sites, starts, [*starts[1:], len(problem.chain)], strict=True):
+        cost_of = {cost.name: cost for cost in problem.profiles[site.kind].nodes}
+        seconds.append(math.fsum(cost_of[name].weight.at(samples) for name in problem.nodes.names[start:end]))
     return seconds
 
 
@@ -131,38 +131,38 @@ def _weight_seconds(case: CutProblem, starts: Sequence[int]) -> list[float]:
 MAX_DEVICES_FACTOR = 8  # a remedy tries up to this many times the given number of devices
 
 
-def memory_advice(case: CutProblem) -> list[Iterable[RemedyTrial]]:
+def memory_advice(problem: CutProblem) -> list[Iterable[RemedyTrial]]:
     """Lists the remedies that are tried where nothing fits into memory."""
-    settings = case.settings
+    settings = problem.settings
     trials: list[Iterable[RemedyTrial]] = [
-        recompute_trials(_with_asked_balance(case, case.chain, case.settings), case.sites)
+        recompute_trials(_with_asked_balance(problem, problem.chain, problem.settings), problem.sites)
     ]
     if settings.balance == "block":
-        trials.insert(0, [RemedyTrial("use balance='optimal'", case.chain, case.sites)])
+        trials.insert(0, [RemedyTrial("use balance='optimal'", problem.chain, problem.sites)])
     if not isinstance(settings.schedule, str):
         return trials  # it is for these sizes
-    if not (settings.pins or case.chain.required_cuts or len(settings.placement) > len(settings.workers)):
-        trials.append(_more_devices(case))
-    trials.append(_smaller_micro_batches(case))
+    if not (settings.pins or problem.chain.required_cuts or len(settings.placement) > len(settings.workers)):
+        trials.append(_more_devices(problem))
+    trials.append(_smaller_micro_batches(problem))
     return trials
 
 
-def _with_asked_balance(case: CutProblem, chain: Chain, settings: Settings) -> Chain:
+def _with_asked_balance(problem: CutProblem, chain: Chain, settings: Settings) -> Chain:
     """Adds the cuts of `balance="block"` as required ones, if that is what was asked for."""
     if settings.balance != "block":
         return chain
-    nodes = replace(case.nodes, costs=node_costs_of(chain))
-    return replace(chain, required_cuts=cut_by_block(nodes, len(settings.placement), case.chain.required_cuts)[1:])
+    nodes = replace(problem.nodes, costs=node_costs_of(chain))
+    return replace(chain, required_cuts=cut_by_block(nodes, len(settings.placement), problem.chain.required_cuts)[1:])
 
 
-def _more_devices(case: CutProblem) -> Iterator[RemedyTrial]:
-    count = len(case.settings.workers)
-    for more in range(count + 1, min(MAX_DEVICES_FACTOR * count, len(case.nodes.items())) + 1):
-        settings = _with_devices(case.settings, more)
+def _more_devices(problem: CutProblem) -> Iterator[RemedyTrial]:
+    count = len(problem.settings.workers)
+    for more in range(count + 1, min(MAX_DEVICES_FACTOR * count, len(problem.nodes.items())) + 1):
+        settings = _with_devices(problem.settings, more)
         yield RemedyTrial(
             f"use {more} devices",
-            _with_asked_balance(case, case.chain, settings),
-            stage_devices_of(settings, case.batch),
+            _with_asked_balance(problem, problem.chain, settings),
+            stage_devices_of(settings, problem.batch),
         )
 
 
@@ -179,21 +179,21 @@ def _with_devices(settings: Settings, count: int) -> Settings:
     )
 
 
-def _smaller_micro_batches(case: CutProblem) -> Iterator[RemedyTrial]:
+def _smaller_micro_batches(problem: CutProblem) -> Iterator[RemedyTrial]:
     """Half the micro-batch, a quarter, and so on."""
-    settings, batch = case.settings, case.batch
+    settings, batch = problem.settings, problem.batch
     while settings.largest_micro_batch(batch) > 1:
         settings = replace(settings, chunks=2 * settings.chunks)
         samples = settings.largest_micro_batch(batch)
-        smaller = chain_of(case.traced, case.profiles, samples, case.chain.forbidden_cuts)
+        smaller = chain_of(problem.traced, problem.profiles, samples, problem.chain.forbidden_cuts)
         bounded = replace(
             smaller,
-            first_stages=case.chain.first_stages,
-            last_stages=case.chain.last_stages,
-            required_cuts=case.chain.required_cuts,
+            first_stages=problem.chain.first_stages,
+            last_stages=problem.chain.last_stages,
+            required_cuts=problem.chain.required_cuts,
         )
         words = f"use chunks={settings.chunks} (micro-batches of {samples})"
-        yield RemedyTrial(words, _with_asked_balance(case, bounded, settings), stage_devices_of(settings, batch))
+        yield RemedyTrial(words, _with_asked_balance(problem, bounded, settings), stage_devices_of(settings, batch))
 
 
 # -- Memory shared by several stages: on one worker, or on workers that share a device -------------------------------
@@ -291,9 +291,9 @@ def choose_cut(
     """
     cuts, failures = list[Cut](), list[PartitionError]()
     for traced in orders:
-        for make_case in cut_problems(traced, profiles, batch, settings):
+        for make_problem in cut_problems(traced, profiles, batch, settings):
             try:
-                cuts += _candidate_cuts(make_case(), explains)
+                cuts += _candidate_cuts(make_problem(), explains)
             except PartitionError as error:
                 failures.append(error)
     if not cuts:
@@ -306,12 +306,12 @@ def _most_helpful(failures: Sequence[PartitionError]) -> PartitionError:
     return next((error for error in reversed(failures) if isinstance(error, MemoryLimitError)), failures[0])
 
 
-def _candidate_cuts(case: CutProblem, explains: bool) -> Iterator[Cut]:
+def _candidate_cuts(problem: CutProblem, explains: bool) -> Iterator[Cut]:
     """Usually one; several, where stages share devices, which no solver weighs against each other."""
-    chain, sites, asked = case.chain, case.sites, case.settings.balance
+    chain, sites, asked = problem.chain, problem.sites, problem.settings.balance
     by_hand = not isinstance(asked, str)
     only_time = all(site.memory is None and site.link is None and site.kind == 0 for site in sites)
-    block = None if chain.first_stages else cut_by_block(case.nodes, len(sites), chain.required_cuts)
+    block = None if chain.first_stages else cut_by_block(problem.nodes, len(sites), chain.required_cuts)
     if asked == "block" and block is None:
         raise PartitionError("balance='block' cannot heed pins; leave balance out, or write 'optimal'")
     compared = () if block is None else (_bottleneck_of_block(chain, sites, block),)
@@ -321,44 +321,46 @@ def _candidate_cuts(case: CutProblem, explains: bool) -> Iterator[Cut]:
     else:
         balance = "optimal"
     solve = partial(optimal_partition, explains=False)
-    explain = partial(optimal_partition, names=case.nodes.names, remedies=memory_advice(case)) if explains else solve
-    for starts, recompute, shared in _solutions(chain, sites, case.settings, solve, explain):
-        cut = cut_of(case, starts, recompute, shared, balance, compared)
+    explain = (
+        partial(optimal_partition, names=problem.nodes.names, remedies=memory_advice(problem)) if explains else solve
+    )
+    for starts, recompute, shared in _solutions(chain, sites, problem.settings, solve, explain):
+        cut = cut_of(problem, starts, recompute, shared, balance, compared)
         yield cut
-        if _may_split_stages(case) and any(site.may_recompute for site in shared):
+        if _may_split_stages(problem) and any(site.may_recompute for site in shared):
             is_free = balance == "optimal" and not (chain.required_cuts or chain.first_stages)
             below = (1 - MIN_GAIN_OF_STAGE) * max(load.seconds for load in cut.loads)
             for parts in partial_recompute_cuts(chain, shared, starts, recompute, below if is_free else None):
-                other = _cut_with_split_stages(case, parts, shared, balance, compared)
+                other = _cut_with_split_stages(problem, parts, shared, balance, compared)
                 if other.simulation.step_seconds <= (1 - MIN_GAIN_OF_STAGE) * cut.simulation.step_seconds:
                     yield other
 
 
-def _may_split_stages(case: CutProblem) -> bool:
+def _may_split_stages(problem: CutProblem) -> bool:
     """Returns True if modes and the number of stages are left to planning, and the schedule goes with any number."""
-    settings = case.settings
+    settings = problem.settings
     return (
         settings.checkpoint == "auto"
         and isinstance(settings.schedule, str)
         and not SCHEDULES[settings.schedule].has_fixed_placement
         and isinstance(settings.balance, str)
-        and not case.traced.marks
+        and not problem.traced.marks
         and len({*settings.placement}) == len(settings.placement)
     )
 
 
 def _cut_with_split_stages(
-    case: CutProblem,
+    problem: CutProblem,
     parts: Sequence[StagePart],
     sites: Sequence[StageSite],
     balance: str,
     compared: tuple[Bottleneck, ...],
 ) -> Cut:
     """The cut in which some stages are in parts, which share the memory of the stage."""
-    placement = tuple(case.settings.placement[part.stage] for part in parts)
-    shared = replace(case, settings=replace(case.settings, placement=placement))
+    placement = tuple(problem.settings.placement[part.stage] for part in parts)
+    shared = replace(problem, settings=replace(problem.settings, placement=placement))
     starts, recompute = tuple(part.start for part in parts), [part.recompute for part in parts]
-    needs = [load.memory for load in stage_loads(case.chain, shared.sites, starts, recompute)]
+    needs = [load.memory for load in stage_loads(problem.chain, shared.sites, starts, recompute)]
     own = []
     for part, need, site in zip(parts, needs, shared.sites, strict=True):
         whole = sites[part.stage].memory

@@ -123,15 +123,15 @@ def prepare(
     from fxpipe.tracing.strategies import imbalance_warnings
 
     if plan is None:
-        studied = trace_and_profile(model, args, kwargs, settings, seed)
+        profiled = trace_and_profile(model, args, kwargs, settings, seed)
         if len(settings.workers) > 1:
-            for limit in imbalance_warnings(studied.traced):
+            for limit in imbalance_warnings(profiled.traced):
                 warn_user(limit)
         if settings.left:
             from fxpipe.tuning.auto_options import prepare_best
 
-            return prepare_best(studied, args, kwargs, settings)
-        return prepare_profiled(studied, settings)
+            return prepare_best(profiled, args, kwargs, settings)
+        return prepare_profiled(profiled, settings)
     with on_one_device(model) as device, in_mode(model, plan.evaluating):
         args, kwargs = move_inputs((args, kwargs), device)
         traced, batch = trace_batch(model, args, kwargs, settings, seed)

@@ -1,8 +1,8 @@
 """The passes that look at a model and take seconds: trace and profile. One study serves many plans.
 
-studied = study(model, args, kwargs, settings)
+profiled = study(model, args, kwargs, settings)
 for chunks in (2, 4, 8):
-    print(planned(studied, replace(settings, chunks=chunks)).plan)
+    print(planned(profiled, replace(settings, chunks=chunks)).plan)
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def trace_and_profile(
 
 
 def profile_again(
-    studied: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> ProfiledModel:
     """The study for the settings' workers: the same graph, profiled again where the seconds are not theirs.
 
@@ -97,13 +97,13 @@ def profile_again(
     from fxpipe.tracing.cache_key import in_mode
     from fxpipe.tracing.model_state import move_inputs, on_one_device
 
-    if studied.holds_for(settings):
-        return studied
-    model = studied.traced.model
+    if profiled.holds_for(settings):
+        return profiled
+    model = profiled.traced.model
     with on_one_device(model) as device, in_mode(model, None):
         args, kwargs = move_inputs((args, kwargs), device)
-        kinds, threads, profiles = _profile_kinds(studied.traced, args, kwargs, studied.batch, settings)
-    return replace(studied, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
+        kinds, threads, profiles = _profile_kinds(profiled.traced, args, kwargs, profiled.batch, settings)
+    return replace(profiled, profiles=profiles, kinds=kinds, threads=threads, hardware=settings.hardware)
 
 
 def holds_for_chunks(
@@ -227,14 +227,14 @@ class PreparedGraph:
     is_reordered: bool
 
 
-def prepare_profiled(studied: ProfiledModel, settings: Settings) -> PreparedGraph:
-    """Decides and rewrites: a plan of what was studied, for workers of which the study holds."""
+def prepare_profiled(profiled: ProfiledModel, settings: Settings) -> PreparedGraph:
+    """Decides and rewrites: a plan of what was profiled, for workers of which the study holds."""
     from fxpipe.planning.choose import choose_cut
     from fxpipe.planning.cut_problem import is_cut_by_hand
 
-    orders = studied.orders[:1] if is_cut_by_hand(studied.traced, settings) else studied.orders
-    cut = choose_cut(orders, studied.profiles_for(settings), studied.batch, settings)
-    return prepare_cut(cut, studied.fingerprint, studied.batch, settings)
+    orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
+    cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings)
+    return prepare_cut(cut, profiled.fingerprint, profiled.batch, settings)
 
 
 def prepare_cut(cut: Cut, fingerprint: str, batch: int, settings: Settings) -> PreparedGraph:

@@ -87,7 +87,7 @@ class Engine:
 
     def _step(
         self,
-        assembly: BoundProgram,
+        bound: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         schedule: Schedule,
@@ -98,12 +98,12 @@ class Engine:
         # Only where something draws: a model without random nodes leaves the generator alone, as it does without a
         # pipe.
         if seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu").item()) if assembly.program.is_random else 0
+            seed = int(torch.randint(2**62, (), device="cpu").item()) if bound.program.is_random else 0
         special = [a for row in schedule.rows for a in row if a.kind in (ActionKind.RECOMPUTE, ActionKind.WEIGHT)]
         recomputed = frozenset(a for a in special if a.kind is ActionKind.RECOMPUTE)
         split = frozenset(a.stage for a in special if a.kind is ActionKind.WEIGHT)
-        tensors = ModelTensors(self.model, assembly.constants)
-        return Step(assembly, tensors, leaves, shares, seed, recomputed, self._caller_context, split=split, **more)
+        tensors = ModelTensors(self.model, bound.constants)
+        return Step(bound, tensors, leaves, shares, seed, recomputed, self._caller_context, split=split, **more)
 
     def _run_rows(self, step: Step, schedule: Schedule, rows: Rows) -> None:
         """Runs rows, all of the schedule's or a part, and keeps the notes of what they did."""
@@ -111,7 +111,7 @@ class Engine:
         self.executor.run(step, rows)
         # Not the step itself, which holds tensors.
         self._last_step = functools.partial(
-            step_record_of, schedule, step.assembly, step.log.now(), [*step.exchange.moved]
+            step_record_of, schedule, step.bound, step.log.now(), [*step.exchange.moved]
         )
 
     @property
@@ -127,7 +127,7 @@ class Engine:
 
     def call(
         self,
-        assembly: BoundProgram,
+        bound: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         chunks: int,
@@ -135,16 +135,16 @@ class Engine:
         placement: Sequence[int] | None = None,
     ) -> Any:
         """Runs all forwards and returns the output; its backward runs all backwards, once."""
-        n, m = len(assembly.devices), min(chunks, batch)
-        if m > 1 and assembly.untold:
-            raise LossError(ambiguous_output_message(assembly.untold[0]))
-        name = "gpipe" if assembly.state.grad else "inference"
+        n, m = len(bound.devices), min(chunks, batch)
+        if m > 1 and bound.untold:
+            raise LossError(ambiguous_output_message(bound.untold[0]))
+        name = "gpipe" if bound.state.grad else "inference"
         schedule = make_schedule(name, n, m, checkpoint, placement)
-        kind = self._loss_histories.for_drop_in(assembly)
-        step = self._step(assembly, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
+        kind = self._loss_histories.for_drop_in(bound)
+        step = self._step(bound, leaves, batch, schedule, look_at_elements=kind.look_at_elements)
         self._run_rows(step, schedule, forward_part(schedule))
-        parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in assembly.wiring.links[-1]}
-        results = assembly.results
+        parts = {link.value: [step.exchange.take(n, link, i) for i in range(m)] for link in bound.wiring.links[-1]}
+        results = bound.results
         outputs = [
             o.value if isinstance(o, ConstantOutput) else gather([p.value for p in parts[o]], how, step.weights)
             for o, how in results
@@ -173,9 +173,9 @@ class Engine:
             attached = self._commit(step, leaves, backward, [outputs[place] for place, *_ in differentiable])
             for (place, *_), output in zip(differentiable, attached, strict=True):
                 outputs[place] = output
-        count = len(assembly.program.outputs)
-        write_back_results(step.tensors, leaves, assembly.program, outputs[count:])
-        return assembly.output(outputs[:count])
+        count = len(bound.program.outputs)
+        write_back_results(step.tensors, leaves, bound.program, outputs[count:])
+        return bound.output(outputs[:count])
 
     def _commit(
         self,
@@ -210,7 +210,7 @@ class Engine:
 
     def forward_backward(
         self,
-        assembly: BoundProgram,
+        bound: BoundProgram,
         leaves: Sequence[Any],
         batch: int,
         schedule: Schedule,
@@ -223,8 +223,8 @@ class Engine:
         """Runs a step and adds its gradients to the model's parameters; returns the loss, and the outputs or None."""
         m = schedule.micro_batches
         shares = [size / batch for size in samples_per_micro_batch(batch, m)]
-        device = assembly.devices[-1]
-        kind = self._loss_histories.of(loss_fn, reduction, target, assembly)
+        device = bound.devices[-1]
+        kind = self._loss_histories.of(loss_fn, reduction, target, bound)
 
         def run(is_verified: bool, seed: int | None = None) -> tuple[Step, LossStage]:
             # As it is before the step: loss_fn may write to it.
@@ -232,9 +232,9 @@ class Engine:
             losses = MicroBatchLosses(
                 loss_fn, reduction, shares, _scatter_target(target, batch, m, device), scaler, whole
             )
-            losses.known = assembly.known_pieces(leaves, batch) if assembly.known_pieces is not None else {}
+            losses.known = bound.known_pieces(leaves, batch) if bound.known_pieces is not None else {}
             step = self._step(
-                assembly,
+                bound,
                 leaves,
                 batch,
                 schedule,
@@ -270,7 +270,7 @@ class Engine:
         step.commit_buffers()
         with torch.no_grad():
             more = stage.gather_other_results(lambda parts, how: gather(parts, how, shares))
-            write_back_results(step.tensors, leaves, assembly.program, more)
+            write_back_results(step.tensors, leaves, bound.program, more)
         return loss, stage.tree(outputs) if return_outputs else None
 
 

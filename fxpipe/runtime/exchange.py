@@ -38,19 +38,19 @@ class Exchange:
     """The values and gradients of one step that are on their way."""
 
     def __init__(
-        self, assembly: BoundProgram, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
+        self, bound: BoundProgram, inputs: Sequence[Sequence[Any]], wants: Sequence[bool], transport: Transport
     ):
         """`inputs`: for each micro-batch its part of the input leaves; `wants`: which leaves get a gradient."""
-        self.assembly, self.transport = assembly, transport
-        self._devices = (*assembly.devices, assembly.devices[-1])  # by user: the loss is where the last stage is
-        self._readers = {value: self._by_device(users) for value, users in assembly.wiring.users.items()}
+        self.bound, self.transport = bound, transport
+        self._devices = (*bound.devices, bound.devices[-1])  # by user: the loss is where the last stage is
+        self._readers = {value: self._by_device(users) for value, users in bound.wiring.users.items()}
         self._may_move = transport.may_copy
         self._values: dict[tuple[int, int, str, int], BoundaryValue] = {}
         self._gradients: dict[tuple[int, str, int], Any] = {}
         self.moved: list[TransferNote] = []
         # Of inputs that require grad, the parts, for where and how large their gradients are.
         self._parts: dict[str, list[torch.Tensor]] = {}
-        for place, name in enumerate(assembly.program.inputs):
+        for place, name in enumerate(bound.program.inputs):
             if name is not None:
                 self._enter(name, [part[place] for part in inputs], wants[place])
 
@@ -64,7 +64,7 @@ class Exchange:
     def _enter(self, name: str, parts: Sequence[Any], wants: bool) -> None:
         """Enters an input, which goes the way of all values, but is sent only when it is asked for."""
         parts = [part.detach() if isinstance(part, torch.Tensor) else part for part in parts]
-        for user in self.assembly.wiring.users.get((PIPE_INPUT, name), ()):
+        for user in self.bound.wiring.users.get((PIPE_INPUT, name), ()):
             for i, part in enumerate(parts):
                 self._values[user, PIPE_INPUT, name, i] = BoundaryValue(part, wants)
         if wants:
@@ -116,7 +116,7 @@ class Exchange:
 
     def enter_gradients(self, output: ReceivedValue, gradients: Sequence[torch.Tensor | None]) -> None:
         """Enters the gradients of a drop-in's output, one for each micro-batch. They are sent when asked for."""
-        link = next(link for link in self.assembly.wiring.links[-1] if link.value == output)
+        link = next(link for link in self.bound.wiring.links[-1] if link.value == output)
         for i, gradient in enumerate(gradients):
             key = (link.gradient_target, link.value.name, i)
             if gradient is not None:  # a value may stand in the output twice
@@ -124,7 +124,7 @@ class Exchange:
 
     def input_gradients(self, place: int, like: torch.Tensor) -> torch.Tensor | None:
         """Gathers the gradient of an input that requires grad."""
-        name, dim = self.assembly.program.inputs[place], self.assembly.in_dims[place]
+        name, dim = self.bound.program.inputs[place], self.bound.in_dims[place]
         assert name is not None
         parts = self._parts.pop(name)
         gradients = [self._gradients.pop((PIPE_INPUT, name, i), None) for i in range(len(parts))]

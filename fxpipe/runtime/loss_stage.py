@@ -35,7 +35,7 @@ NOT_AFFINE = (
 class LossStage:
     """Runs on the worker of the last stage, right after its F."""
 
-    assembly: BoundProgram
+    bound: BoundProgram
     exchange: Exchange
     losses: MicroBatchLosses
     loss_weighting: LossWeightingCheck
@@ -49,10 +49,10 @@ class LossStage:
     tree: OutputTree = field(init=False)
 
     def __post_init__(self) -> None:
-        self.run_as_caller, self.tree = CallerStateRunner(self.assembly.state), OutputTree.of(self.assembly)
+        self.run_as_caller, self.tree = CallerStateRunner(self.bound.state), OutputTree.of(self.bound)
 
     def run(self, i: int) -> None:
-        links, user = self.assembly.wiring.links[-1], len(self.assembly.devices)
+        links, user = self.bound.wiring.links[-1], len(self.bound.devices)
         outputs: list[Any] = []
         trained: list[int] = []  # places of outputs that want a gradient
         for link in links:
@@ -64,11 +64,11 @@ class LossStage:
             outputs.append(output)
         if self.keep_outputs:
             self.outputs[i] = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
-        program = self.assembly.program
+        program = self.bound.program
         if program.written_inputs or program.left:
             values = {link.value: output for link, output in zip(links, outputs, strict=True)}
             self.others[i] = [values[v].detach() for v in (*program.written_inputs.values(), *program.left.values())]
-        with hold_generators(self.assembly.devices[-1]):
+        with hold_generators(self.bound.devices[-1]):
             loss, begin = self.run_as_caller(self._loss, outputs, i)
         output_gradients: Sequence[torch.Tensor | None] = [None] * len(trained)
         if loss.requires_grad:  # else it is a number, a micro-batch of padding say, and adds nothing
@@ -121,7 +121,7 @@ class LossStage:
     def gather_other_results(self, gather: GatherFunction) -> list[torch.Tensor]:
         """Gathers what forward has left in inputs and attributes, of the mini-batch."""
         rows = [self.others.pop(i) for i in sorted(self.others)]
-        hows = [how for _, how in self.assembly.results[len(self.assembly.program.outputs) :]]
+        hows = [how for _, how in self.bound.results[len(self.bound.program.outputs) :]]
         return [gather(list(parts), how) for parts, how in zip(zip(*rows, strict=True), hows, strict=False)]
 
     def verify(self, outputs: Sequence[Any]) -> bool:
@@ -135,7 +135,7 @@ class LossStage:
         """
         rows = [self.gradients.pop(i) for i in sorted(self.gradients)]
         columns = zip(*rows, strict=True)
-        with set_thread_state(self.assembly.state), restore_generators(self.assembly.devices[-1]):
+        with set_thread_state(self.bound.state), restore_generators(self.bound.devices[-1]):
             return verify_loss(
                 self.losses,
                 [GatheredOutput(x, how, g) for x, how, g in zip(outputs, self._hows(), columns, strict=True)],
@@ -144,30 +144,30 @@ class LossStage:
 
     def _hows(self) -> list[int | str | None]:
         """Returns how the outputs go together: one for each link."""
-        how = dict(reversed(self.assembly.results))  # an output may be an input that was written to
-        return [how[link.value] for link in self.assembly.wiring.links[-1]]
+        how = dict(reversed(self.bound.results))  # an output may be an input that was written to
+        return [how[link.value] for link in self.bound.wiring.links[-1]]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputTree:
     """Makes the model's output of what the outputs' links receive."""
 
-    assembly: BoundProgram
+    bound: BoundProgram
     places: tuple[int | ConstantOutput, ...]  # for each that is handed out, the link; or what it is
     is_weighed: bool  # does any say less, or other things, of a micro-batch than of the mini-batch's share in it
 
     @classmethod
-    def of(cls, assembly: BoundProgram) -> OutputTree:
-        link = {link.value: k for k, link in enumerate(assembly.wiring.links[-1])}
-        places = tuple(o if isinstance(o, ConstantOutput) else link[o] for o in assembly.program.outputs)
-        is_weighed = bool(assembly.combinations or assembly.untold) or "sum" in assembly.out_dims
-        return cls(assembly, places, is_weighed)
+    def of(cls, bound: BoundProgram) -> OutputTree:
+        link = {link.value: k for k, link in enumerate(bound.wiring.links[-1])}
+        places = tuple(o if isinstance(o, ConstantOutput) else link[o] for o in bound.program.outputs)
+        is_weighed = bool(bound.combinations or bound.untold) or "sum" in bound.out_dims
+        return cls(bound, places, is_weighed)
 
     def __call__(self, values: Sequence[Any]) -> Any:
         """Returns the output of the mini-batch; or of a micro-batch by itself, as if there were no others."""
-        if self.places == (0,) and self.assembly.out_spec.is_leaf():
+        if self.places == (0,) and self.bound.out_spec.is_leaf():
             return values[0]
-        return self.assembly.output(self._handed_out(values))
+        return self.bound.output(self._handed_out(values))
 
     def share(self, values: Sequence[Any], known: Mapping[int, Any], weight: float, reduction: str) -> Any:
         """Returns the output of a micro-batch of this weight, such that losses made of it add up to the mini-batch's.
@@ -176,18 +176,18 @@ class OutputTree:
         """
         handed_out = self._handed_out(values)
         combined = {
-            one.output: _combined_share(one, handed_out, known, weight, reduction) for one in self.assembly.combinations
+            one.output: _combined_share(one, handed_out, known, weight, reduction) for one in self.bound.combinations
         }
         if weight != 1:
-            for one in self.assembly.untold:
+            for one in self.bound.untold:
                 handed_out[one.place] = _refuse_gradient(handed_out[one.place], ambiguous_output_message(one))
         if reduction == "mean" and weight != 1:
-            leaves = self.assembly.out_spec.num_leaves
-            for place, how in enumerate(self.assembly.out_dims[:leaves]):
+            leaves = self.bound.out_spec.num_leaves
+            for place, how in enumerate(self.bound.out_dims[:leaves]):
                 value = handed_out[place]
                 if how == "sum" and isinstance(value, torch.Tensor) and value.is_floating_point():
                     handed_out[place] = value / weight
-        return self.assembly.output(handed_out, combined)
+        return self.bound.output(handed_out, combined)
 
     def _handed_out(self, values: Sequence[Any]) -> list[Any]:
         return [place.value if isinstance(place, ConstantOutput) else values[place] for place in self.places]

@@ -176,19 +176,19 @@ class LossHistories:
     kinds: dict[Any, LossHistory] = field(default_factory=dict)
 
     def of(
-        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], assembly: BoundProgram
+        self, loss_fn: Callable[..., Any], reduction: str, target: tuple[Any, ...], bound: BoundProgram
     ) -> LossHistory:
         """Returns the kind of a loss of `forward_backward`."""
         leaves = [(x.dtype, x.dim()) if isinstance(x, torch.Tensor) else type(x) for x in flatten(target)[0]]
-        return self._kind((_loss_identity(loss_fn), reduction, tuple(leaves), assembly.out_dims), assembly)
+        return self._kind((_loss_identity(loss_fn), reduction, tuple(leaves), bound.out_dims), bound)
 
-    def for_drop_in(self, assembly: BoundProgram) -> LossHistory:
+    def for_drop_in(self, bound: BoundProgram) -> LossHistory:
         """Returns the kind of a drop-in's loss, of which nothing is known but what the model itself takes."""
-        return self._kind(assembly.out_dims, assembly)
+        return self._kind(bound.out_dims, bound)
 
-    def _kind(self, key: Any, assembly: BoundProgram) -> LossHistory:
+    def _kind(self, key: Any, bound: BoundProgram) -> LossHistory:
         if key not in self.kinds:
-            self.kinds[key] = LossHistory(all(device.type == "cpu" for device in assembly.devices))
+            self.kinds[key] = LossHistory(all(device.type == "cpu" for device in bound.devices))
         return self.kinds[key]
 
 

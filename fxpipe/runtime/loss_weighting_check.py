@@ -49,13 +49,13 @@ class LossWeightingCheck:
     )  # by micro-batch the gradient that has arrived, and what the mean divides by
 
     @classmethod
-    def of(cls, assembly: BoundProgram, is_on: bool) -> LossWeightingCheck:
+    def of(cls, bound: BoundProgram, is_on: bool) -> LossWeightingCheck:
         """Makes the check. `is_on`: else it looks at nothing; nor at outputs that the user has said how to combine."""
         reduced = {
             (output.source, output.name)
-            for place, (output, how) in enumerate(zip(assembly.program.outputs, assembly.out_dims, strict=True))
-            if how in ("mean", "sum") and isinstance(output, ReceivedValue) and place not in assembly.told
-            if assembly.wiring.users[output.source, output.name] == (len(assembly.devices),)
+            for place, (output, how) in enumerate(zip(bound.program.outputs, bound.out_dims, strict=True))
+            if how in ("mean", "sum") and isinstance(output, ReceivedValue) and place not in bound.told
+            if bound.wiring.users[output.source, output.name] == (len(bound.devices),)
         }
         return cls(is_on, frozenset(reduced))
 

@@ -75,7 +75,7 @@ class Step:
 
     def __init__(
         self,
-        assembly: BoundProgram,
+        bound: BoundProgram,
         tensors: ModelTensors,
         leaves: Sequence[Any],
         weights: Sequence[float],
@@ -88,31 +88,31 @@ class Step:
         look_at_elements: bool = False,
     ):
         """`split`: the stages that have W."""
-        self.assembly, self.tensors, self.stages = assembly, tensors, assembly.program.stages
+        self.bound, self.tensors, self.stages = bound, tensors, bound.program.stages
         self.weights, self.seed, self.recomputed = weights, seed, recomputed
-        self.grad = assembly.state.grad
+        self.grad = bound.state.grad
         self.caller_context = ambient  # of the caller; the drop-in's backward brings its own
-        wiring = assembly.wiring
-        self.transport = Transport.of(assembly.devices, leaves)
-        self._streams = [self.transport.compute_stream(device) for device in assembly.devices]  # by stage
+        wiring = bound.wiring
+        self.transport = Transport.of(bound.devices, leaves)
+        self._streams = [self.transport.compute_stream(device) for device in bound.devices]  # by stage
         wants = [self.grad and tensor_requires_grad(leaf) for leaf in leaves]
         with torch.no_grad():  # parts begin graphs of their own
             # What will be written to after forward has to stay what it was for those who read it in R.
-            own = [clone(leaf) if p in assembly.program.written_inputs else leaf for p, leaf in enumerate(leaves)]
-            parts = scatter(own, assembly.in_dims, len(weights))
-        self.exchange = Exchange(assembly, parts, wants, self.transport)
-        self.loss_weighting = LossWeightingCheck.of(assembly, look_at_elements and len(weights) > 1)
+            own = [clone(leaf) if p in bound.program.written_inputs else leaf for p, leaf in enumerate(leaves)]
+            parts = scatter(own, bound.in_dims, len(weights))
+        self.exchange = Exchange(bound, parts, wants, self.transport)
+        self.loss_weighting = LossWeightingCheck.of(bound, look_at_elements and len(weights) > 1)
         self.loss = (
-            None if losses is None else LossStage(assembly, self.exchange, losses, self.loss_weighting, keep_outputs)
+            None if losses is None else LossStage(bound, self.exchange, losses, self.loss_weighting, keep_outputs)
         )
         self.stage_instances = [
             StageInstance(
                 stage,
                 stage.callable(is_split=j in split),
                 wiring.links[j],
-                partial(self.transport.bring, target=assembly.devices[j]),
+                partial(self.transport.bring, target=bound.devices[j]),
                 tensors,
-                assembly.state,
+                bound.state,
             )
             for j, stage in enumerate(self.stages)
         ]
@@ -133,7 +133,7 @@ class Step:
     def in_row(self) -> AbstractContextManager[None]:
         """A block of a thread, in which it performs a row or a part of one."""
         stage_context.recomputes = bool(self.recomputed)
-        return thread_defaults(self.assembly.state)
+        return thread_defaults(self.bound.state)
 
     def is_ready(self, action: Action) -> bool:
         return self.failure is not None or self._fences.are_open(action)
@@ -156,7 +156,7 @@ class Step:
             if self._streams[j] is None and self.caller_context.is_empty and not is_profiler_on():
                 self._timed(action)
             else:
-                device = self.assembly.devices[j]
+                device = self.bound.devices[j]
                 with (
                     self.caller_context.for_action(action.kind, device),
                     profiler_range(action),
@@ -166,7 +166,7 @@ class Step:
         except BaseException as error:
             node = self.stage_instances[j].function.failing_node(error)
             location = self.stages[j].locations.get(node)
-            error.add_note(failure_note(action, len(self.stages), str(self.assembly.devices[j]), node, location))
+            error.add_note(failure_note(action, len(self.stages), str(self.bound.devices[j]), node, location))
             self.fail(error)
             return
         self._fences.pass_on(action)
@@ -209,7 +209,7 @@ class Step:
     def _run(
         self, j: int, i: int, received: list[BoundaryValue], buffers: dict[str, torch.Tensor], is_kept: bool = True
     ) -> StageResult:
-        if self.assembly.program.is_random:
+        if self.bound.program.is_random:
             stage_context.seed = mix_seed(self.seed, i)
         return self.stage_instances[j].run(received, buffers, is_kept)
 

@@ -185,15 +185,13 @@ class StepRecord(TimelineMixin):
 # -- made from the notes of a step -----------------------------------------------------------------------------------
 
 
-def step_record_of(
-    schedule: Schedule, assembly: BoundProgram, log: StepLog, moved: Sequence[TransferNote]
-) -> StepRecord:
+def step_record_of(schedule: Schedule, bound: BoundProgram, log: StepLog, moved: Sequence[TransferNote]) -> StepRecord:
     """Makes the record of a step from its schedule and notes."""
     device_of = {action.stage: d for d, row in enumerate(schedule.rows) for action in row}
-    names = {device_of[j]: str(device) for j, device in enumerate(assembly.devices) if j in device_of}
+    names = {device_of[j]: str(device) for j, device in enumerate(bound.devices) if j in device_of}
     parts, away = _step_parts(log)
     has_loss = len(parts) == 1 and any(action.kind is ActionKind.BACKWARD for action in log.times)
-    transfers = tuple(_transfer_records(assembly, moved, has_loss))
+    transfers = tuple(_transfer_records(bound, moved, has_loss))
     received, sent = dict.fromkeys(log.times, 0), dict.fromkeys(log.times, 0)
     for transfer in transfers:
         received[transfer.user] += int(transfer.bytes)
@@ -233,13 +231,11 @@ def _step_parts(log: StepLog) -> tuple[list[tuple[float, ActionTimes]], float]:
     return [(0.0, forward), (log.begun[1] - first - away, backward)], away
 
 
-def _transfer_records(
-    assembly: BoundProgram, moved: Sequence[TransferNote], has_loss: bool
-) -> Iterator[TransferRecord]:
+def _transfer_records(bound: BoundProgram, moved: Sequence[TransferNote], has_loss: bool) -> Iterator[TransferRecord]:
     """Yields transfers between stages. The loss is the last one's; in a drop-in it is the caller's, and no transfer."""
-    n = len(assembly.devices)
+    n = len(bound.devices)
     senders = {
-        (link.gradient_target, link.value.name): user for user, row in enumerate(assembly.wiring.links) for link in row
+        (link.gradient_target, link.value.name): user for user, row in enumerate(bound.wiring.links) for link in row
     }
     for value, source, user, i, size in moved:
         kind = ActionKind.FORWARD if source is not None else ActionKind.BACKWARD

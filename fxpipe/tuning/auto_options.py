@@ -1,4 +1,4 @@
-"""Chooses by the tuner what was left to planning (`chunks="auto"`, `schedule="auto"`), once a model has been studied.
+"""Chooses by the tuner what was left to planning (`chunks="auto"`, `schedule="auto"`), once a model has been profiled.
 
 The choice depends on the profile alone: the same profile, the same choice. The graph was compared with the model for
 the usual micro-batches only, so before others are taken it is compared for them as well; where it is not the model
@@ -34,23 +34,23 @@ from fxpipe.utils.progress import progress
 
 
 def prepare_best(
-    studied: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
+    profiled: ProfiledModel, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings
 ) -> PreparedGraph:
     """The plan with what `settings.left` names as the tuner would have it."""
     usual = replace(settings, left=frozenset())
-    plans = ModelPlans(studied, usual)
+    plans = ModelPlans(profiled, usual)
     limits: MemoryLimits = [worker.memory for worker in planned_workers(usual)]
-    candidates = list(_free_candidates(studied, settings))
+    candidates = list(_free_candidates(profiled, settings))
     with progress("tuning", len(candidates), "candidates") as step:
         rows = search_candidates(candidates, plans, limits, modes=_modes_to_try(settings), step=step)
     for row in rank_fitting(rows):
         assert row.plan is not None
         ready = plans.prepared(row.plan)
         ready = replace(ready, plan=with_memory_limits(row.plan, limits))
-        are_usual = ready.settings.micro_batches(studied.batch) == usual.micro_batches(studied.batch)
-        if are_usual or holds_for_chunks(studied.traced, studied.batch, args, kwargs, row.chunks, settings):
-            return _with_usual_chunks(ready, usual, studied.batch) if "chunks" in settings.left else ready
-    return prepare_profiled(studied, usual)
+        are_usual = ready.settings.micro_batches(profiled.batch) == usual.micro_batches(profiled.batch)
+        if are_usual or holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, row.chunks, settings):
+            return _with_usual_chunks(ready, usual, profiled.batch) if "chunks" in settings.left else ready
+    return prepare_profiled(profiled, usual)
 
 
 def _with_usual_chunks(ready: PreparedGraph, usual: Settings, batch: int) -> PreparedGraph:
@@ -61,10 +61,10 @@ def _with_usual_chunks(ready: PreparedGraph, usual: Settings, batch: int) -> Pre
     return replace(ready, settings=settings, plan=replace(ready.plan, chunks=usual.chunks))
 
 
-def _free_candidates(studied: ProfiledModel, settings: Settings) -> Iterable[Candidate]:
+def _free_candidates(profiled: ProfiledModel, settings: Settings) -> Iterable[Candidate]:
     left, workers = settings.left, len(settings.workers)
     each = len(settings.placement) // workers
-    counts = _chunks_to_try(studied.batch, settings) if "chunks" in left else (settings.chunks,)
+    counts = _chunks_to_try(profiled.batch, settings) if "chunks" in left else (settings.chunks,)
     return candidates_of_model(
         TRAINING_SCHEDULES if "schedule" in left else (settings.schedule,),
         counts,

@@ -62,9 +62,9 @@ class PlanSource(Protocol):
 
 @dataclass(slots=True)
 class ModelPlans:
-    """Plans of a model that was studied."""
+    """Plans of a model that was profiled."""
 
-    studied: ProfiledModel
+    profiled: ProfiledModel
     settings: Settings  # all but what candidates are about
     _cuts: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by all that the cut depends on
     _same: dict[tuple[object, ...], PreparedGraph] = field(default_factory=dict)  # by what the cut is
@@ -73,7 +73,7 @@ class ModelPlans:
     def plan(self, candidate: Candidate, mode: CheckpointMode) -> Plan:
         graph = self._prepared(self._unlimited(candidate, mode))
         modes = graph.plan.checkpoint if isinstance(self.settings.checkpoint, tuple) else mode
-        return _variant(graph.plan, candidate, self.studied.batch, modes)
+        return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def has(self, candidate: Candidate) -> bool:
         try:
@@ -87,19 +87,19 @@ class ModelPlans:
             settings = replace(settings, checkpoint=mode)
         graph = self._prepared(settings)
         modes = graph.plan.checkpoint if mode == "auto" or isinstance(self.settings.checkpoint, tuple) else mode
-        return _variant(graph.plan, candidate, self.studied.batch, modes)
+        return _variant(graph.plan, candidate, self.profiled.batch, modes)
 
     def bound(self, candidate: Candidate) -> float:
-        m = min(candidate.chunks, self.studied.batch)
-        nodes = self._fastest(largest_micro_batch(self.studied.batch, m))
+        m = min(candidate.chunks, self.profiled.batch)
+        nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         total = math.fsum(cost.forward + cost.backward for cost in nodes)
         even = m * total / len(self.settings.workers)
         return max(even, total - math.fsum(cost.weight or 0.0 for cost in nodes)) * (1 - 1e-9)  # sums are rounded
 
     def bound_without_sending(self, candidate: Candidate) -> float:
-        m = min(candidate.chunks, self.studied.batch)
+        m = min(candidate.chunks, self.profiled.batch)
         placement = self._placement(candidate)
-        nodes = self._fastest(largest_micro_batch(self.studied.batch, m))
+        nodes = self._fastest(largest_micro_batch(self.profiled.batch, m))
         lengths = block_partition([cost.forward + cost.backward for cost in nodes], len(placement))
         ends = accumulate(lengths)
         starting = min(action_seconds(str(device)) for device in self.settings.workers)
@@ -124,15 +124,15 @@ class ModelPlans:
 
     def _settings(self, candidate: Candidate) -> Settings:
         settings = self.settings
-        sizes = micro_batch_sizes(self.studied.batch, candidate.chunks)
+        sizes = micro_batch_sizes(self.profiled.batch, candidate.chunks)
         for size in sizes:
-            if not self.studied.traced.holds_at(size):
+            if not self.profiled.traced.holds_at(size):
                 raise ArgumentError(f"micro-batches of {size} run another graph")
         placement = self._placement(candidate)
         return replace(settings, schedule=candidate.schedule, chunks=candidate.chunks, placement=placement)
 
     def _placement(self, candidate: Candidate) -> tuple[int, ...]:
-        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.studied.traced.nodes)
+        workers, each, nodes = len(self.settings.workers), candidate.stages_per_device, len(self.profiled.traced.nodes)
         if workers * each > nodes:
             raise ArgumentError(f"{workers * each} stages need as many nodes, and the graph has {nodes}")
         return place_stages(workers, each, candidate.schedule, candidate.chunks, None)
@@ -148,27 +148,27 @@ class ModelPlans:
         """Returns all that a cut depends on: the schedule too where memory is limited, or where there are pins."""
         is_limited = any(limit is not None for limit in settings.memory_limits or (1,))
         of_schedule = settings.schedule if is_limited or settings.pins else None
-        samples = settings.largest_micro_batch(self.studied.batch)
+        samples = settings.largest_micro_batch(self.profiled.batch)
         return settings.placement, samples, settings.checkpoint, of_schedule, is_limited
 
     def _prepared(self, settings: Settings) -> PreparedGraph:
-        studied, key = self.studied, self._key(settings)
+        profiled, key = self.profiled, self._key(settings)
         if key not in self._cuts:
-            orders = studied.orders[:1] if is_cut_by_hand(studied.traced, settings) else studied.orders
-            cut = choose_cut(orders, studied.profiles_for(settings), studied.batch, settings, explains=False)
+            orders = profiled.orders[:1] if is_cut_by_hand(profiled.traced, settings) else profiled.orders
+            cut = choose_cut(orders, profiled.profiles_for(settings), profiled.batch, settings, explains=False)
             self._cuts[key] = self._of_cut(cut, settings)
         return self._cuts[key]
 
     def _of_cut(self, cut: Cut, settings: Settings) -> PreparedGraph:
         key = (id(cut.traced), cut.starts, cut.settings.placement, cut.recompute)
         if key not in self._same:
-            self._same[key] = prepare_cut(cut, self.studied.fingerprint, self.studied.batch, settings)
+            self._same[key] = prepare_cut(cut, self.profiled.fingerprint, self.profiled.batch, settings)
         return self._same[key]
 
     def _fastest(self, samples: int) -> list[StageCost]:
         """Returns the costs of nodes for micro-batches of so many samples, each on the device fastest for it."""
         if samples not in self._nodes:
-            rows = zip(*(profile.nodes for profile in self.studied.profiles_for(self.settings)), strict=True)
+            rows = zip(*(profile.nodes for profile in self.profiled.profiles_for(self.settings)), strict=True)
             fastest = (min(row, key=lambda cost: (cost.forward + cost.backward).at(samples)) for row in rows)
             self._nodes[samples] = [
                 StageCost(cost.forward.at(samples), cost.backward.at(samples), weight=cost.weight.at(samples))

@@ -1,7 +1,7 @@
 """Runs the best few candidates for real.
 
 All of them train the one model, in turns: a round is a step of each, so that what disturbs the machine disturbs them
-alike, and the median over the rounds counts. Their graphs are those that were studied; nothing is traced again. Where
+alike, and the median over the rounds counts. Their graphs are those that were profiled; nothing is traced again. Where
 stages are on GPUs, the parameters move to those of a candidate before its turn, which is not timed. Afterwards the
 model is what it was: its parameters, gradients, buffers and devices, and the random numbers to come.
 """
@@ -69,11 +69,11 @@ def measure_steps(
     loss: LossArguments,
 ) -> tuple[CandidateResult, ...]:
     """The rows, those of the contestants with the median seconds of their steps."""
-    studied = plans.studied
+    profiled = plans.profiled
     args, kwargs = _inputs_of_size(plans, inputs)
-    arguments = loss.arguments(studied.batch)
+    arguments = loss.arguments(profiled.batch)
     seconds: dict[int, list[float]] = {k: [] for k in range(len(contestants))}
-    model = studied.traced.model
+    model = profiled.traced.model
     with (
         _restore_all((model, *loss.modules), (inputs, loss.target)),
         contextlib.ExitStack() as stack,
@@ -150,8 +150,8 @@ def _synchronise(devices: Sequence[torch.device]) -> None:
 def _inputs_of_size(
     plans: ModelPlans, inputs: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The example inputs as a mini-batch of the studied size; what is missing is repeated."""
-    traced, batch = plans.studied.traced, plans.studied.batch
+    """The example inputs as a mini-batch of the profiled size; what is missing is repeated."""
+    traced, batch = plans.profiled.traced, plans.profiled.batch
     leaves, spec = flatten(inputs)
     if traced.batch_of(leaves) == batch:
         return inputs

@@ -153,28 +153,28 @@ def tune(
             raise ArgumentError("measure=True and hardware: what is not here cannot be run; leave one of them out")
         settings = make_settings(PipelineOptions.among(options, but=TUNED_OPTIONS), anywhere=hardware is not None)
         kwargs = example_kwargs or {}
-        studied = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
+        profiled = _for_batch_size(trace_and_profile(model_or_plan, example_args, kwargs, settings), size)
         settings = replace(settings, left=frozenset())
         others = {
             name: options[name] for name in TRACING_OPTIONS if not is_default(options[name], OPTION_DEFAULTS[name])
         }
-        plans, limits = ModelPlans(studied, settings), [worker.memory for worker in planned_workers(settings)]
+        plans, limits = ModelPlans(profiled, settings), [worker.memory for worker in planned_workers(settings)]
         rows = _search_all(
             lambda count: candidates_of_model(names, count, each or TRIED_STAGES_PER_DEVICE),
             plans,
             limits,
             counts,
-            studied.batch,
+            profiled.batch,
             modes,
             others,
         )
         if not any(row.fits for row in rows):
             raise _nothing_fits_error(rows, limits)
-        rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, studied, example_args, kwargs, settings)
+        rows = _check_best(rows, MEASURED_CANDIDATES if measure else 1, profiled, example_args, kwargs, settings)
         if measure:
             loss = LossArguments(loss_fn, target, reduction)
             rows = measure_steps(rows, rank_fitting(rows)[:MEASURED_CANDIDATES], plans, (example_args, kwargs), loss)
-        return _tuning_of_rows(rows, limits, studied.batch)
+        return _tuning_of_rows(rows, limits, profiled.batch)
 
 
 def _check_beside_plan(options: Mapping[str, Any]) -> None:
@@ -252,21 +252,21 @@ def _nothing_fits_error(rows: Sequence[CandidateResult], limits: MemoryLimits) -
     )
 
 
-def _for_batch_size(studied: ProfiledModel, size: int | None) -> ProfiledModel:
-    if size is None or size == studied.batch:
-        return studied
-    if not studied.traced.holds_at(size):
+def _for_batch_size(profiled: ProfiledModel, size: int | None) -> ProfiledModel:
+    if size is None or size == profiled.batch:
+        return profiled
+    if not profiled.traced.holds_at(size):
         raise ArgumentError(
             f"batch_size={size}: forward reads the batch size, and mini-batches of {size} run another graph than the "
-            f"example of {studied.batch}: give example_args of {size} samples"
+            f"example of {profiled.batch}: give example_args of {size} samples"
         )
-    return replace(studied, batch=size)
+    return replace(profiled, batch=size)
 
 
 def _check_best(
     rows: Sequence[CandidateResult],
     wanted: int,
-    studied: ProfiledModel,
+    profiled: ProfiledModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     settings: Settings,
@@ -279,7 +279,7 @@ def _check_best(
 
     # Which are the best is asked anew each time: about equally long steps are those near the best that is left.
     while (row := next((row for row in accepted()[:wanted] if row.chunks not in runs), None)) is not None:
-        runs[row.chunks] = holds_for_chunks(studied.traced, studied.batch, args, kwargs, row.chunks, settings)
+        runs[row.chunks] = holds_for_chunks(profiled.traced, profiled.batch, args, kwargs, row.chunks, settings)
     if not accepted():
         raise ArgumentError(
             f"the model takes no micro-batches of the sizes that were tried (chunks={[*runs]}), or does something else "

@@ -126,7 +126,7 @@ def busy(monkeypatch):
         action = getattr(Step, name)
 
         def late(self, j, i, action=action):
-            if self.assembly.devices[j].type == "cuda":
+            if self.bound.devices[j].type == "cuda":
                 torch.cuda._sleep(CYCLES)
             action(self, j, i)
 

@@ -575,14 +575,14 @@ def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _noting_assemblies(pipe: fxpipe.Pipeline) -> list[Any]:
     """Which graphs run, as they come; there may be one for each mode, length and answer."""
-    find, noted = pipe._fxpipe.assembly_for, []
+    find, noted = pipe._fxpipe.bound_program_for, []
 
-    def assembly_for(*args: Any, **kwargs: Any) -> Any:
+    def bound_program_for(*args: Any, **kwargs: Any) -> Any:
         found = find(*args, **kwargs)
         noted.append(found[0])
         return found
 
-    pipe._fxpipe.assembly_for = assembly_for  # type: ignore[method-assign]
+    pipe._fxpipe.bound_program_for = bound_program_for  # type: ignore[method-assign]
     return noted
 
 
