@@ -17,7 +17,7 @@ from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
 from fxpipe.tracing.fake_tensors import names_without_values
-from fxpipe.tracing.strategies import TracerOption
+from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.tuning.auto_options import with_best_schedule
 
 

@@ -39,7 +39,7 @@ from fxpipe.hardware import Hardware
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import ScheduleLike
-from fxpipe.tracing.strategies import TracerOption, check_tracer
+from fxpipe.tracing.trace_request import TracerOption, check_tracer
 from fxpipe.utils.batch_split import largest_micro_batch
 
 AUTO = "auto"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fxpipe.hardware import Hardware
     from fxpipe.profiling import Profile
     from fxpipe.scheduling import ScheduleLike
-    from fxpipe.tracing.strategies import TracerOption
+    from fxpipe.tracing.trace_request import TracerOption
 
 
 def plan(

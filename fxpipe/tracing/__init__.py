@@ -3,19 +3,19 @@
     traced = fxpipe.trace(model, (x,))
     print(traced)           # every node: what it computes, its shape in the batch size b, module path, source line
 
-The passes, in order: `record` runs the model once and writes down every torch function; `shapes` finds the dimension
-that holds the batch; `verify` compares graph and model at several sizes and watches which nodes share storage and
-what is changed in place. The model, its buffers and all random states stay as they were.
+What is asked for is a `TraceRequest`. `strategies` tries the ways to a recording: most often `record` runs the model
+once and writes down every torch function. `tracing_passes` completes a recording: `shapes` finds the dimension that
+holds the batch; `guards` keeps what the graph goes by; `verify` compares graph and model at several sizes and watches
+which nodes share storage and what is changed in place. The model, its buffers and all random states stay as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,37 +28,17 @@ from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentTypeError
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
-from fxpipe.tracing.guards import extract_guards, refuse_unguardable
+from fxpipe.tracing.guards import refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import symbolic_graph
-from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.print_calls import lost_prints, mute_repeated_prints
 from fxpipe.tracing.record.lazy_state import make_lazy_state, new_attributes
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.record.unrecordable import CannotRecord, MakesState
-from fxpipe.tracing.record.untracked_values import read_untracked_values
-from fxpipe.tracing.shapes.batch_mixing import refuse_mixing
 from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
-from fxpipe.tracing.strategies import (
-    TracerOption,
-    check_tracer,
-    find_graph,
-    record_with_options,
-    requested_leaf_modules,
-)
+from fxpipe.tracing.strategies import find_graph, record_with_options
+from fxpipe.tracing.trace_request import TraceRequest, TracerOption
 from fxpipe.tracing.traced import Traced
-from fxpipe.tracing.verify.batch_independence import check_batch_independence
-from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
 from fxpipe.tracing.verify.invariants import check_invariants
-from fxpipe.tracing.verify.micro_batch_sizes import (
-    OtherMicroBatchesError,
-    excuse_sizes,
-    graph_of_micro_batch,
-    holds_for_micro_batches,
-    must_compare_micro_batches,
-)
-from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
-from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
-from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.progress import show_progress
 
@@ -121,49 +101,19 @@ def trace(
         _ready_to_record(model),
         with_fake_tensors(model, (args, kwargs or {})) as (args, kwargs),
     ):
-        leaves = input_leaves(model, args, kwargs)[2]
-        if is_faked():  # no values to compare; and torch.export would make a graph of another kind
-            check, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
-
-        def finish(traced: Traced, leaves: Sequence[Any] = leaves, chunks: int = chunks) -> Traced:
-            refuse_unguardable(traced)
-            add_shapes(traced, leaves, in_dims, out_dims)
-            read_untracked_values(traced)
-            refuse_unguardable(traced)
-            traced.guards = extract_guards(traced)
-            if check:
-                calls = FirstCalls(traced, leaves)
-                traced.effects = check_against_model(traced, leaves, chunks, calls)
-                check_training_equivalence(traced, leaves, chunks, calls.begun)
-                excuse_sizes(traced, leaves)
-                refuse_mixing(traced)
-                with preserve_state(model):
-                    is_told = check_batch_independence(traced, leaves)
-            else:
-                is_told = True
-                traced.effects = effects_unverified(traced, leaves)
-                refuse_mixing(traced)
-            refuse_differing_writes(traced)
-            refuse_unwritable_inputs(traced, leaves)
-            sizes = micro_batch_sizes(traced.batch_of(leaves), chunks)
-            traced.compares_micro_batches = out_dims is None and (not is_told or must_compare_micro_batches(traced))
-            if not holds_for_micro_batches(traced, leaves, sizes, out_dims is not None):
-                raise OtherMicroBatchesError(traced, leaves, sizes)
-            return traced
-
-        def of_a_part(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-            leaves = input_leaves(model, args, kwargs)[2]
-            alone = functools.partial(finish, leaves=leaves, chunks=1)
-            return find_graph(model, args, kwargs, tracer, whole, seed, alone, in_dims, 1, check)
-
-        def find() -> Traced:
-            try:
-                return find_graph(model, args, kwargs, tracer, whole, seed, finish, in_dims, chunks, check)
-            except OtherMicroBatchesError as error:
-                return graph_of_micro_batch(error, leaves, of_a_part)
-
-        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
-        traced = _trace_with_lazy_state(find, model, args, kwargs, in_dims)
+        request = TraceRequest.of(
+            model,
+            args,
+            kwargs,
+            tracer=tracer,
+            leaf_modules=leaf_modules,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            chunks=chunks,
+            is_compared=check,
+            seed=seed,
+        )
+        traced = _find_graph_with_lazy_state(request)
         traced.print_lines = lost_prints()
         check_invariants(traced)
         return traced
@@ -208,22 +158,20 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _trace_with_lazy_state(
-    find: Callable[[], Traced], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any
-) -> Traced:
+def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:
     """The graph of what the model does in every call, where the first one makes what it has later."""
     try:
-        traced = find()
+        traced = find_graph(request)
         if not new_attributes(traced) or is_faked():
             return traced
         error = None
     except MakesState as refusal:
         error = refusal
-    lazy_state = make_lazy_state(model, args, kwargs, in_dims)
+    lazy_state = make_lazy_state(request.model, request.args, request.kwargs, request.in_dims)
     if lazy_state is None and error is not None:
         raise error
     try:
-        traced = find()
+        traced = find_graph(request)
         if names := new_attributes(traced):
             raise CannotRecord(
                 f"forward makes the attribute {names[0]!r}, and something else each time it is called; set it in "

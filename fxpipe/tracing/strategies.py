@@ -8,25 +8,27 @@
    where the user wants modules whole (`leaf_modules`): export keeps none.
 5. Recording, with values that only the stages know compared there (`guards.expect`).
 
-Each graph is finished by the same passes (shapes, guards, the comparison with the model): one that is not the model's
-is an error of its way, and the next one is tried. What no graph could carry, and what the model itself raises, ends
-the search at once.
+Each recording goes through the same passes (`tracing_passes`): one that is not the model's is an error of its way, and
+the next one is tried. What no graph could carry, and what the model itself raises, ends the search at once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import fx, nn
 
-from fxpipe.errors import ArgumentError, ArgumentTypeError, TraceError
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.guards import expectations_of, refuse_unguardable
 from fxpipe.tracing.importers.symbolic_trace import trace_by_function, trace_by_tracer, trace_symbolically
 from fxpipe.tracing.importers.torch_export import trace_by_export
 from fxpipe.tracing.module_attributes import all_attribute_guards
-from fxpipe.tracing.record.batch_numbers import record_with_batch_numbers
+from fxpipe.tracing.record.batch_numbers import RecordFunction, record_with_batch_numbers
 from fxpipe.tracing.record.cut_marker import refuse_missed_marks
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.patches import compile_mode
@@ -34,70 +36,51 @@ from fxpipe.tracing.record.record_model import record
 from fxpipe.tracing.record.recorder import GraphBreak
 from fxpipe.tracing.record.small_batch import record_small_batch
 from fxpipe.tracing.record.unrecordable import CannotRecord
+from fxpipe.tracing.trace_request import TraceRequest, TracerOption
 from fxpipe.tracing.traced import RecordingOptions, Traced
+from fxpipe.tracing.tracing_passes import run_passes
+from fxpipe.tracing.verify.equivalence import take_samples
+from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError, may_replace, refuse_uneven
 
-TracerOption = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
-TRACERS = ("auto", "record", "export", "fx")
 LARGE_NODE_SHARE = 0.5  # share of the parameters in one piece from which on another way is tried
 
 
-def find_graph(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tracer: TracerOption,
-    whole: dict[str, str],
-    seed: int,
-    finish: Callable[[Traced], Traced],
-    in_dims: Any = None,
-    chunks: int = 1,
-    in_parts: bool = False,
-) -> Traced:
-    """The first graph that is right, by the ways that `tracer` allows. `finish` runs the other passes on each.
-
-    `in_parts`: it compares graph and model, so that it may be enough to record on a part of the samples.
+def find_graph(request: TraceRequest) -> Traced:
+    """The first graph that is right, of the mini-batch or else of its micro-batches.
 
     Raises:
         TraceError: no way has led to a graph; says why for each, and what can be done.
     """
-    if whole and tracer not in ("auto", "record"):
-        raise ArgumentError(
-            f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
-            "nothing of their Python; use tracer='record', or leave leaf_modules out"
-        )
-    if isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
-        return _guard_attributes(finish(_without_marks(trace_by_tracer, model, tracer, args, kwargs)))
-    if not isinstance(tracer, str):
-        return _guard_attributes(finish(_without_marks(trace_by_function, model, tracer, args, kwargs)))
-    if tracer == "export":
-        return _guard_attributes(finish(_without_marks(trace_by_export, model, args, kwargs, in_dims)))
-    if tracer == "fx":
-        return _guard_attributes(finish(_without_marks(trace_symbolically, model, args, kwargs)))
-
-    def record_it(in_stages: bool = False) -> Traced:
-        return _record_with_fallbacks(model, args, kwargs, whole, seed, finish, in_dims, chunks, in_parts, in_stages)
-
     try:
-        recorded = record_it()
+        return _graph_of_all_samples(request)
+    except OtherMicroBatchesError as error:
+        return _graph_of_micro_batch(request, error)
+
+
+def _graph_of_all_samples(request: TraceRequest) -> Traced:
+    """The first graph that is right, by the ways that `request.tracer` allows."""
+    if not isinstance(request.tracer, str) or request.tracer in ("export", "fx"):
+        return _import(request, request.tracer)
+    may_export = request.tracer == "auto" and not request.leaf_modules  # which keeps none of these
+    try:
+        traced = _record(request)
     except TraceError as error:
         if isinstance(error, CannotRecord) and error.is_final:
             raise
-        ways: dict[str, Callable[[], Traced]] = {}
-        if tracer == "auto" and not whole:  # it would keep none of the modules that the user asked for
-            ways["torch.export"] = lambda: _guard_attributes(
-                finish(_without_marks(trace_by_export, model, args, kwargs, in_dims))
-            )
+        others: dict[str, Callable[[], Traced]] = {}
+        if may_export:
+            others["torch.export"] = functools.partial(_import, request, "export")
         if isinstance(error, CannotRecord) and error.in_stages:
-            ways["comparing such values in the stages"] = lambda: record_it(in_stages=True)
-        return _try_others(model, ways, error)
-    if tracer == "auto" and not whole and recorded.whole and recorded.largest_opaque_share > LARGE_NODE_SHARE:
+            others["comparing such values in the stages"] = functools.partial(_record, request, in_stages=True)
+        return _first_of(others, request.model, error)
+    if may_export and traced.whole and traced.largest_opaque_share > LARGE_NODE_SHARE:
         with contextlib.suppress(Exception):
-            exported = _guard_attributes(finish(_without_marks(trace_by_export, model, args, kwargs, in_dims)))
-            if exported.largest_opaque_share < recorded.largest_opaque_share:
-                exported.why = tuple(f"not recorded: {reason}" for reason in recorded.why)
+            exported = _import(request, "export")
+            if exported.largest_opaque_share < traced.largest_opaque_share:
+                exported.why = tuple(f"not recorded: {reason}" for reason in traced.why)
                 return exported
-        recorded.why = (*recorded.why, *imbalance_warnings(recorded))
-    return recorded
+        traced.why = (*traced.why, *imbalance_warnings(traced))
+    return traced
 
 
 def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
@@ -112,23 +95,29 @@ def imbalance_warnings(traced: Traced) -> tuple[str, ...]:
     )
 
 
-def _without_marks(way: Callable[..., Traced], *args: Any) -> Traced:
-    """A graph made without recording."""
+def _import(request: TraceRequest, tracer: TracerOption) -> Traced:
+    """A graph made in another way than by recording the model."""
+    model, args, kwargs = request.model, request.args, request.kwargs
     with refuse_missed_marks():
-        return way(*args)
-
-
-def _guard_attributes(traced: Traced) -> Traced:
-    """A graph made in another way holds for the attributes that the modules have: nobody saw which ones it depends
-    on."""
-    traced.attributes_read = all_attribute_guards(traced.model)
+        if tracer == "export":
+            traced = trace_by_export(model, args, kwargs, request.in_dims)
+        elif tracer == "fx":
+            traced = trace_symbolically(model, args, kwargs)
+        elif isinstance(tracer, fx.Tracer) or (isinstance(tracer, type) and issubclass(tracer, fx.Tracer)):
+            traced = trace_by_tracer(model, tracer, args, kwargs)
+        else:
+            assert callable(tracer)
+            traced = trace_by_function(model, tracer, args, kwargs)
+    traced = run_passes(traced, request)
+    # Nobody saw which attributes of modules it depends on: it holds for those that they have.
+    traced.attributes_read = all_attribute_guards(model)
     return traced
 
 
-def _try_others(model: nn.Module, ways: dict[str, Callable[[], Traced]], recording: TraceError) -> Traced:
-    """The graph by the first of other ways that leads to one; what is final in one of them ends the search."""
+def _first_of(others: Mapping[str, Callable[[], Traced]], model: nn.Module, recording: TraceError) -> Traced:
+    """The graph by the first of these ways that leads to one; what is final in one of them ends the search."""
     failures = {"recording": str(recording)}
-    for name, way in ways.items():
+    for name, way in others.items():
         try:
             traced = way()
         except Exception as error:
@@ -148,74 +137,108 @@ def _try_others(model: nn.Module, ways: dict[str, Callable[[], Traced]], recordi
     ) from recording
 
 
-def _record_with_fallbacks(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    asked: dict[str, str],
-    seed: int,
-    finish: Callable[[Traced], Traced],
-    in_dims: Any,
-    chunks: int,
-    in_parts: bool,
-    in_stages: bool,
-) -> Traced:
-    def record_on(args: tuple[Any, ...], kwargs: dict[str, Any], uncomputed: bool = False) -> Traced:
-        def record_disguised(disguised: Mapping[Any, int]) -> Traced:
-            options = RecordingOptions(whole, continued, in_compile_mode)
-            return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
-
-        traced = record_disguised({})
-        traced.again = record_disguised
-        traced.checks_in_stages = in_stages
-        refuse_unguardable(traced)
-        return traced
-
-    whole = dict(asked)
-    continued: dict[str, GraphBreak] = {}
+def _record(request: TraceRequest, in_stages: bool = False) -> Traced:
+    """Records with ever more options for what stands in the way, until a recording goes through all passes."""
+    options = RecordingOptions(dict(request.leaf_modules), {}, in_compile_mode=False)
     first: TraceError | None = None
-    in_compile_mode = False
     while True:
         try:
-            part = record_small_batch(model, record_on, finish, args, kwargs, in_dims, chunks) if in_parts else None
-            traced = part or record_with_batch_numbers(record_on, finish, args, kwargs, in_dims, chunks)
+            traced = _record_by_size(request, functools.partial(_record_once, request, options, in_stages))
+            break
         except TraceError as error:
             if isinstance(error, CannotRecord) and error.is_final:
                 raise
             problem = error
         except Exception:
-            if first is None or not in_compile_mode:
+            if first is None or not options.in_compile_mode:
                 raise
             problem = first  # this is of a path that the model never takes
-        else:
-            break
         if first is None:
-            first, in_compile_mode = problem, True
-            continue
+            first, options = problem, replace(options, in_compile_mode=True)
+        else:
+            options = _options_after(problem, first, options, request.model)
+    traced.recording_options = options
+    traced.why = _reasons(traced, options, first)
+    return traced
+
+
+def _record_by_size(request: TraceRequest, record_on: RecordFunction) -> Traced:
+    """A recording that goes through all passes: on few samples, on all, or with formulas for numbers of samples.
+
+    Raises:
+        CannotRecord: the model runs other functions at other batch sizes.
+        Exception: what a pass raises on the recording on all samples.
+    """
+    if request.is_compared:
+        with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
+            part = record_small_batch(request, record_on)
+            if part is not None:
+                return run_passes(part, request)
+    recording = record_on(request.args, request.kwargs)
+    try:
+        return run_passes(recording, request)
+    except (TraceError, ArgumentError) as error:
+        if isinstance(error, CannotRecord):
+            raise  # it is not by the batch size that it fails
+        recording_of_sizes = record_with_batch_numbers(request, record_on)
+        if recording_of_sizes is None:
+            raise
+    return run_passes(recording_of_sizes, request)
+
+
+def _record_once(
+    request: TraceRequest,
+    options: RecordingOptions,
+    in_stages: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    uncomputed: bool = False,
+) -> Traced:
+    def record_disguised(disguised: Mapping[Any, int]) -> Traced:
+        model, seed = request.model, request.seed
+        return record_with_options(options, model, args, kwargs, seed, uncomputed=uncomputed, disguised=disguised)
+
+    traced = record_disguised({})
+    traced.again = record_disguised
+    traced.checks_in_stages = in_stages
+    refuse_unguardable(traced)
+    return traced
+
+
+def _options_after(
+    problem: TraceError, first: TraceError, options: RecordingOptions, model: nn.Module
+) -> RecordingOptions:
+    """The options for the next recording, after one with `options` has met `problem`.
+
+    Raises:
+        TraceError: there is nothing left to try.
+    """
+    if _is_same_failure(problem, first):
+        options = replace(options, in_compile_mode=False)  # no help
+    whole, graph_breaks = options.whole, options.graph_breaks
+    modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
+    behind = _graph_breaks_for(model, problem, modules, graph_breaks)
+    if behind:
+        return replace(options, graph_breaks={**graph_breaks, **behind})
+    if not modules:
         if _is_same_failure(problem, first):
-            in_compile_mode = False  # no help
-        modules = problem.modules - whole.keys() if isinstance(problem, CannotRecord) else frozenset[str]()
-        behind = _graph_breaks_for(model, problem, modules, continued)
-        if behind:
-            continued |= behind
-            continue
-        if not modules:
-            if _is_same_failure(problem, first):
-                raise first
-            in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
-            raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
-        continued = {path: where for path, where in continued.items() if path not in modules}
-        whole |= dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
-    traced.recording_options = RecordingOptions(whole, continued, in_compile_mode)
+            raise first
+        in_stages_too = any(isinstance(e, CannotRecord) and e.in_stages for e in (first, problem))
+        raise CannotRecord(f"{first}; and further on: {problem}", in_stages=in_stages_too)
+    others = {path: where for path, where in graph_breaks.items() if path not in modules}
+    added = dict.fromkeys(_modules_of_same_class(model, modules), str(problem))
+    return replace(options, graph_breaks=others, whole={**whole, **added})
+
+
+def _reasons(traced: Traced, options: RecordingOptions, first: TraceError | None) -> tuple[str, ...]:
+    """Says why the graph is not as plain recording would have it, for people."""
     reasons = [f"{name} is kept whole: {reason}" for name, reason in traced.opaque_names.items()]
-    if in_compile_mode:
+    if options.in_compile_mode:
         reasons.insert(0, f"by the general paths of libraries: {first}")
     if traced.recorded_sizes:
         sizes = ", ".join(map(str, traced.recorded_sizes))
         reasons.append(f"plain numbers that depend on the batch size are computed in the graph (holds for {sizes})")
-    reasons += [f"compared in the stages: {text}" for text in expectations_of(traced)]
-    traced.why = tuple(reasons)
-    return traced
+    return (*reasons, *(f"compared in the stages: {text}" for text in expectations_of(traced)))
 
 
 def _is_same_failure(left: TraceError, right: TraceError) -> bool:
@@ -261,39 +284,27 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
-    """Paths of the modules that the user wants to keep whole.
+# -- Where the graph of the mini-batch does not hold for its micro-batches -------------------------------------------
+
+
+# No model of the zoo: a loop over what the batch size gives needs it (behaviour/test_micro_batch_sizes.py).
+def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) -> Traced:
+    """The graph of a micro-batch, where it can run in place of the mini-batch's.
 
     Raises:
-        ArgumentError: the model has no such module.
+        OtherMicroBatchesError: it cannot.
+        ArgumentError: micro-batches do not make as many rows as the mini-batch.
     """
-    modules = {path: module for path, module in model.named_modules() if path}
-    whole: dict[str, str] = {}
-    for asked in leaf_modules:
-        matching = [
-            path for path, m in modules.items() if (isinstance(m, asked) if isinstance(asked, type) else path == asked)
-        ]
-        if not matching:
-            known = ", ".join([*modules][:8]) + (", ..." if len(modules) > 8 else "")
-            raise ArgumentError(
-                f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
-                "of its modules"
-            )
-        whole |= dict.fromkeys(matching, LEAF_MODULE_REASON)
-    return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
-
-
-def check_tracer(tracer: Any) -> TracerOption:
-    """Raises where `tracer` is none."""
-    if isinstance(tracer, str) and tracer not in TRACERS:
-        raise ArgumentError(
-            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a "
-            "function from a module to a torch.fx.GraphModule"
-        )
-    if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
-        raise ArgumentTypeError(
-            f"tracer is a {type(tracer).__name__}; expected one of {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, "
-            "or a function from a module to a torch.fx.GraphModule"
-        )
-    known: TracerOption = tracer
-    return known
+    whole, leaves = error.traced, request.leaves
+    try:
+        args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
+        parts = _graph_of_all_samples(request.on_micro_batch(args, kwargs))
+        is_right = may_replace(whole, parts, leaves, error.sizes)
+    except Exception as failure:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error from failure
+    if not is_right:
+        refuse_uneven(whole, leaves, error.sizes)
+        raise error
+    parts.accepted_splits.add((whole.batch_of(leaves), error.sizes))
+    return parts

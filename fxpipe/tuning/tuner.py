@@ -28,7 +28,7 @@ from fxpipe.planning.passes import ProfiledModel, holds_for_chunks, trace_and_pr
 from fxpipe.plans import Plan
 from fxpipe.profiling import Profile
 from fxpipe.scheduling import CHECKPOINTS
-from fxpipe.tracing.strategies import TracerOption
+from fxpipe.tracing.trace_request import TracerOption
 from fxpipe.tuning.candidate_plans import ModelPlans, PlanVariants, memory_limits_of, with_memory_limits
 from fxpipe.tuning.candidate_search import MemoryLimits, search_candidates, shortage_message
 from fxpipe.tuning.candidates import (

@@ -29,7 +29,7 @@ from fxpipe.inspect.targets import Target, parse_target
 from fxpipe.plans import HeaviestNode, OpaqueNode, Plan, Portal, StagePlan, TiedParameter
 from fxpipe.plans.display import plan_table
 from fxpipe.plans.figures import plan_figures
-from fxpipe.tracing import strategies as ways
+from fxpipe.tracing import trace_request
 from fxpipe.utils.polynomial import Polynomial
 from fxpipe.utils.text_table import number_ranges, shorten_name, shorten_source_line
 
@@ -573,7 +573,7 @@ def test_mistakes_end_in_one_line(
 
 
 def test_choices_are_those_of_planning() -> None:
-    assert (ways.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
+    assert (trace_request.TRACERS, arguments.BALANCES, tuple(HARDWARE)) == (
         options.TRACER_CHOICES,
         options.BALANCE_CHOICES,
         options.HARDWARE_CHOICES,

@@ -37,7 +37,7 @@ MECHANISMS = (
         ("recorded on a micro-batch, nothing computed", "tracing.record.uncomputed_tensors.UncomputedMode.__enter__"),
         ("recorded on a micro-batch", "tracing.record.small_batch.record_small_batch?"),
         ("recorded as libraries run when they are compiled", "tracing.record.patches.compile_mode"),
-        ("recorded at several sizes, with formulas for numbers", "tracing.record.batch_numbers._record_formulas?"),
+        ("recorded at several sizes, with formulas", "tracing.record.batch_numbers.record_with_batch_numbers?"),
         ("formulas with roots and quotients", "tracing.record.fit_formula._real_candidates"),
         ("recorded again, with values disguised", "tracing.record.untracked_values._is_same_recording"),
         ("lazy state made before it is traced", "tracing.record.lazy_state.make_lazy_state?"),
@@ -46,7 +46,7 @@ MECHANISMS = (
         ("a tracer of the user's", "tracing.importers.symbolic_trace.trace_by_tracer", "tracer="),
         ("a function of the user's", "tracing.importers.symbolic_trace.trace_by_function", "tracer="),
         ("values compared in the stages", "tracing.guards.expect"),
-        ("the graph of a micro-batch for the mini-batch", "tracing.verify.micro_batch_sizes.graph_of_micro_batch?"),
+        ("the graph of a micro-batch for the mini-batch", "tracing.strategies._graph_of_micro_batch?"),
         ("not verified", "tracing.verify.equivalence.effects_unverified", "check=False"),
     ),
     *_group(

@@ -29,12 +29,12 @@ import torch
 from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
-from fxpipe.errors import ArgumentError, TraceError
 from fxpipe.tracing.model_state import equal_tensors
 from fxpipe.tracing.node_info import info, set_info, value_read_of
 from fxpipe.tracing.record.fit_formula import Number, SizeFormula, formula_fits, polynomial_through, simplest_formula
 from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.symbolic_shapes import SIZE_RELATIONS, candidate_dims
+from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.equivalence import take_samples
 from fxpipe.utils.batch_split import micro_batch_sizes
@@ -45,39 +45,16 @@ MAX_SIZES = 3  # recorded besides those that micro-batches have
 _SIZE_TARGETS = ("size", operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)
 MAX_FAILURES = 3  # sizes at which the model does not run, or runs other functions, after which one stops
 
-RecordFunction = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
+RecordFunction = Callable[..., Traced]  # (args, kwargs, uncomputed=False) -> a recording; see `record`
 
 
-def record_with_batch_numbers(
-    record_on: RecordFunction,
-    finish: Callable[[Traced], Traced],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    in_dims: Any,
-    chunks: int,
-) -> Traced:
-    """A recording, finished; if that fails as it is, with plain numbers that depend on the batch size replaced.
+def record_with_batch_numbers(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
+    """Records with formulas for the plain numbers that depend on the batch size; None where there are none.
 
     Raises:
         CannotRecord: the model runs other functions at other batch sizes.
-        Exception: what `finish` raises.
     """
-    recorded = record_on(args, kwargs)
-    try:
-        return finish(recorded)
-    except (TraceError, ArgumentError) as error:
-        if isinstance(error, CannotRecord):
-            raise  # it is not by the batch size that it fails
-        revised = _record_formulas(record_on, args, kwargs, in_dims, chunks)
-        if revised is None:
-            raise
-    return finish(revised)
-
-
-def _record_formulas(
-    record_on: RecordFunction, args: tuple[Any, ...], kwargs: dict[str, Any], in_dims: Any, chunks: int
-) -> Traced | None:
-    """Makes another recording, right at several sizes; None where no number in it depends on the batch size."""
+    args, kwargs, in_dims, chunks = request.args, request.kwargs, request.in_dims, request.chunks
     base = record_on(args, kwargs)
     leaves = flatten((args, kwargs))[0]
     error: CannotRecord | None = None

@@ -15,9 +15,7 @@ words for what is wrong.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from fxpipe._torch.module_internals import hook_stores
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.model_state import container_tensors, slots_of
 from fxpipe.tracing.record.batch_numbers import (
+    RecordFunction,
     first_difference,
     numbers_in,
     same_numbers,
@@ -37,6 +36,7 @@ from fxpipe.tracing.record.batch_numbers import (
 from fxpipe.tracing.record.module_hooks import is_computation_hook
 from fxpipe.tracing.record.record_model import input_leaves
 from fxpipe.tracing.shapes.symbolic_shapes import candidate_dims
+from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.equivalence import slice_samples
 from fxpipe.utils.batch_split import largest_micro_batch
@@ -44,59 +44,50 @@ from fxpipe.utils.batch_split import largest_micro_batch
 LONG_RECORDING = 0.25  # seconds of a recording
 
 
-def record_small_batch(
-    model: nn.Module,
-    record_on: Callable[..., Traced],
-    finish: Callable[[Traced], Traced],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    in_dims: Any,
-    chunks: int,
-) -> Traced | None:
-    """A recording on as many samples as a micro-batch has, finished; None where it takes all samples.
+def record_small_batch(request: TraceRequest, record_on: RecordFunction) -> Traced | None:
+    """A recording on as many samples as a micro-batch has; None where it takes all samples.
 
-    Args:
-        record_on: (args, kwargs, uncomputed=False) -> a recording; see `record`.
+    Raises:
+        Exception: something fails that would fail on all samples as well, or is no matter there.
     """
+    model = request.model
     if is_faked() or _has_hooks(model):
         return None
-    with contextlib.suppress(Exception):  # it will be raised again, on all samples, or it is no matter there
-        leaves, spec, values = input_leaves(model, args, kwargs)
-        dims = candidate_dims(leaves, in_dims)
-        sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
-        if len(sizes) != 1:
-            return None  # which input holds samples is found on all of them
-        (batch,) = sizes
-        samples = max(2, largest_micro_batch(batch, chunks))  # a single one has shapes of its own
-        if samples >= batch:
-            return None
+    leaves, spec, values = input_leaves(model, request.args, request.kwargs)
+    dims = candidate_dims(leaves, request.in_dims)
+    sizes = {value.shape[dim] for value, dim in zip(values, dims, strict=True) if dim is not None}
+    if len(sizes) != 1:
+        return None  # which input holds samples is found on all of them
+    (batch,) = sizes
+    samples = max(2, largest_micro_batch(batch, request.chunks))  # a single one has shapes of its own
+    if samples >= batch:
+        return None
 
-        def samples_of(size: int) -> Any:
-            return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
+    def samples_of(size: int) -> Any:
+        return pytree.tree_unflatten(slice_samples(values, dims, 0, size), spec)
 
-        def without_arithmetic(inputs: Any) -> Traced:
-            if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
-                return record_on(*inputs, uncomputed=True)
-            with with_fake_tensors(model, inputs, always=True) as fakes:  # uncomputed ones would take GPU memory
-                return record_on(*fakes)
+    def without_arithmetic(inputs: Any) -> Traced:
+        if all(t.device.type == "cpu" for t in (*slots_of(model).values(), *values) if isinstance(t, torch.Tensor)):
+            return record_on(*inputs, uncomputed=True)
+        with with_fake_tensors(model, inputs, always=True) as fakes:  # uncomputed ones would take GPU memory
+            return record_on(*fakes)
 
-        start = time.perf_counter()
-        traced = record_on(*samples_of(samples))
-        if time.perf_counter() - start < LONG_RECORDING:
-            return None  # fake tensors would take longer than all samples do
-        if any(map(runs_python, traced.nodes)):
-            return None
-        if traced.constants.keys() - container_tensors(model).keys():  # tables of its own, maybe one for each size
-            return None
-        # The first size once more: a model that remembers what it met does something else the second time. It is seen
-        # before tensors without values meet tables of other sizes, in which they would stay.
-        if not all(
-            _is_same_recording(traced, without_arithmetic(samples_of(size))) for size in (samples, batch, batch + 1)
-        ):
-            return None
-        traced.leaves, traced.recorded_samples = leaves, samples
-        return finish(traced)
-    return None
+    start = time.perf_counter()
+    traced = record_on(*samples_of(samples))
+    if time.perf_counter() - start < LONG_RECORDING:
+        return None  # fake tensors would take longer than all samples do
+    if any(map(runs_python, traced.nodes)):
+        return None
+    if traced.constants.keys() - container_tensors(model).keys():  # tables of its own, maybe one for each size
+        return None
+    # The first size once more: a model that remembers what it met does something else the second time. It is seen
+    # before tensors without values meet tables of other sizes, in which they would stay.
+    if not all(
+        _is_same_recording(traced, without_arithmetic(samples_of(size))) for size in (samples, batch, batch + 1)
+    ):
+        return None
+    traced.leaves, traced.recorded_samples = leaves, samples
+    return traced
 
 
 def _has_hooks(model: nn.Module) -> bool:

@@ -16,14 +16,13 @@ be, a number in what the graph computes: it is then that of a micro-batch. Where
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpipe._torch import torch_pytree as pytree
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.model_state import preserve_state
@@ -37,7 +36,6 @@ from fxpipe.utils.locks import DISPATCH_MODE_LOCK
 from fxpipe.utils.pytree import flatten
 
 FEW_SIZES = (1, 2, 3)
-TraceMicroBatch = Callable[[tuple[Any, ...], dict[str, Any]], Traced]
 
 
 class OtherMicroBatchesError(CannotRecord):
@@ -92,34 +90,16 @@ def excuse_sizes(traced: Traced, leaves: Sequence[Any], sizes: Collection[int] =
             excuse_reads(traced, leaves, size, batch, seed)
 
 
-# No model of the zoo: a loop over what the batch size gives needs it (behaviour/test_micro_batch_sizes.py).
-def graph_of_micro_batch(error: OtherMicroBatchesError, leaves: Sequence[Any], record: TraceMicroBatch) -> Traced:
-    """The graph of a micro-batch, where it can run in place of the mini-batch's.
+def may_replace(whole: Traced, parts: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> bool:
+    """Tells whether the graph of a micro-batch, `parts`, may run in place of the mini-batch's.
 
     Args:
         leaves: the mini-batch.
-        record: traces a micro-batch.
-
-    Raises:
-        OtherMicroBatchesError: it cannot.
-        ArgumentError: micro-batches do not make as many rows as the mini-batch.
+        sizes: of its micro-batches.
     """
-    whole, batch = error.traced, error.traced.batch_of(leaves)
-    try:
-        args, kwargs = pytree.tree_unflatten(take_samples(whole, leaves, 0, max(error.sizes)), whole.in_spec)
-        parts = record(args, kwargs)
-        excuse_sizes(parts, leaves, error.sizes)
-        guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
-        is_right = guards_hold and all(map(parts.holds_at, error.sizes))
-        is_right = is_right and bool(_give_same_outputs(whole, parts, leaves, error.sizes))
-    except Exception as failure:
-        refuse_uneven(whole, leaves, error.sizes)
-        raise error from failure
-    if not is_right:
-        refuse_uneven(whole, leaves, error.sizes)
-        raise error
-    parts.accepted_splits.add((batch, error.sizes))
-    return parts
+    excuse_sizes(parts, leaves, sizes)
+    guards_hold = parts.guards is None or parts.guards.hold(parts, leaves, parts.seed)
+    return guards_hold and all(map(parts.holds_at, sizes)) and bool(_give_same_outputs(whole, parts, leaves, sizes))
 
 
 def refuse_uneven(traced: Traced, leaves: Sequence[Any], sizes: Collection[int]) -> None:

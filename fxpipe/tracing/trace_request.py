@@ -1,0 +1,107 @@
+"""`TraceRequest`: what `fxpipe.trace` is asked for, in one value that every strategy and pass is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx, nn
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.tracing.fake_tensors import is_faked
+from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
+from fxpipe.tracing.record.record_model import input_leaves
+
+TracerOption = str | fx.Tracer | type[fx.Tracer] | Callable[[nn.Module], fx.GraphModule]
+TRACERS = ("auto", "record", "export", "fx")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TraceRequest:
+    """A model, the inputs that it is traced on, and what the user says about the graph."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]  # of the inputs, flattened
+    tracer: TracerOption
+    leaf_modules: Mapping[str, str]  # paths of the modules that the user wants whole, and that as the reason
+    in_dims: Any
+    out_dims: Any
+    chunks: int
+    is_compared: bool  # is the graph compared with the model on real values?
+    seed: int  # of the numbers that forward draws and reads
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        tracer: TracerOption,
+        leaf_modules: Sequence[str | type[nn.Module]],
+        in_dims: Any,
+        out_dims: Any,
+        chunks: int,
+        is_compared: bool,
+        seed: int,
+    ) -> TraceRequest:
+        """The request for these options as the user gives them.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: an input or an option cannot be used.
+        """
+        leaves = input_leaves(model, args, kwargs)[2]
+        if is_faked():  # no values to compare; and torch.export would make a graph of another kind
+            is_compared, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
+        tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)
+        if whole and tracer not in ("auto", "record"):
+            raise ArgumentError(
+                f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
+                "nothing of their Python; use tracer='record', or leave leaf_modules out"
+            )
+        return cls(model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed)
+
+    def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
+        """The same request for a micro-batch alone."""
+        return replace(self, args=args, kwargs=kwargs, leaves=input_leaves(self.model, args, kwargs)[2], chunks=1)
+
+
+def requested_leaf_modules(model: nn.Module, leaf_modules: Sequence[str | type[nn.Module]]) -> dict[str, str]:
+    """Paths of the modules that the user wants to keep whole.
+
+    Raises:
+        ArgumentError: the model has no such module.
+    """
+    modules = {path: module for path, module in model.named_modules() if path}
+    whole: dict[str, str] = {}
+    for asked in leaf_modules:
+        matching = [
+            path for path, m in modules.items() if (isinstance(m, asked) if isinstance(asked, type) else path == asked)
+        ]
+        if not matching:
+            known = ", ".join([*modules][:8]) + (", ..." if len(modules) > 8 else "")
+            raise ArgumentError(
+                f"leaf_modules: {type(model).__name__} has no module {asked!r}; expected names ({known}) or classes "
+                "of its modules"
+            )
+        whole |= dict.fromkeys(matching, LEAF_MODULE_REASON)
+    return {path: why for path, why in whole.items() if not any(path.startswith(f"{p}.") for p in whole)}
+
+
+def check_tracer(tracer: Any) -> TracerOption:
+    """Raises where `tracer` is none."""
+    if isinstance(tracer, str) and tracer not in TRACERS:
+        raise ArgumentError(
+            f"tracer={tracer!r} is unknown; accepted are {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, or a "
+            "function from a module to a torch.fx.GraphModule"
+        )
+    if not isinstance(tracer, (str, fx.Tracer)) and not callable(tracer):
+        raise ArgumentTypeError(
+            f"tracer is a {type(tracer).__name__}; expected one of {', '.join(map(repr, TRACERS))}, a torch.fx.Tracer, "
+            "or a function from a module to a torch.fx.GraphModule"
+        )
+    known: TracerOption = tracer
+    return known

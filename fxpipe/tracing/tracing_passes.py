@@ -1,0 +1,65 @@
+"""The passes that make a recording a graph that may be cut, in order: sizes, guards, the comparison with the model."""
+
+from __future__ import annotations
+
+from fxpipe.tracing.guards import extract_guards, refuse_unguardable
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.record.untracked_values import read_untracked_values
+from fxpipe.tracing.shapes.batch_mixing import refuse_mixing
+from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
+from fxpipe.tracing.trace_request import TraceRequest
+from fxpipe.tracing.traced import Traced
+from fxpipe.tracing.verify.batch_independence import check_batch_independence
+from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
+from fxpipe.tracing.verify.micro_batch_sizes import (
+    OtherMicroBatchesError,
+    excuse_sizes,
+    holds_for_micro_batches,
+    must_compare_micro_batches,
+)
+from fxpipe.tracing.verify.training_equivalence import FirstCalls, check_training_equivalence
+from fxpipe.tracing.verify.written_inputs import refuse_differing_writes, refuse_unwritable_inputs
+from fxpipe.utils.batch_split import micro_batch_sizes
+
+
+def run_passes(traced: Traced, request: TraceRequest) -> Traced:
+    """Runs all passes on a recording, which they complete.
+
+    Raises:
+        TraceError: the graph is not the model's, or is none that can be cut.
+        ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
+    """
+    leaves = request.leaves
+    refuse_unguardable(traced)
+    add_shapes(traced, leaves, request.in_dims, request.out_dims)
+    read_untracked_values(traced)
+    refuse_unguardable(traced)
+    traced.guards = extract_guards(traced)
+    is_told = _compare(traced, request) if request.is_compared else _take_as_it_is(traced, request)
+    refuse_differing_writes(traced)
+    refuse_unwritable_inputs(traced, leaves)
+    sizes = micro_batch_sizes(traced.batch_of(leaves), request.chunks)
+    has_out_dims = request.out_dims is not None
+    traced.compares_micro_batches = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
+    if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
+        raise OtherMicroBatchesError(traced, leaves, sizes)
+    return traced
+
+
+def _compare(traced: Traced, request: TraceRequest) -> bool:
+    """Compares graph and model, and returns whether samples were seen to be independent of each other."""
+    leaves = request.leaves
+    calls = FirstCalls(traced, leaves)
+    traced.effects = check_against_model(traced, leaves, request.chunks, calls)
+    check_training_equivalence(traced, leaves, request.chunks, calls.begun)
+    excuse_sizes(traced, leaves)
+    refuse_mixing(traced)
+    with preserve_state(request.model):
+        return check_batch_independence(traced, leaves)
+
+
+def _take_as_it_is(traced: Traced, request: TraceRequest) -> bool:
+    """Takes the graph for the model's; samples are as independent as the graph alone shows."""
+    traced.effects = effects_unverified(traced, request.leaves)
+    refuse_mixing(traced)
+    return True
