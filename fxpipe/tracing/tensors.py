@@ -10,6 +10,7 @@ import torch
 
 from fxpipe._torch.fake_tensor_mode import FakeTensor
 from fxpipe._torch.storages import sparse_parts, storage_address
+from fxpipe.utils.python_objects import held_objects
 
 _ATOMS = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device))  # most of what is asked
 
@@ -59,10 +60,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def hidden_tensors(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Tensors in the attributes of an object of any kind."""
-    yield from tensors_in(value)
-    if depth:
-        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        for item in (*inside, *getattr(value, "__dict__", {}).values()):
-            yield from hidden_tensors(item, depth - 1)
+def hidden_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in an object of any kind, each once, however deep in attributes, also in those of modules."""
+    return (item for item in held_objects(value) if isinstance(item, torch.Tensor))

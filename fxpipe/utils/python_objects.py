@@ -136,6 +136,11 @@ def containers_in(value: Any) -> Iterator[Any]:
             yield attributes
 
 
+def held_objects(value: Any) -> Iterator[Any]:
+    """Yields a value and all that it holds as data, however deep, and what the modules in it hold; each once."""
+    return _walk(value, lambda item: iter(vars(item).values()) if isinstance(item, nn.Module) else _data_contents(item))
+
+
 def _walk(value: Any, inside: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
     """A value and, each once, what it holds, what that holds, and so on."""
     seen: dict[int, Any] = {}

@@ -735,6 +735,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "backward": (_backward, "runs backward"),
     "data set": (_set_data, "sets the data of a tensor|writes to the parameter"),
     "unknown object": (lambda m, x: (m.lin(x), _Cache(x)), "returns an object that holds tensors"),
+    "tensor deep in objects": (
+        lambda m, x: (m.lin(x), _Cache([_Cache({"state": _Cache((_Cache([x]),))})])),
+        "returns an object that holds tensors",
+    ),
     "reentrant checkpoint": (
         lambda m, x: checkpoint(m.lin, x, use_reentrant=True),
         r"checkpoint\(use_reentrant=True\).*use_reentrant=False",
