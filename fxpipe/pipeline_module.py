@@ -13,7 +13,7 @@ from fxpipe._torch.module_internals import share_tensors
 from fxpipe.config.parse import parse_switch
 from fxpipe.config.pipeline_options import Settings
 from fxpipe.errors import ArgumentError, ArgumentTypeError, StateError
-from fxpipe.graph_cache import PipelineState
+from fxpipe.pipeline_state import PipelineState
 from fxpipe.plans import Plan
 from fxpipe.plans.display import plan_html
 from fxpipe.plans.node_groups import node_groups_of

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fxpipe.profiling import Profile
     from fxpipe.rewriting import Program
     from fxpipe.tracing import Traced
+    from fxpipe.tracing.dynamic_sizes import DynamicDims
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,27 @@ def holds_for_sizes(
         return recheck_micro_batches(traced, args, kwargs, sizes, settings.out_dims is not None)
 
 
+def holds_for_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compares graph and model on these inputs, where dynamic sizes are far from those compared, and remembers it."""
+    from fxpipe.tracing.model_state import move_inputs, on_one_device
+    from fxpipe.tracing.verify.dynamic_sizes_check import recheck_lengths
+
+    with on_one_device(traced.model) as device:
+        args, kwargs = move_inputs((args, kwargs), device)
+        return recheck_lengths(traced, args, kwargs)
+
+
 def trace_batch(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    seed: int,
+    dynamic: DynamicDims | None = None,
 ) -> tuple[Traced, int]:
     """The graph, and the number of samples. Where `chunks` is left to planning, the usual number need not do."""
     from fxpipe.tracing import trace
+    from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS
     from fxpipe.tracing.verify.micro_batch_sizes import OtherMicroBatchesError
     from fxpipe.utils.pytree import flatten
 
@@ -152,6 +169,7 @@ def trace_batch(
             leaf_modules=settings.leaf_modules,
             check=settings.check,
             seed=seed,
+            dynamic=dynamic or NO_DYNAMIC_DIMS,
         )
 
     try:
@@ -299,7 +317,12 @@ def prepare_given_plan(traced: Traced, asked: Plan, batch: int, settings: Settin
 
 @planning_block()
 def prepare_additional_graph(
-    first: PreparedGraph, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, seed: int = 0
+    first: PreparedGraph,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    seed: int = 0,
+    dynamic: DynamicDims | None = None,
 ) -> PreparedGraph:
     """Another graph of a planned model (for evaluation, say), cut so that nodes stay with their parameters."""
     from fxpipe.partitioning import cut_least_misplaced
@@ -310,7 +333,7 @@ def prepare_additional_graph(
     model = first.traced.model
     with on_one_device(model) as device:
         args, kwargs = move_inputs((args, kwargs), device)
-        traced, _ = trace_batch(model, args, kwargs, settings, seed)
+        traced, _ = trace_batch(model, args, kwargs, settings, seed, dynamic)
     if first.is_reordered:
         traced = reorder_nodes(traced)
     starts = cut_least_misplaced(_misplacement_costs(first, traced), forbidden_cuts(traced))

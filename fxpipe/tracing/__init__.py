@@ -16,6 +16,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentTypeError
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
@@ -58,6 +60,7 @@ def trace(
     check: bool = True,
     seed: int = 0,
     progress: bool = True,
+    dynamic: DynamicDims = NO_DYNAMIC_DIMS,
 ) -> Traced:
     """Traces `model` on example inputs.
 
@@ -82,6 +85,8 @@ def trace(
             model's goes unseen.
         seed: of the random numbers that forward draws and reads (layer drop).
         progress: show bars where it takes long and stderr is a terminal.
+        dynamic: dimensions besides the batch whose size may differ from the example's, as far as forward lets them;
+            `Traced.dynamic` tells which do, and why others do not.
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -112,8 +117,9 @@ def trace(
             chunks=chunks,
             is_compared=check,
             seed=seed,
+            dynamic=dynamic,
         )
-        traced = _find_graph_with_lazy_state(request)
+        traced = _find_graph_with_dynamic_sizes(request)
         traced.print_lines = lost_prints()
         check_invariants(traced)
         return traced
@@ -156,6 +162,21 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
         preserve_own_generators(model),
     ):
         yield
+
+
+def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
+    """The graph, with those dimensions dynamic that can be."""
+    asked, fixed = request.dynamic, dict[InputDim, str]()
+    while True:
+        try:
+            wanted = replace(asked, dims=asked.dims - fixed.keys())
+            traced = _find_graph_with_lazy_state(replace(request, dynamic=wanted))
+            break
+        except FixedSizeError as error:
+            fixed |= dict.fromkeys(error.dims or wanted.dims, str(error))
+    traced.dynamic = replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed})
+    traced.why += tuple(traced.reasons_of_fixed_sizes)
+    return traced
 
 
 def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:

@@ -1,17 +1,55 @@
-"""The flags that decide which Python a model runs, compared in every step: other flags are another graph."""
+"""The key of a graph: all that is told of a step at a glance, and decides which Python a model runs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fxpipe._torch import torch_pytree as pytree
+from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.model_state import slots_of
+
+# -- The key of a graph ----------------------------------------------------------------------------------------------
+
+
+class TensorKind(NamedTuple):
+    """A tensor among the inputs, besides its sizes."""
+
+    dtype: torch.dtype
+    dims: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InputsKey:
+    """The structure of inputs, and what their leaves are; None: no tensor."""
+
+    spec: pytree.TreeSpec
+    kinds: tuple[TensorKind | None, ...]
+
+    @classmethod
+    def of(cls, spec: pytree.TreeSpec, leaves: Sequence[Any]) -> InputsKey:
+        return cls(spec, tuple(_kind_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
+
+
+def _kind_of(tensor: torch.Tensor) -> TensorKind:
+    return TensorKind(tensor.dtype, tensor.dim(), tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """Inputs, flags of all modules, and the state of the caller."""
+
+    inputs: InputsKey
+    flags: tuple[Any, ...]
+    state: ThreadState
+
 
 # -- The tensors of a model that a graph reads: their shapes, dtypes and ties must stay for the graph to hold --------
 #

@@ -24,7 +24,7 @@ from fxpipe.errors import DecisionError
 from fxpipe.tracing.forward_rng import DrawStream
 from fxpipe.tracing.interpreter import NodeValues, run_node_without_grad, run_nodes
 from fxpipe.tracing.node_devices import set_node_device
-from fxpipe.tracing.node_info import info, number_of, opaque_call_of, set_info, state_of, update_info, value_read_of
+from fxpipe.tracing.node_info import info, opaque_call_of, set_info, size_formula, state_of, update_info, value_read_of
 from fxpipe.tracing.record.unrecordable import CannotRecord, calls_before_effects
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor
 from fxpipe.tracing.verify.effects import NORM_FUNCTIONS, running_statistics
@@ -191,15 +191,18 @@ def extract_guards(traced: Traced) -> Guards:
     asked = [read for read in reads if set(_source_names(traced, needs[read]))]
     wanted = {n for read in asked for n in needs[read]}
     batched = _batched_input(traced)
+    sized = {batched, *(traced.placeholders[place] for place, _ in traced.dynamic.symbols.values())}
     program = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in traced.graph.nodes:
-        if (node.op == "placeholder" and node in wanted) or node is batched:
+        if node.op == "placeholder" and (node in wanted or node in sized):
             copies[node] = program.node_copy(node)
         elif node in wanted and _is_size(node):
-            size = program.call_method("size", (copies[batched], traced.in_dims[traced.place_of(batched)]))
-            copies[node] = program.call_function(_size_function(number_of(node), traced.batch), (size,))
-            for copy in (size, copies[node]):
+            dims = {traced.batch: (batched, traced.in_dims[traced.place_of(batched)])}
+            dims |= {s: (traced.placeholders[place], dim) for s, (place, dim) in traced.dynamic.symbols.items()}
+            sizes = [program.call_method("size", (copies[source], dim)) for source, dim in dims.values()]
+            copies[node] = program.call_function(_size_function(size_formula(node), tuple(dims)), tuple(sizes))
+            for copy in (*sizes, copies[node]):
                 update_info(copy, state=state_of(node))
         elif node in wanted:
             copies[node] = program.node_copy(node, copies.__getitem__)
@@ -221,9 +224,9 @@ def _batched_input(traced: Traced) -> fx.Node:
     return next(node for place, node in traced.placeholders.items() if traced.in_dims[place] is not None)
 
 
-def _size_function(size: sympy.Expr, batch: sympy.Symbol) -> Callable[[int], int]:
-    def size_of_value(samples: int) -> int:
-        return int(size.subs(batch, samples))
+def _size_function(size: sympy.Expr, symbols: tuple[sympy.Symbol, ...]) -> Callable[..., int]:
+    def size_of_value(*values: int) -> int:
+        return int(size.subs(dict(zip(symbols, values, strict=True))))
 
     return size_of_value
 

@@ -306,5 +306,5 @@ def _graph_of_micro_batch(request: TraceRequest, error: OtherMicroBatchesError) 
     if not is_right:
         refuse_uneven(whole, leaves, error.sizes)
         raise error
-    parts.accepted_splits.add((whole.batch_of(leaves), error.sizes))
+    parts.accepted_splits.add((whole.batch_of(leaves), error.sizes, parts.dynamic.example))
     return parts

@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from fxpipe.errors import ArgumentError, ArgumentTypeError
+from fxpipe.tracing.dynamic_sizes import DynamicDims
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
@@ -32,6 +33,7 @@ class TraceRequest:
     chunks: int
     is_compared: bool  # is the graph compared with the model on real values?
     seed: int  # of the numbers that forward draws and reads
+    dynamic: DynamicDims  # dimensions besides the batch whose size may differ from the example's
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class TraceRequest:
         chunks: int,
         is_compared: bool,
         seed: int,
+        dynamic: DynamicDims,
     ) -> TraceRequest:
         """The request for these options as the user gives them.
 
@@ -62,7 +65,7 @@ class TraceRequest:
                 f"leaf_modules={[*whole]} and tracer={tracer!r}: only recording keeps modules whole, other ways leave "
                 "nothing of their Python; use tracer='record', or leave leaf_modules out"
             )
-        return cls(model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed)
+        return cls(model, args, kwargs, leaves, tracer, whole, in_dims, out_dims, chunks, is_compared, seed, dynamic)
 
     def on_micro_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TraceRequest:
         """The same request for a micro-batch alone."""

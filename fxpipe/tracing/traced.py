@@ -14,7 +14,6 @@ What fxpipe knows of each node besides (source line, module, state of the thread
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,7 +28,15 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.module_internals import all_modules
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError
-from fxpipe.tracing.cache_key import TensorGuard, requires_grad_flags, tensors_match
+from fxpipe.tracing.cache_key import (
+    GraphKey,
+    InputsKey,
+    TensorGuard,
+    TensorKind,
+    requires_grad_flags,
+    tensors_match,
+)
+from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, Lengths, SizeCondition
 from fxpipe.tracing.node_info import info, opaque_call_of
 from fxpipe.tracing.record.recorded_sizes import SizeRead, SourcePlace
 from fxpipe.utils.equality import equal_values
@@ -62,28 +69,12 @@ class InputLeaf:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchCondition:
-    """forward asked whether `condition` holds for the batch size `b` and went on as if it were so for all sizes."""
-
-    condition: sympy.Basic
-    where: str
-
-    def holds(self, batch: int) -> bool:
-        return _holds(self.condition, batch)
-
-
-@dataclass(frozen=True, slots=True)
 class RecordingOptions:
     """Options for what stands in the way of a plain recording. Another recording of the model may take them too."""
 
     whole: Mapping[str, str]  # paths of modules to keep whole, and why
     graph_breaks: Mapping[str, GraphBreak]  # paths of modules whose forward is one node behind some call
     in_compile_mode: bool  # libraries take their general paths
-
-
-@functools.lru_cache(maxsize=4096)
-def _holds(condition: sympy.Basic, batch: int) -> bool:
-    return bool(condition.subs({s: batch for s in condition.free_symbols}))
 
 
 class TracedGraph(fx.Graph):
@@ -125,14 +116,16 @@ class Traced:
     size_assumptions: tuple[
         SizeAssumption, ...
     ] = ()  # of sizes of inputs, by what has made the graph without recording the model
-    batch_conditions: tuple[BatchCondition, ...] = ()  # of mini-batch and micro-batches
-    mini_batch_conditions: tuple[BatchCondition, ...] = ()  # what need not hold for micro-batches
+    batch_conditions: tuple[SizeCondition, ...] = ()  # of mini-batch and micro-batches
+    mini_batch_conditions: tuple[SizeCondition, ...] = ()  # what need not hold for micro-batches
+    dynamic: DynamicSizes = FIXED_SIZES  # dimensions of inputs, besides the batch, that may differ from the example's
     not_followed: str = ""  # the line where forward took the batch size in a way that leaves no condition (`len(x)`)
     # Sizes of micro-batches for which reads need not hold: graph and model were compared there. And mini-batches with
     # such sizes for which the outputs were; of others it is remembered that this was tried.
     excused_sizes: set[int] = field(default_factory=set)
-    accepted_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
-    tried_splits: set[tuple[int, frozenset[int]]] = field(default_factory=set)
+    accepted_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
+    tried_splits: set[tuple[int, frozenset[int], Lengths]] = field(default_factory=set)
+    compared_lengths: set[Lengths] = field(default_factory=set)  # dynamic sizes at which graph and model were compared
     # it holds for those accepted only: the batch size is a number in what it computes
     compares_micro_batches: bool = False
     effects: Effects | None = None  # what the nodes share and change
@@ -270,61 +263,73 @@ class Traced:
         text = "\n".join(f"{n.op} {n.name} {_target_name(n.target)} {n.args} {n.kwargs}" for n in self.graph.nodes)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def holds_at(self, size: int) -> bool:
-        """Returns whether what forward concluded from the batch size holds for so many samples, or does no harm."""
-        return size in self.excused_sizes or all(read.holds(size) for read in self.batch_conditions)
+    def holds_at(self, size: int, lengths: Lengths | None = None) -> bool:
+        """Returns whether what forward concluded from sizes holds for so many samples, or does no harm.
 
-    def holds_for(self, batch: int, sizes: Collection[int] = ()) -> bool:
+        `lengths`: the dynamic sizes; by default those of the recording.
+        """
+        is_excused = size in self.excused_sizes or all(read.holds(size) for read in self.batch_conditions)
+        return is_excused and self.dynamic.hold(size, lengths)
+
+    def holds_for(self, batch: int, sizes: Collection[int] = (), lengths: Lengths | None = None) -> bool:
         """Returns whether it is the graph of so many samples, in micro-batches of these sizes."""
-        if (batch, frozenset(sizes)) in self.accepted_splits:
+        lengths = self.dynamic.example if lengths is None else lengths
+        if (batch, frozenset(sizes), lengths) in self.accepted_splits:
             return True
         if self.compares_micro_batches and any(size != batch for size in sizes):
             return False
         reads = (*self.batch_conditions, *self.mini_batch_conditions)
-        return all(read.holds(batch) for read in reads) and all(map(self.holds_at, {*sizes}))
+        if not all(read.holds(batch) for read in reads) or not self.dynamic.hold(batch, lengths):
+            return False
+        return all(self.holds_at(size, lengths) for size in {*sizes})
 
-    def matches(
-        self,
-        leaves: Sequence[Any],
-        in_spec: pytree.TreeSpec,
-        flags: tuple[Any, ...],
-        seed: int = 0,
-        sizes_of: Callable[[int], Collection[int]] | None = None,
+    @property
+    def key(self) -> GraphKey:
+        """The key of the steps that it is the graph of."""
+        kinds = (
+            TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
+            for leaf in self.leaves
+        )
+        return GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
+
+    def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
+        """Returns whether this is the graph of these inputs. Sizes may differ: of the batch, and dynamic ones."""
+        key = GraphKey(InputsKey.of(in_spec, leaves), flags, ThreadState.now())
+        return key == self.key and self.holds_for_inputs(leaves, seed)
+
+    def holds_for_inputs(
+        self, leaves: Sequence[Any], seed: int = 0, sizes_of: Callable[[int], Collection[int]] | None = None
     ) -> bool:
-        """Returns whether this is the graph of these inputs. Their number of samples (`batch_of`) may differ.
+        """Returns whether this is the graph of these inputs, whose key is its own.
 
         Args:
             seed: that of the numbers that forward draws and reads.
             sizes_of: mini-batch -> its micro-batches, for which it must be the graph as well.
         """
-        if flags != self.flags or in_spec != self.in_spec or self.state != ThreadState.now():
-            return False
         if not all(kept.holds() for kept in self.attributes_read):
             return False
         if not tensors_match(self.attributes):
             return False
         if self.requires_grad not in (None, requires_grad_flags(self.model)):
             return False
-        sizes = set()
-        for leaf, dim, value in zip(self.leaves, self.in_dims, leaves, strict=True):
-            if leaf.is_tensor != isinstance(value, torch.Tensor):
-                return False
+        batches = set()
+        for place, (leaf, dim, value) in enumerate(zip(self.leaves, self.in_dims, leaves, strict=True)):
             if not leaf.is_tensor:
                 if not equal_values(leaf.constant, value):
                     return False
                 continue
             if not is_plain_layout(value):  # the search for another graph will say so
                 return False
-            if leaf.dtype != value.dtype or leaf.requires_grad != value.requires_grad or value.dim() != len(leaf.shape):
-                return False
-            if any(s != t for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if d != dim):
+            differing = (d for d, (s, t) in enumerate(zip(leaf.shape, value.shape, strict=True)) if s != t)
+            if any(d != dim and (place, d) not in self.dynamic.formulas for d in differing):
                 return False
             if dim is not None:
-                sizes.add(value.shape[dim])
-        if len(sizes) != 1:
+                batches.add(value.shape[dim])
+        if len(batches) != 1:
             return False
-        (batch,) = sizes
-        if not self.holds_for(batch, () if sizes_of is None else sizes_of(batch)):
+        (batch,) = batches
+        lengths = self.dynamic.lengths_of(leaves)
+        if lengths is None or not self.holds_for(batch, () if sizes_of is None else sizes_of(batch), lengths):
             return False
         return self.guards is None or self.guards.hold(self, leaves, seed)
 
@@ -342,6 +347,18 @@ class Traced:
                     f"{', '.join(map(str, parts))} samples make {', '.join(map(str, part_rows))}; choose the batch "
                     "size and chunks so that they add up, or say with out_dims how the outputs go together"
                 )
+
+    @property
+    def reasons_of_fixed_sizes(self) -> list[str]:
+        """The reasons why each size of a dimension that was to be dynamic is another graph."""
+        return [
+            f"dimension {dim} of {self.leaves[place].path} has one graph for each size: {reason}"
+            for (place, dim), reason in self.dynamic.fixed.items()
+        ]
+
+    def size_values(self, leaves: Sequence[Any]) -> dict[sympy.Symbol, int]:
+        """The values of the batch size and of the dynamic sizes, by symbol, of flattened inputs."""
+        return {self.batch: self.batch_of(leaves), **dict(self.dynamic.lengths_of(leaves) or ())}
 
     def batch_of(self, leaves: Sequence[Any]) -> int:
         """Number of samples in the flattened inputs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fxpipe.tracing.dynamic_sizes import InputDim
 from fxpipe.tracing.guards import extract_guards, refuse_unguardable
 from fxpipe.tracing.model_state import preserve_state
 from fxpipe.tracing.record.untracked_values import read_untracked_values
@@ -10,6 +11,7 @@ from fxpipe.tracing.shapes.symbolic_shapes import add_shapes
 from fxpipe.tracing.trace_request import TraceRequest
 from fxpipe.tracing.traced import Traced
 from fxpipe.tracing.verify.batch_independence import check_batch_independence
+from fxpipe.tracing.verify.dynamic_sizes_check import check_dynamic_sizes
 from fxpipe.tracing.verify.equivalence import check_against_model, effects_unverified
 from fxpipe.tracing.verify.micro_batch_sizes import (
     OtherMicroBatchesError,
@@ -26,12 +28,16 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     """Runs all passes on a recording, which they complete.
 
     Raises:
+        FixedSizeError: a dimension cannot be dynamic.
         TraceError: the graph is not the model's, or is none that can be cut.
         ArgumentError: there is no batch dimension, or inputs or outputs disagree on it.
     """
     leaves = request.leaves
     refuse_unguardable(traced)
-    add_shapes(traced, leaves, request.in_dims, request.out_dims)
+    # Of another way than recording, and of numbers found by comparing recordings, nobody knows the sizes.
+    are_sizes_known = traced.again is not None and not traced.recorded_sizes and request.is_compared
+    dynamic = request.dynamic.dims if are_sizes_known else frozenset[InputDim]()
+    add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
     read_untracked_values(traced)
     refuse_unguardable(traced)
     traced.guards = extract_guards(traced)
@@ -43,6 +49,8 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     traced.compares_micro_batches = not has_out_dims and (not is_told or must_compare_micro_batches(traced))
     if not holds_for_micro_batches(traced, leaves, sizes, has_out_dims):
         raise OtherMicroBatchesError(traced, leaves, sizes)
+    if traced.dynamic.symbols:
+        check_dynamic_sizes(traced, leaves, request.dynamic.seen)
     return traced
 
 

@@ -3,7 +3,8 @@
 A size that depends on values may go where no method of it is asked (`range(len)`, an index of a list, a text), and so
 does a tensor that is made a text. Nobody sees what becomes of it there. But forward can be shown another one: sizes
 and texts are *disguised*, torch functions still get what they are. A recording that comes out the same has not gone
-by them; most texts are for people. Where it comes out different, a size becomes a read like others (`guards`).
+by them; most texts are for people. Where it comes out different, a size becomes a read like others (`guards`); one that
+was to be dynamic cannot be.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_info import info
 from fxpipe.tracing.record.batch_numbers import first_difference, numbers_in, same_numbers, same_value_reads
 from fxpipe.tracing.record.record_model import erase_unused_nodes
@@ -27,6 +29,7 @@ def read_untracked_values(traced: Traced) -> None:
     """Adds a read for each size that depends on values and that forward has gone by unseen.
 
     Raises:
+        FixedSizeError: forward has gone by a dynamic size unseen.
         CannotRecord: forward goes by the text of a tensor.
     """
     again, traced.again = traced.again, None
@@ -36,9 +39,10 @@ def read_untracked_values(traced: Traced) -> None:
         if node.target == "size" and info(node).is_data_dependent
     }
     texts = range(len(traced.texts))
-    if again is not None and (sizes or texts):
+    if again is not None and (sizes or texts or traced.dynamic.symbols):
         plain = again({})
-        if not _is_same_recording(plain, again, (*sizes, *texts)):
+        _refuse_untracked_dynamic_sizes(traced, plain, again)
+        if (sizes or texts) and not _is_same_recording(plain, again, (*sizes, *texts)):
             places = {key: SourcePlace.of(node) for key, node in sizes.items()}
             places |= {number: traced.texts[number] for number in texts}
             for place in dict.fromkeys(places.values()):
@@ -46,6 +50,22 @@ def read_untracked_values(traced: Traced) -> None:
                 if not _is_same_recording(plain, again, keys):
                     _add_reads(traced, [sizes[key] for key in keys if key in sizes], place)
     erase_unused_nodes(traced)
+
+
+def _refuse_untracked_dynamic_sizes(
+    traced: Traced, plain: Traced, again: Callable[[Mapping[Any, int]], Traced]
+) -> None:
+    for symbol in traced.dynamic.symbols:
+        keys = [
+            (node.name, dim)
+            for node in traced.graph.nodes
+            for shape in (info(node).dynamic_shapes or ())[:1]
+            for dim, size in enumerate(shape.shape)
+            if symbol in size.free_symbols
+        ]
+        if not _is_same_recording(plain, again, keys):
+            dims = frozenset(key for key, size in traced.dynamic.formulas.items() if symbol in size.free_symbols)
+            raise FixedSizeError("forward takes its size as a plain number (range(size), an index of a list)", dims)
 
 
 def _is_same_recording(plain: Traced, again: Callable[[Mapping[Any, int]], Traced], keys: Collection[Hashable]) -> bool:

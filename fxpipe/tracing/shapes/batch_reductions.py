@@ -27,6 +27,7 @@ from torch import fx
 
 from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
+from fxpipe.tracing.dynamic_sizes import FixedSizeError
 from fxpipe.tracing.node_arguments import named_arguments_and_defaults
 from fxpipe.tracing.node_info import info, number_of, set_info, state_of
 from fxpipe.tracing.traced import CALL_OPS, Traced, attribute_tensor, runs_python
@@ -410,7 +411,11 @@ class ReductionWalk:
                 return value
             if not isinstance(value, fx.Node):
                 return value
-            return int(number_of(value)) if self._is_constant(value) else CombinationRef(reduced.values[value])
+            if not self._is_constant(value):
+                return CombinationRef(reduced.values[value])
+            if info(value).dynamic_number is not None:
+                raise FixedSizeError(f"an output is put together with a size as a number, at {info(node).source}")
+            return int(number_of(value))
 
         args = _map_nested(tuple(node.args), put)
         kwargs = {key: _map_nested(value, put) for key, value in node.kwargs.items()}

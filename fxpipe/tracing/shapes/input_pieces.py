@@ -11,7 +11,7 @@ from torch import fx
 
 from fxpipe.tracing.interpreter import run_all_nodes, run_node_without_grad
 from fxpipe.tracing.node_devices import set_node_device
-from fxpipe.tracing.node_info import info, update_info
+from fxpipe.tracing.node_info import info, size_formula, update_info
 from fxpipe.tracing.shapes.batch_reductions import dependencies_of
 from fxpipe.tracing.traced import Traced, attribute_tensor
 
@@ -42,7 +42,7 @@ class InputPieces:
                 continue
             if info(node).number is not None:
                 copies[node] = program.placeholder(node.name)
-                update_info(copies[node], number=info(node).number)
+                update_info(copies[node], number=size_formula(node))
                 continue
             copies[node] = program.node_copy(node, copies.__getitem__)
             set_node_device(copies[node], device)
@@ -51,10 +51,12 @@ class InputPieces:
     def __call__(self, leaves: Sequence[Any], batch: int) -> dict[int, Any]:
         """Computes the pieces, by place, of the mini-batch with these flattened inputs."""
 
+        sizes = {**dict(self.traced.dynamic.lengths_of(leaves) or ()), self.traced.batch: batch}
+
         def placeholder(node: fx.Node) -> Any:
             number = info(node).number
             if number is not None:
-                return int(number.subs(self.traced.batch, batch))
+                return int(number.subs(sizes))
             return leaves[self.traced.place_of(node)].detach().to(self.device)
 
         def attribute(node: fx.Node) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""The graph run once on fake tensors, whose batch dimensions are symbols.
+"""The graph run once on fake tensors, whose batch dimensions and dynamic dimensions are symbols.
 
-Each candidate for a batch dimension is a symbol of its own (`duck_shape=False`); operations unify those that meet, and
-a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad` and `F.interpolate` would
-bake the batch in.
+Each candidate for a batch dimension, and each dynamic one, is a symbol of its own (`duck_shape=False`); operations
+unify those that meet, and a symbol that meets a fixed size becomes that number. Without the Python dispatcher `F.pad`
+and `F.interpolate` would bake the batch in.
 
 What fake tensors cannot tell is seen in real runs (`observed_shapes`), and equal calls are run once (`node_cache`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from fxpipe._torch.fake_tensor_mode import FakeTensorMode
 from fxpipe._torch.shape_env import LocalSource, QuietShapeEnv, enable_python_dispatcher
 from fxpipe.errors import TraceError
+from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim
 from fxpipe.tracing.interpreter import run_node_without_grad
 from fxpipe.tracing.model_state import preserve_rng
 from fxpipe.tracing.node_info import info, opaque_call_of, value_read_of
@@ -49,21 +50,31 @@ class SymbolicRun:
         fx.Node
     ]  # which nodes took a number from a value, so that sizes of what they make may be one
 
+    dynamic: dict[InputDim, sympy.Symbol]  # what the sizes of dynamic dimensions were called
+    guards: tuple[tuple[sympy.Basic, str], ...]  # what torch concluded from sizes, and the user's line
+
     @property
     def is_free(self) -> bool:
         return any(self.env.replace(symbol).free_symbols for symbol in self.symbols.values())
 
 
 def run_on_symbols(
-    traced: Traced, values: Sequence[Any], asked: Sequence[int | None], sure: bool, single: bool
+    traced: Traced,
+    values: Sequence[Any],
+    asked: Sequence[int | None],
+    sure: bool,
+    single: bool,
+    dynamic: Collection[InputDim] = (),
 ) -> SymbolicRun:
     """Runs `traced`, recorded on `values`.
 
     Args:
         asked: for each input leaf the dimension that may hold the batch.
         sure: the user has said so: all of them are candidates. Else those of size 1 if `single`, of other sizes if not.
+        dynamic: dimensions besides the batch whose sizes are symbols, too.
 
     Raises:
+        FixedSizeError: a dynamic size goes into a node whose shape can only be seen.
         TraceError: the shape of a node cannot be told for other batch sizes.
     """
     dims = {
@@ -74,7 +85,7 @@ def run_on_symbols(
     is_shared, known = True, _Knowledge(traced)
     while True:
         try:
-            return _Attempt(traced, values, dims, known, NodeCache() if is_shared else None).run()
+            return _Attempt(traced, values, dims, dynamic, known, NodeCache() if is_shared else None).run()
         except ChangedInPlaceError:
             is_shared = False
         except _RetryError:
@@ -177,9 +188,18 @@ class _Attempt:
     """One attempt."""
 
     def __init__(
-        self, traced: Traced, values: Sequence[Any], dims: dict[int, int], known: _Knowledge, cache: NodeCache | None
+        self,
+        traced: Traced,
+        values: Sequence[Any],
+        dims: dict[int, int],
+        dynamic: Collection[InputDim],
+        known: _Knowledge,
+        cache: NodeCache | None,
     ):
         self.traced, self.values, self.dims, self.known, self.cache = traced, values, dims, known, cache
+        self.asked_dynamic = dynamic
+        self.dynamic: dict[InputDim, sympy.Symbol] = {}
+        self.guards: list[tuple[sympy.Basic, str]] = []
         self.env = QuietShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.mode.cache_enabled = False  # torch never empties it of symbols, and `cache` does the same
@@ -207,7 +227,13 @@ class _Attempt:
                     self.node_values[node] = self._call(node)
                 step()
         return SymbolicRun(
-            self.env, self.symbols, self.node_values, self.fixed_by, frozenset(self.known.value_dependent_nodes)
+            self.env,
+            self.symbols,
+            self.node_values,
+            self.fixed_by,
+            frozenset(self.known.value_dependent_nodes),
+            self.dynamic,
+            tuple(self.guards),
         )
 
     def _make_inputs(self) -> None:
@@ -215,10 +241,14 @@ class _Attempt:
             value, dim = self.values[place].detach(), self.dims.get(place)
             if dim is not None and value.shape[dim] == 1:  # torch fixes 0 and 1: three stand for it
                 value = torch.cat([value] * 3, dim)
-            dynamic = [DimDynamic.DYNAMIC if d == dim else DimDynamic.STATIC for d in range(value.dim())]
+            wanted = [d for d in range(value.dim()) if (place, d) in self.asked_dynamic and d != dim]
+            free = {d for d in wanted if value.shape[d] > 1}  # torch fixes 0 and 1
+            is_symbol = [d == dim or d in free for d in range(value.dim())]
+            dynamic = [DimDynamic.DYNAMIC if is_one else DimDynamic.STATIC for is_one in is_symbol]
             context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
             fake: Any = self.mode.from_tensor(value, source=LocalSource(node.name), symbolic_context=context)
             self.node_values[node] = fake
+            self.dynamic |= {(place, d): fake.shape[d].node.expr for d in sorted(free)}
             if dim is not None:
                 self.inputs[place], self.symbols[place] = fake.shape[dim], fake.shape[dim].node.expr
 
@@ -256,6 +286,7 @@ class _Attempt:
             if before != (len(self.env.replacements), len(self.env.guards)):
                 raise _RetryError from error
             return self._seen(node)
+        self.guards += [(guard.expr, info(node).source) for guard in self.env.guards[before[1] :]]
         is_fixed = len(self.env.replacements) != before[0] and self._note_fixed(node)
         if is_fixed and _is_user_function(node) and node not in self.known.baked:
             self.known.distrust(node, _BakesBatchError())
@@ -272,6 +303,7 @@ class _Attempt:
 
     def _seen(self, node: fx.Node) -> Any:
         """Builds the value that a node makes, as real runs have shown it."""
+        self._refuse_dynamic(node)
         groups = self._groups(node)
         candidates = [place for group in groups for place in group]
         observation = self.known.observation(node, candidates)
@@ -284,12 +316,31 @@ class _Attempt:
         varied = [place for place in observation.varied if place in candidates]
         return observation.fake(node, self.inputs[varied[0]] if varied else 0)
 
-    def _is_of_values(self, node: fx.Node) -> bool:
+    def _refuse_dynamic(self, node: fx.Node) -> None:
+        symbols = {s: key for key, symbol in self.dynamic.items() for s in self.env.replace(symbol).free_symbols}
+        numbers = [self.node_values.get(source) for source in node.all_input_nodes]
+        sizes = [*self._sizes_given(node), *(self._formula(n) for n in numbers if isinstance(n, torch.SymInt))]
+        dims = frozenset(symbols[s] for size in sizes for s in size.free_symbols & symbols.keys())
+        if dims:
+            raise FixedSizeError(
+                f"torch cannot tell what {node.name} ({info(node).source}) makes of other sizes, where nothing but a "
+                "run shows it",
+                dims,
+            )
+
+    def _sizes_given(self, node: fx.Node) -> list[sympy.Expr]:
+        """Lists the symbolic sizes of the tensors that a node is given."""
         tensors = tensors_in([self.node_values.get(source) for source in node.all_input_nodes])
         shape: list[Any] = [size for tensor in tensors for size in tensor.shape]
-        sizes = [self.env.replace(size.node.expr) for size in shape if isinstance(size, torch.SymInt)]
-        of_inputs = {s for symbol in self.symbols.values() for s in self.env.replace(symbol).free_symbols}
-        return any(size.free_symbols - of_inputs for size in sizes)
+        return [self._formula(size) for size in shape if isinstance(size, torch.SymInt)]
+
+    def _formula(self, size: torch.SymInt) -> sympy.Expr:
+        return self.env.replace(size.node.expr)
+
+    def _is_of_values(self, node: fx.Node) -> bool:
+        symbols = (*self.symbols.values(), *self.dynamic.values())
+        of_inputs = {s for symbol in symbols for s in self.env.replace(symbol).free_symbols}
+        return any(size.free_symbols - of_inputs for size in self._sizes_given(node))
 
     def _groups(self, node: fx.Node) -> list[list[int]]:
         """Inputs that a node depends on and whose samples may vary, those of one symbol together.

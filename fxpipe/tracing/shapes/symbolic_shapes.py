@@ -5,7 +5,9 @@ Operations unify the symbols of inputs that meet; a symbol that meets a fixed si
 [T, T] turns out to have no batch, also where T happens to equal the batch size of the example. What remains free is the
 batch.
 
-Other dimensions are fixed: inputs of another length are another graph.
+Other dimensions are fixed, unless they are asked to be dynamic: then their sizes are symbols too. Shapes are written
+with the sizes of the recording in place of these; what the symbols are, and what must hold of them, is in
+`Traced.dynamic`.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxpipe._torch.operators import OpOverload
 from fxpipe.errors import ArgumentError, TraceError
+from fxpipe.tracing.dynamic_sizes import FIXED_SIZES, DynamicSizes, FixedSizeError, InputDim, SizeCondition
 from fxpipe.tracing.node_arguments import container_of
 from fxpipe.tracing.node_info import ValueRead, info, number_of, set_info, update_info
 from fxpipe.tracing.record.recorded_sizes import NOT_FOLLOWED, SizeRead, length
@@ -31,7 +33,7 @@ from fxpipe.tracing.record.unrecordable import CannotRecord
 from fxpipe.tracing.shapes.batch_reductions import ReductionWalk, UnknownReductionError
 from fxpipe.tracing.shapes.symbolic_run import SymbolicRun, run_on_symbols
 from fxpipe.tracing.tensors import tensors_in
-from fxpipe.tracing.traced import CALL_OPS, BatchCondition, InputLeaf, Traced, common_batch_size
+from fxpipe.tracing.traced import CALL_OPS, InputLeaf, Traced, common_batch_size
 from fxpipe.utils.output_combination import OutputCombination, UndeterminedOutput
 from fxpipe.utils.pytree import UNNAMED, StructureError, broadcast_prefix
 
@@ -45,7 +47,7 @@ _ATEN = torch.ops.aten.squeeze
 _SQUEEZES = ("squeeze", torch.squeeze, _ATEN.default, _ATEN.dim, _ATEN.dims)
 
 
-def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
+def fix_squeezes(traced: Traced, batch: int) -> tuple[SizeCondition, ...]:
     """Names the dimensions in every squeeze that could meet the batch. `batch`: number of samples of the recording.
 
     Returns what mini-batches the graph holds for.
@@ -62,7 +64,7 @@ def fix_squeezes(traced: Traced, batch: int) -> tuple[BatchCondition, ...]:
             if alone == sympy.false:
                 continue
             is_alone = bool(alone.subs(traced.batch, batch))
-            reads.append(BatchCondition(alone if is_alone else sympy.Ne(size, 1), info(node).source))
+            reads.append(SizeCondition(alone if is_alone else sympy.Ne(size, 1), info(node).source))
             if not is_alone:
                 _set_squeeze_dims(node, tuple(d for d in asked if sizes[d] == 1))
     return tuple(reads)
@@ -122,10 +124,16 @@ def bytes_at(formula: sympy.Expr, batch: sympy.Symbol, samples: int) -> int:
     return int(number.subs(dict.fromkeys(number.free_symbols, 0)))
 
 
-def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_dims: Any = None) -> None:
+def add_shapes(
+    traced: Traced,
+    values: Sequence[Any],
+    in_dims: Any = None,
+    out_dims: Any = None,
+    dynamic: Collection[InputDim] = (),
+) -> None:
     """Finds the batch in `traced`, recorded on `values`, and writes the `shapes` of its nodes (`NodeInfo`).
 
-    Sizes that turn out fixed become constants of the graph.
+    Sizes that turn out fixed become constants of the graph. Of the dimensions in `dynamic` those stay so that can.
 
     Raises:
         ArgumentError: there is no batch, inputs disagree on it, or an output needs `out_dims`.
@@ -135,37 +143,40 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
     sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
     if 0 in sizes:
         raise ArgumentError("an example input holds no samples (size 0 in the batch dimension); give at least one")
-    run = run_on_symbols(traced, values, asked, sure, sizes == {1})
-    if not run.is_free and 1 in sizes and sizes != {1} and not sure:
-        # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
-        with contextlib.suppress(TraceError):
-            second = run_on_symbols(traced, values, asked, sure, True)
-            run = second if second.is_free else run
-    env, node_values = run.env, run.node_values
-    batch = _find_batch(traced, asked, run, sure)
+    run = _run_with_dynamic_sizes(traced, values, asked, sure, dynamic)
+    full_formula = _formula_of(traced, run)
+    example = {symbol: sympy.Integer(size) for symbol, size in traced.dynamic.example}
 
     def formula(value: Any) -> sympy.Expr:
-        if isinstance(value, torch.SymInt):
-            size = env.replace(value.node.expr)
-            return size.xreplace({s: traced.batch for s in size.free_symbols if s in batch})
-        return sympy.Integer(int(value))
+        return full_formula(value).xreplace(example) if example else full_formula(value)
 
-    shapes: dict[int, tuple[TensorShape, ...]] = {}  # by id: alike values are one object
-    for node, value in node_values.items():
+    # By id, since alike values are one object.
+    shapes: dict[int, tuple[tuple[TensorShape, ...], tuple[TensorShape, ...] | None]] = {}
+    for node, value in run.node_values.items():
         if id(value) not in shapes:
-            tensors = tensors_in(value)
-            shapes[id(value)] = tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors)
-        # What was read of a value is no size: it may be another one in each step, and is compared there.
+            full = _shapes_of(value, full_formula)
+            is_dynamic = any(example.keys() & size.free_symbols for shape in full for size in shape.shape)
+            shapes[id(value)] = (_shapes_of(value, formula), full) if is_dynamic else (full, None)
         known = info(node)
-        is_size = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and not known.is_compared_read
         number, is_data_dependent = known.number, known.is_data_dependent
-        if is_size:
-            number = formula(value)
+        dynamic_number = None
+        # What was read of a value is no size: it may be another one in each step, and is compared there.
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and not known.is_compared_read:
+            number, dynamic_number = formula(value), full_formula(value)
+            dynamic_number = dynamic_number if example.keys() & dynamic_number.free_symbols else None
             sources = [source for source in node.all_input_nodes if info(source).is_data_dependent]
             is_data_dependent = bool(number.free_symbols - {traced.batch} or sources)
         elif not run.value_dependent_nodes.isdisjoint((node, container_of(node))):
             is_data_dependent = True
-        update_info(node, known_shapes=shapes[id(value)], number=number, is_data_dependent=is_data_dependent)
+        known_shapes, dynamic_shapes = shapes[id(value)]
+        update_info(
+            node,
+            known_shapes=known_shapes,
+            dynamic_shapes=dynamic_shapes,
+            number=number,
+            dynamic_number=dynamic_number,
+            is_data_dependent=is_data_dependent,
+        )
     of_values = [read for read in traced.size_reads if _depends_on_values(traced, read)]
     of_batch = [read for read in traced.size_reads if not _depends_on_values(traced, read)]
     traced.batch_conditions = tuple(read for r in of_batch if (read := _batch_condition(traced, r)) is not None)
@@ -177,10 +188,138 @@ def add_shapes(traced: Traced, values: Sequence[Any], in_dims: Any = None, out_d
         traced.batch_conditions += (_recorded_sizes_condition(traced),)
     traced.mini_batch_conditions = fix_squeezes(traced, traced.batch_of(values))
     walk = ReductionWalk(traced, batch_dependent_nodes(traced))
-    traced.out_dims = _out_dims(traced, node_values, batch, env, out_dims, walk)
-    traced.left_attribute_dims = _left_dims(traced, node_values, batch, env)
+    traced.out_dims = _out_dims(traced, out_dims, walk)
+    traced.left_attribute_dims = _left_dims(traced)
     traced.uneven_outputs = _uneven_outputs(traced)
     _fold_fixed_sizes(traced)
+
+
+def _shapes_of(value: Any, formula: Callable[[Any], sympy.Expr]) -> tuple[TensorShape, ...]:
+    return tuple(TensorShape(tuple(map(formula, t.shape)), t.dtype) for t in tensors_in(value))
+
+
+# -- dynamic sizes ---------------------------------------------------------------------------------------------------
+
+
+def _run_with_dynamic_sizes(
+    traced: Traced, values: Sequence[Any], asked: list[int | None], sure: bool, dynamic: Collection[InputDim]
+) -> SymbolicRun:
+    """Runs the graph on symbols; sets `traced.in_dims` and `traced.dynamic`, of the dimensions that can be dynamic."""
+    sizes = {leaf.shape[dim] for leaf, dim in zip(traced.leaves, asked, strict=True) if dim is not None}
+    reasons: dict[InputDim, str] = {}
+    while True:
+        wanted = {*dynamic} - reasons.keys()
+        try:
+            run = run_on_symbols(traced, values, asked, sure, sizes == {1}, wanted)
+            if not run.is_free and 1 in sizes and sizes != {1} and not sure:
+                # A dimension of size 1 beside larger ones is broadcast; but here the larger ones are no batch.
+                with contextlib.suppress(TraceError):
+                    second = run_on_symbols(traced, values, asked, sure, True, wanted)
+                    run = second if second.is_free else run
+            _find_batch(traced, asked, run, sure)
+            traced.dynamic = _dynamic_sizes(traced, run, values, reasons)
+            return run
+        except FixedSizeError as error:
+            reasons |= dict.fromkeys(error.dims or wanted, str(error))
+
+
+def _batch_symbols(run: SymbolicRun) -> set[Any]:
+    return {s for symbol in run.symbols.values() for s in run.env.replace(symbol).free_symbols}
+
+
+def _formula_of(traced: Traced, run: SymbolicRun) -> Callable[[Any], sympy.Expr]:
+    """Returns the function that tells what a size is, in the batch size and the dynamic sizes."""
+    names = _own_symbols(traced, run)
+
+    def formula(value: Any) -> sympy.Expr:
+        if isinstance(value, torch.SymInt):
+            return run.env.replace(value.node.expr).xreplace(names)
+        return sympy.Integer(int(value))
+
+    return formula
+
+
+def _own_symbols(traced: Traced, run: SymbolicRun) -> dict[Any, sympy.Symbol]:
+    """Names torch's symbols anew: that of the batch, and those of dynamic sizes in the order of the inputs."""
+    names = dict.fromkeys(_batch_symbols(run), traced.batch)
+    for symbol in run.dynamic.values():
+        size = run.env.replace(symbol)
+        if size.is_Symbol and size not in names:
+            number = len({*names.values()} - {traced.batch})
+            names[size] = sympy.Symbol(f"s{number}", integer=True, positive=True)
+    return names
+
+
+def _dynamic_symbols(run: SymbolicRun) -> dict[sympy.Symbol, InputDim]:
+    """The symbols of sizes that can vary, and of which dimension each is the size.
+
+    Raises:
+        FixedSizeError: a size of a dynamic dimension is a number, or goes with the batch size.
+    """
+    symbols: dict[sympy.Symbol, InputDim] = {}
+    sizes = {key: run.env.replace(symbol) for key, symbol in run.dynamic.items()}
+    for key, size in sizes.items():
+        if size.is_number:
+            node = run.fixed_by.get(run.dynamic[key])
+            where = f"{node.name} at {info(node).source}" if node is not None else "a function of torch"
+            raise FixedSizeError(f"its size is fixed by {where}", frozenset({key}))
+        if size.free_symbols & _batch_symbols(run):
+            raise FixedSizeError(f"its size goes with the batch size ({size})", frozenset({key}))
+        if size.is_Symbol:
+            symbols.setdefault(size, key)
+    for key, size in sizes.items():
+        if not size.free_symbols <= symbols.keys():
+            raise FixedSizeError(f"its size goes with others ({size})", frozenset({key}))
+    return symbols
+
+
+def _dynamic_sizes(
+    traced: Traced, run: SymbolicRun, values: Sequence[Any], reasons: Mapping[InputDim, str]
+) -> DynamicSizes:
+    """The dynamic sizes of a graph, with all that was concluded from them.
+
+    Raises:
+        FixedSizeError: a size cannot be dynamic, or forward made a plain number of it.
+    """
+    free = _dynamic_symbols(run)
+    if not free:
+        return replace(FIXED_SIZES, fixed=dict(reasons))
+    formula, names = _formula_of(traced, run), _own_symbols(traced, run)
+    symbols = {names[symbol]: key for symbol, key in free.items()}
+    conditions = [SizeCondition(s >= 2, "torch, for which 0 and 1 are sizes of their own") for s in symbols]
+    for read in traced.size_reads:
+        is_of_values = any(isinstance(o, fx.Node) and o in run.value_dependent_nodes for o in read.operands)
+        operands = list(map(formula, _operand_values(run, read)))
+        met = {s for operand in operands for s in operand.free_symbols} & symbols.keys()
+        if not met or is_of_values:
+            continue
+        if read.function not in SIZE_RELATIONS and read.function is not bool:
+            dims = frozenset(symbols[s] for s in met)
+            raise FixedSizeError(f"forward takes its size as a plain number at {read.where}", dims)
+        conditions.append(SizeCondition(_relation(read, operands), read.where))
+    for guard, where in run.guards:
+        expression = run.env.replace(guard).xreplace(names)
+        if expression.free_symbols & symbols.keys():
+            conditions.append(SizeCondition(expression, where, is_of_torch=True))
+    formulas = {key: run.env.replace(symbol).xreplace(names) for key, symbol in run.dynamic.items()}
+    example = tuple((s, values[place].shape[dim]) for s, (place, dim) in symbols.items())
+    different = {condition.condition: condition for condition in reversed(conditions)}
+    different.pop(sympy.true, None)
+    return DynamicSizes(formulas, symbols, example, tuple(reversed(different.values())), dict(reasons))
+
+
+def _operand_values(run: SymbolicRun, read: SizeRead) -> list[Any]:
+    if read.function is length:
+        tensor, dim = read.operands
+        return [run.node_values[tensor].shape[dim]]  # type: ignore[index]
+    return [run.node_values[o] if isinstance(o, fx.Node) else o for o in read.operands]
+
+
+def _relation(read: SizeRead, operands: Sequence[sympy.Expr]) -> sympy.Basic:
+    """Returns the condition that a comparison and its result put on the operands."""
+    is_relation = read.function in SIZE_RELATIONS
+    holds = SIZE_RELATIONS[read.function](*operands) if is_relation else sympy.Ne(operands[0], 0)
+    return holds if read.result else sympy.Not(holds)
 
 
 # -- inputs ----------------------------------------------------------------------------------------------------------
@@ -211,8 +350,12 @@ def candidate_dims(leaves: Sequence[InputLeaf], in_dims: Any) -> list[int | None
     return dims
 
 
-def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> frozenset[Any]:
-    """The symbols that are the batch; sets `traced.in_dims`."""
+def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, sure: bool) -> None:
+    """Sets `traced.in_dims`: which inputs hold the batch.
+
+    Raises:
+        ArgumentError: none does, or they disagree on its size.
+    """
     symbols, fixed_by, env = run.symbols, run.fixed_by, run.env
     free = {place: size for place, s in symbols.items() if (size := env.replace(s)).free_symbols}
     if not free or (sure and len(free) < len(symbols)):
@@ -229,7 +372,6 @@ def _find_batch(traced: Traced, asked: Sequence[int | None], run: SymbolicRun, s
             )
     traced.in_dims = tuple(asked[place] if place in free else None for place in range(len(traced.leaves)))
     common_batch_size([(traced.leaves[p].path, traced.leaves[p].shape[asked[p]]) for p in free])  # type: ignore[index]
-    return frozenset(s for size in free.values() for s in size.free_symbols)
 
 
 def _operand_sizes(read: SizeRead) -> list[sympy.Expr]:
@@ -261,7 +403,7 @@ def add_size_read(traced: Traced, read: SizeRead) -> None:
     set_info(node, known)
 
 
-def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
+def _batch_condition(traced: Traced, read: SizeRead) -> SizeCondition | None:
     """Returns the condition that a read of a size puts on the batch size, where it depends on the batch.
 
     Raises:
@@ -274,13 +416,10 @@ def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
         traced.not_followed = traced.not_followed or read.where
         return None  # what became of it shows at other sizes
     if read.function in SIZE_RELATIONS or read.function is bool:
-        holds = (
-            SIZE_RELATIONS[read.function](*operands) if read.function in SIZE_RELATIONS else sympy.Ne(operands[0], 0)
-        )
-        condition = holds if read.result else sympy.Not(holds)
+        condition = _relation(read, operands)
         if not (condition.is_Relational and condition.lhs == traced.batch and condition.rhs.is_number):
             condition = sympy.simplify(condition)  # which takes long, the first time most of all
-        return None if condition == sympy.true else BatchCondition(condition, read.where)
+        return None if condition == sympy.true else SizeCondition(condition, read.where)
     if traced.recorded_sizes:
         return None  # what it computed is in the graph
     raise TraceError(
@@ -290,7 +429,7 @@ def _batch_condition(traced: Traced, read: SizeRead) -> BatchCondition | None:
     )
 
 
-def _assumed_conditions(traced: Traced, batch: int) -> Iterator[BatchCondition]:
+def _assumed_conditions(traced: Traced, batch: int) -> Iterator[SizeCondition]:
     """Yields the conditions that were assumed of sizes, where they turn out to be that of the batch."""
 
     def size(place: int) -> Any:
@@ -303,14 +442,14 @@ def _assumed_conditions(traced: Traced, batch: int) -> Iterator[BatchCondition]:
             continue
         assumed = condition.subs({symbol: size(place) for symbol, place in places.items()})
         if assumed != sympy.true:
-            read = BatchCondition(
+            read = SizeCondition(
                 assumed, f"somewhere in {type(traced.model).__name__}.forward, as {traced.tracer!r} saw it"
             )
             # Of a single sample export has seen two.
             yield read if read.holds(batch) else replace(read, condition=sympy.Eq(traced.batch, batch))
 
 
-def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
+def _recorded_sizes_condition(traced: Traced) -> SizeCondition:
     """A graph with numbers computed from the batch size holds where it was recorded.
 
     Raises:
@@ -325,7 +464,7 @@ def _recorded_sizes_condition(traced: Traced) -> BatchCondition:
                 "functions with fixed sizes (torch.where, masks), or keep sizes sizes (x.shape[0], not len(x))"
             )
     first = next(node for node in traced.graph.nodes if node.op in CALL_OPS)
-    return BatchCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), info(first).source)
+    return SizeCondition(sympy.Or(*(sympy.Eq(traced.batch, s) for s in traced.recorded_sizes)), info(first).source)
 
 
 # -- outputs ---------------------------------------------------------------------------------------------------------
@@ -347,9 +486,7 @@ def batch_dependent_nodes(traced: Traced) -> set[fx.Node]:
     return dependent
 
 
-def _out_dims(
-    traced: Traced, values: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv, out_dims: Any, walk: ReductionWalk
-) -> tuple[int | str | None, ...]:
+def _out_dims(traced: Traced, out_dims: Any, walk: ReductionWalk) -> tuple[int | str | None, ...]:
     asked: Any = None
     is_for_rest = isinstance(out_dims, str) and out_dims in ("mean", "sum")  # of outputs that hold samples nobody asks
     if out_dims is not None:
@@ -367,15 +504,13 @@ def _out_dims(
         if not isinstance(output, fx.Node):
             hows.append(None)
             continue
-        value = values.get(output)
-        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in getattr(value, "shape", ())]
         is_given = asked is not None and asked[place] is not UNNAMED
-        if is_given and not (is_for_rest and (output not in dependent or _batch_dim(sizes, batch) is not None)):
+        if is_given and not (is_for_rest and (output not in dependent or _batch_dim(traced, output) is not None)):
             hows.append(_checked_out_dim(output, asked[place]))
         elif output not in dependent:
             hows.append(None)
         else:
-            how = _out_dim(traced, output, place, sizes, batch, walk)
+            how = _out_dim(traced, output, place, walk)
             if isinstance(how, OutputCombination):
                 combinations.append(how)
             hows.append("combined" if isinstance(how, OutputCombination) else how)
@@ -384,9 +519,7 @@ def _out_dims(
     return tuple(hows)
 
 
-def _left_dims(
-    traced: Traced, values: dict[fx.Node, Any], batch: frozenset[Any], env: ShapeEnv
-) -> dict[str, int | str]:
+def _left_dims(traced: Traced) -> dict[str, int | str]:
     """Finds, of attributes that forward sets and does not read, the dimension that holds samples.
 
     What requires grad is part of the caller's graph afterwards; so it must go together as outputs do.
@@ -400,12 +533,10 @@ def _left_dims(
     for name, node in traced.assigned.items():
         if name in read or not isinstance(node, fx.Node) or node.op == "get_attr":
             continue
-        shape = getattr(values.get(node), "shape", ())
-        sizes = [env.replace(s.node.expr) if isinstance(s, torch.SymInt) else None for s in shape]
-        dim = _batch_dim(sizes, batch) if node in dependent else None
+        dim = _batch_dim(traced, node) if node in dependent else None
         if dim is not None:
             dims[name] = dim
-        elif name in traced.tied and not shape:
+        elif name in traced.tied and not _sizes_of(node):
             dims[name] = "mean"
         elif name in traced.tied:
             raise CannotRecord(
@@ -416,10 +547,17 @@ def _left_dims(
     return dims
 
 
-def _batch_dim(sizes: Sequence[Any], batch: frozenset[Any]) -> int | None:
+def _sizes_of(node: fx.Node) -> tuple[sympy.Expr, ...]:
+    """The sizes of a tensor; none for anything else."""
+    shapes = info(node).shapes
+    return shapes[0].shape if len(shapes) == 1 else ()
+
+
+def _batch_dim(traced: Traced, node: fx.Node) -> int | None:
     """The one dimension that holds the batch, and nothing else of unknown size."""
-    holding = [d for d, s in enumerate(sizes) if s is not None and s.free_symbols & batch]
-    return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols <= batch else None
+    sizes = _sizes_of(node)
+    holding = [d for d, size in enumerate(sizes) if traced.batch in size.free_symbols]
+    return holding[0] if len(holding) == 1 and sizes[holding[0]].free_symbols == {traced.batch} else None
 
 
 def _checked_out_dim(output: fx.Node, dim: Any) -> int | str | None:
@@ -443,10 +581,8 @@ def _uneven_outputs(traced: Traced) -> tuple[tuple[str, sympy.Expr], ...]:
     return tuple(uneven)
 
 
-def _out_dim(
-    traced: Traced, output: fx.Node, place: int, sizes: Sequence[Any], batch: frozenset[Any], walk: ReductionWalk
-) -> int | str | OutputCombination:
-    if (dim := _batch_dim(sizes, batch)) is not None:
+def _out_dim(traced: Traced, output: fx.Node, place: int, walk: ReductionWalk) -> int | str | OutputCombination:
+    if (dim := _batch_dim(traced, output)) is not None:
         return dim
     shapes = info(output).shapes
     number = info(output).number
@@ -460,9 +596,9 @@ def _out_dim(
         traced.untold += (UndeterminedOutput(place, f"output {place} ({output.name}) is made of {told}"),)
         return "mean"
     what = str(shapes[0]) if shapes else "a number"
-    if any(s is not None and not s.free_symbols <= batch for s in sizes):
+    if any(size.free_symbols - {traced.batch} for size in _sizes_of(output)):
         why = "has a size that depends on values"
-    elif any(s is not None and s.free_symbols & batch for s in sizes):
+    elif any(size.free_symbols for size in _sizes_of(output)):
         why = "holds the batch in several dimensions"
     else:
         why = "depends on the batch but has no dimension for it"
@@ -481,6 +617,8 @@ def _fold_fixed_sizes(traced: Traced) -> None:
     for node in reversed(list(traced.graph.nodes)):
         number = info(node).number
         if node.op not in CALL_OPS or number is None or number.free_symbols or info(node).is_data_dependent:
+            continue
+        if info(node).dynamic_number is not None:
             continue
         for user in list(node.users):
             user.args, user.kwargs = _with_constant((user.args, user.kwargs), node, int(number))

@@ -19,6 +19,7 @@ from fxpipe._torch import torch_pytree as pytree
 from fxpipe._torch.functions import opname
 from fxpipe._torch.saved_tensor_hooks import NoSavedTensors, is_hooks_error
 from fxpipe.errors import DecisionError, TraceError
+from fxpipe.tracing.dynamic_sizes import SizeCondition
 from fxpipe.tracing.forward_rng import DrawFromStream, DrawStream
 from fxpipe.tracing.guards import expectations_of
 from fxpipe.tracing.interpreter import copy_as_leaf, writable_copy
@@ -28,7 +29,7 @@ from fxpipe.tracing.record import module_hooks as hooks
 from fxpipe.tracing.record.input_containers import changed_container_error, changed_input_item
 from fxpipe.tracing.skip_matmul import SkipMatmul
 from fxpipe.tracing.tensors import storage_of
-from fxpipe.tracing.traced import BatchCondition, Traced, runs_python
+from fxpipe.tracing.traced import Traced, runs_python
 from fxpipe.tracing.verify.effects import Effects, Ended, ObservedEffects, RunResult, effects_of, observe_run
 from fxpipe.utils.batch_split import micro_batch_sizes
 from fxpipe.utils.pytree import StructureError, leaves_by_structure, preserve_objects
@@ -152,7 +153,7 @@ def _hold_for_compared(traced: Traced, sizes: Collection[int]) -> None:
     where = traced.not_followed or next((info(n).source for n in traced.nodes if _cuts_samples(n)), "")
     if where and not traced.recorded_sizes:
         condition = sympy.Or(*(sympy.Eq(traced.batch, size) for size in sorted(sizes)))
-        traced.batch_conditions += (BatchCondition(condition, where),)
+        traced.batch_conditions += (SizeCondition(condition, where),)
 
 
 def _cuts_samples(node: fx.Node) -> bool:

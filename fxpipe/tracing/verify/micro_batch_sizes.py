@@ -54,19 +54,21 @@ def holds_for_micro_batches(
     Args:
         is_told: the user says how outputs go together (`out_dims`), whatever they are for the mini-batch.
     """
-    batch = traced.batch_of(leaves)
-    key = batch, frozenset(sizes)
-    if traced.holds_for(batch, sizes) or is_faked():  # there are no values; it is asked again when there are
+    batch, lengths = traced.batch_of(leaves), traced.dynamic.lengths_of(leaves)
+    if lengths is None:
+        return False
+    key = batch, frozenset(sizes), lengths
+    if traced.holds_for(batch, sizes, lengths) or is_faked():  # there are no values; it is asked again when there are
         return True
-    if key in traced.tried_splits or not traced.holds_for(batch):
+    if key in traced.tried_splits or not traced.holds_for(batch, (), lengths):
         return False
     traced.tried_splits.add(key)
     excuse_sizes(traced, leaves, sizes)
-    holds = all(map(traced.holds_at, sizes))
+    holds = all(traced.holds_at(size, lengths) for size in sizes)
     same = None if holds and is_told else _give_same_outputs(traced, traced, leaves, sizes)
     if same or (holds and same is None):
         traced.accepted_splits.add(key)
-    return traced.holds_for(batch, sizes)
+    return traced.holds_for(batch, sizes, lengths)
 
 
 def must_compare_micro_batches(traced: Traced) -> bool:
@@ -223,7 +225,7 @@ def agrees_with_model(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, A
     """Tells whether the graph holds for micro-batches of these sizes, as far as values of inputs and model show it."""
     if not all(traced.holds_at(size) for size in sizes):
         return False
-    with _checking_mode(traced, args, kwargs) as leaves:
+    with checking_mode(traced, args, kwargs) as leaves:
         return is_faked() or all(agrees_at_size(traced, leaves, size) for size in sizes)
 
 
@@ -235,14 +237,14 @@ def recheck_micro_batches(
     Raises:
         ArgumentError: the micro-batches do not make as many rows as the mini-batch.
     """
-    with _checking_mode(traced, args, kwargs) as leaves:
-        if traced.holds_for(traced.batch_of(leaves)):
+    with checking_mode(traced, args, kwargs) as leaves:
+        if traced.holds_for(traced.batch_of(leaves), (), traced.dynamic.lengths_of(leaves)):
             refuse_uneven(traced, leaves, sizes)
         return holds_for_micro_batches(traced, leaves, sizes, is_told)
 
 
 @contextlib.contextmanager
-def _checking_mode(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[Any]]:
+def checking_mode(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[Any]]:
     """A block in which graph and model may be compared. Yields the flattened inputs."""
     with (
         DISPATCH_MODE_LOCK,

@@ -269,7 +269,7 @@ def pretend(unet, monkeypatch):
         machine = FakeMachine(seed)
         for given in pytree.tree_leaves(unet[2]):
             machine.place(given, CPU)
-        pipe._fxpipe.graphs[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
+        pipe._fxpipe.graphs.entries[:] = [(p, dataclasses.replace(a, devices=tuple(devices))) for p, a in graphs]
         pipe._fxpipe.engine.executor = InterleavedExecutor(seed)
         for kind in pipe._fxpipe.engine._loss_histories.kinds.values():
             kind.passes = 1  # not verified in the 10th step, which would ask a real GPU for its random numbers
@@ -292,7 +292,7 @@ def pretend(unet, monkeypatch):
         return machine
 
     yield begin
-    pipe._fxpipe.graphs[:] = graphs
+    pipe._fxpipe.graphs.entries[:] = graphs
     pipe._fxpipe.engine.executor = executor
 
 

@@ -483,8 +483,8 @@ def test_graphs_for_other_inputs_are_no_reason_to_warn():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     with pipe_of(model) as pipe, warnings.catch_warnings():
         warnings.simplefilter("error")
-        for length in range(1, 12):
-            pipe(torch.randn(8, length, 6))
+        for dims in range(1, 12):
+            pipe(torch.randn(8, *[1] * dims, 6))
         assert graphs(pipe) == 11
 
 

@@ -1,0 +1,167 @@
+"""A graph with dynamic sizes, compared with its model at other sizes: some seen before, and one that never was.
+
+The inputs of the recording are cut, or go on from their beginning, so that their values stay such as the model takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpipe.errors import TraceError
+from fxpipe.tracing.dynamic_sizes import FixedSizeError, InputDim, Lengths
+from fxpipe.tracing.interpreter import NodeValues, copy_of_input, run_node_without_grad, run_nodes
+from fxpipe.tracing.model_state import preserve_state
+from fxpipe.tracing.node_info import info
+from fxpipe.tracing.tensors import tensors_in
+from fxpipe.tracing.traced import Traced, attribute_tensor
+from fxpipe.tracing.verify.equivalence import agrees_at_size, run_model, take_samples
+from fxpipe.tracing.verify.micro_batch_sizes import checking_mode
+from fxpipe.tracing.verify.training_equivalence import FEWEST_SAMPLES, check_training_equivalence
+
+_STEP = 3  # a size that was never recorded is so much larger than the largest
+
+
+def check_dynamic_sizes(traced: Traced, leaves: Sequence[Any], seen: Sequence[Mapping[InputDim, int]]) -> None:
+    """Compares graph and model at other sizes than those of the recording, outputs, gradients and state.
+
+    Args:
+        leaves: the inputs of the recording, flattened.
+        seen: sizes that inputs had before, by dimension.
+
+    Raises:
+        FixedSizeError: they differ, or that cannot be told.
+    """
+    if traced.uneven_outputs:
+        raise FixedSizeError("rows of an output do not simply grow with the number of samples")
+    before = [lengths for sizes in seen if (lengths := _lengths_seen(traced, sizes)) is not None]
+    others = [lengths for lengths in dict.fromkeys(before) if _compare(traced, leaves, lengths)]
+    unseen = next((lengths for lengths in _unseen(traced, before) if _compare(traced, leaves, lengths)), None)
+    if not others and unseen is None:
+        raise FixedSizeError("the model runs at no other size, as far as was tried")
+    small = tuple((symbol, max(2, size // 2)) for symbol, size in _bounds(traced, before, min).items())
+    if any(condition.is_of_torch for condition in traced.dynamic.conditions) and _compare(traced, leaves, small):
+        others.append(small)
+    traced.compared_lengths.update((traced.dynamic.example, *others, *([] if unseen is None else [unseen])))
+
+
+def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tells whether graph and model do the same on some of these samples, whose dynamic sizes are new.
+
+    Where they do not, the graph is one for the sizes between those compared from now on.
+    """
+    with checking_mode(traced, args, kwargs) as leaves:
+        lengths = traced.dynamic.lengths_of(leaves)
+        assert lengths is not None
+        try:
+            _compare(traced, leaves, lengths)
+        except FixedSizeError:
+            traced.dynamic = traced.dynamic.within(traced.compared_lengths)
+            return False
+        traced.compared_lengths.add(lengths)
+        return True
+
+
+def _lengths_seen(traced: Traced, sizes: Mapping[InputDim, int]) -> Lengths | None:
+    if not all(key in sizes for key in traced.dynamic.symbols.values()):
+        return None
+    lengths = tuple((symbol, sizes[key]) for symbol, key in traced.dynamic.symbols.items())
+    return lengths if lengths != traced.dynamic.example else None
+
+
+def _unseen(traced: Traced, before: Sequence[Lengths]) -> Iterator[Lengths]:
+    """Yields sizes that were never recorded: larger ones, where the model takes no such smaller ones."""
+    yield tuple((symbol, size + _STEP) for symbol, size in _bounds(traced, before, max).items())
+    yield tuple((symbol, max(2, size - 1)) for symbol, size in _bounds(traced, before, min).items())
+    yield tuple((symbol, max(2, size // 2)) for symbol, size in _bounds(traced, before, min).items())
+
+
+def _bounds(
+    traced: Traced, before: Sequence[Lengths], bound: Callable[[Iterable[int]], int]
+) -> dict[sympy.Symbol, int]:
+    known = [dict(lengths) for lengths in (traced.dynamic.example, *before)]
+    return {symbol: bound(lengths[symbol] for lengths in known) for symbol in traced.dynamic.symbols}
+
+
+def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
+    """Compares graph and model on a few samples of these sizes. Returns whether the graph is for them and they run.
+
+    Raises:
+        FixedSizeError: they differ.
+    """
+    batch = min(FEWEST_SAMPLES, traced.batch_of(leaves))
+    if not _may_hold(traced, batch, lengths):
+        batch = traced.batch_of(leaves)
+    sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
+    is_same_graph = _may_hold(traced, batch, lengths)
+    if not is_same_graph or not (traced.guards is None or traced.guards.hold(traced, sample, traced.seed)):
+        return False
+    seed = torch.default_generator.initial_seed() % 2**31
+    with contextlib.suppress(TraceError):  # of a model that does something else at this size, which shows below
+        try:
+            run_model(traced, sample, batch, batch, seed)
+        except TraceError:
+            raise
+        except Exception:
+            return False  # it will say so itself when it meets such inputs
+    failing = traced.dynamic.failing(batch, lengths)
+    try:
+        if not agrees_at_size(traced, sample, batch):
+            raise TraceError("the graph does something else than forward")
+        check_training_equivalence(traced, sample)
+    except TraceError as error:
+        if failing:
+            return False  # another graph
+        shown = ", ".join(str(size) for _, size in lengths)
+        raise FixedSizeError(f"at another size ({shown}): {error}") from error
+    if failing:
+        if not _have_expected_shapes(traced, sample, batch, lengths):
+            return False
+        held = (condition for condition in traced.dynamic.conditions if condition not in failing)
+        traced.dynamic = replace(traced.dynamic, conditions=tuple(held))
+    return True
+
+
+def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
+    """Returns whether all that forward concluded from sizes holds; what torch did need not."""
+    failing = traced.dynamic.failing(batch, lengths)
+    reads = (*traced.batch_conditions, *traced.mini_batch_conditions)
+    return all(condition.is_of_torch for condition in failing) and all(read.holds(batch) for read in reads)
+
+
+def _have_expected_shapes(traced: Traced, sample: Sequence[Any], batch: int, lengths: Lengths) -> bool:
+    """Runs the graph, and tells whether all that it makes is of the sizes that the formulas tell."""
+    values: NodeValues = {}
+    sizes = {traced.batch: batch, **dict(lengths)}
+
+    def placeholder(node: fx.Node) -> Any:
+        return copy_of_input(sample[traced.place_of(node)])
+
+    def attribute(node: fx.Node) -> torch.Tensor:
+        tensor: torch.Tensor = copy_of_input(attribute_tensor(traced, node))
+        return tensor
+
+    with preserve_state(traced.model):
+        for node in run_nodes(traced.graph.nodes, values, placeholder, attribute, run_node_without_grad, keep=()):
+            known = info(node)
+            shapes = known.dynamic_shapes or known.shapes
+            for tensor, shape in zip(tensors_in(values[node]), shapes, strict=False):
+                if tuple(tensor.shape) != tuple(formula.subs(sizes) for formula in shape.shape):
+                    return False
+    return True
+
+
+def resize(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any]:
+    """Returns the flattened inputs with these dynamic sizes: cut, or gone on with from their beginning."""
+    values, resized = dict(lengths), list(leaves)
+    for (place, dim), formula in traced.dynamic.formulas.items():
+        leaf, size = resized[place], int(formula.subs(values))
+        index = torch.arange(size, device=leaf.device) % leaf.shape[dim]
+        resized[place] = leaf.detach().index_select(dim, index).requires_grad_(leaf.requires_grad)
+    return resized

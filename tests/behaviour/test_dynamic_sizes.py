@@ -1,0 +1,385 @@
+"""Sizes that change from batch to batch: one graph for all, as far as forward lets it be, and never a wrong one."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.oracle import assert_same_gradients, assert_same_state, closing
+from torch import nn
+
+import fxpipe
+
+D = 8
+LENGTHS = (7, 12, 5, 16, 9, 40, 12)
+
+
+class Layers(nn.Module):
+    """What the models here are made of. The forwards differ in what they do with sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.table = nn.Parameter(torch.randn(64, D))
+        self.convolution = nn.Conv1d(D, D, 3, padding=1)
+        self.register_buffer("cache", torch.randn(4, D))
+
+
+def plainly(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.relu(m.second(m.first(x))))
+
+
+def position_table(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) + m.table[: x.shape[1]])
+
+
+def position_ids(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) + F.embedding(torch.arange(x.size(1), device=x.device), m.table))
+
+
+def causal_mask(m: Any, x: torch.Tensor) -> torch.Tensor:
+    length = x.shape[1]
+    mask = torch.full((length, length), -math.inf).triu(1)
+    scores = m.first(x) @ m.second(x).transpose(1, 2) / D**0.5 + mask
+    return m.last(scores.softmax(-1) @ x)
+
+
+def sliding_window(m: Any, x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(x.shape[1])
+    near = (places[:, None] - places[None, :]).abs() <= 3
+    scores = (m.first(x) @ m.second(x).transpose(1, 2)).masked_fill(~near, -1e9)
+    return m.last(scores.softmax(-1) @ x)
+
+
+def padding_to_a_multiple(m: Any, x: torch.Tensor) -> torch.Tensor:
+    length = x.shape[1]
+    padded = F.pad(m.first(x), (0, 0, 0, -length % 4))
+    windows = padded.view(x.shape[0], -1, 4, D)
+    return m.last((windows + windows.mean(2, keepdim=True)).flatten(1, 2)[:, :length])
+
+
+def pooling_to_a_fixed_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(F.adaptive_avg_pool1d(m.convolution(m.first(x).transpose(1, 2)), 4).transpose(1, 2))
+
+
+def mean_over_positions(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x).mean(1) + x.sum(1) / x.shape[1])
+
+
+def flattened_rows(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x).reshape(-1, D))
+
+
+def size_in_a_factor(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * math.sqrt(x.shape[1]))
+
+
+def flip_and_roll(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x).flip(1).roll(2, 1) + m.second(x))
+
+
+def last_position(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x)[:, -1] + m.second(x)[:, x.shape[1] // 2])
+
+
+def windows_by_unfold(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x).unfold(1, 3, 2).sum(-1))
+
+
+def writes_to_half(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    h[:, : x.shape[1] // 2] *= 2
+    return m.last(h)
+
+
+# What forward concludes from a size is a condition; another conclusion is another graph.
+
+
+def branch_on_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h * 2 if x.shape[1] > 10 else h)
+
+
+def window_against_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h if min(10, x.shape[1]) == x.shape[1] else h[:, -10:])
+
+
+def clipped_slice(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)[:, :10]
+    return m.last(h * 3 if h.shape[1] == 10 else h)
+
+
+def pieces_of_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(sum(piece.mean(1) for piece in m.first(x).split(4, 1)))
+
+
+def grown_cache(m: Any, x: torch.Tensor) -> torch.Tensor:
+    table = m.cache if x.shape[1] <= len(m.cache) else m.cache.repeat(-(-x.shape[1] // len(m.cache)), 1)
+    return m.last(m.first(x) + table[: x.shape[1]])
+
+
+# A size that goes on as a plain number, which nothing follows, binds the graph to it.
+
+
+def loop_over_positions(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h, states = torch.zeros_like(x[:, 0]), []
+    for position in range(x.shape[1]):
+        h = torch.tanh(m.first(x[:, position]) + h)
+        states.append(h)
+    return m.last(torch.stack(states, 1))
+
+
+def iteration(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(torch.stack([m.first(step) for step in x.unbind(1)], 1))
+
+
+def length_of_a_sample(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * len(x[0]))
+
+
+def bits_of_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * x.shape[1].bit_length())
+
+
+def text_of_a_size(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * len(f"{x.shape[1]}"))
+
+
+def index_of_a_list(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * [1.0, 2.0, 3.0, 4.0][x.shape[1] % 4])
+
+
+def size_as_a_float(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return m.last(m.first(x) * float(x.shape[1]))
+
+
+def power_of_two_steps(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h, stride = m.first(x), 1
+    while stride < x.shape[1]:
+        h, stride = h + h.roll(stride, 1), stride * 2
+    return m.last(h)
+
+
+ANY_SIZE = (
+    plainly,
+    position_table,
+    position_ids,
+    causal_mask,
+    sliding_window,
+    padding_to_a_multiple,
+    pooling_to_a_fixed_size,
+    mean_over_positions,
+    flattened_rows,
+    flip_and_roll,
+    last_position,
+    windows_by_unfold,
+    writes_to_half,
+)
+BY_CONDITION = (branch_on_a_size, window_against_size, clipped_slice, grown_cache, power_of_two_steps)
+BOUND = (
+    pieces_of_a_size,
+    loop_over_positions,
+    iteration,
+    length_of_a_sample,
+    bits_of_a_size,
+    text_of_a_size,
+    index_of_a_list,
+    size_as_a_float,
+    size_in_a_factor,
+)
+
+
+def model_of(forward: Callable[..., Any]) -> nn.Module:
+    torch.manual_seed(0)
+    return type(forward.__name__, (Layers,), {"forward": forward})()
+
+
+def assert_steps(model: nn.Module, batches: Sequence[torch.Tensor], chunks: int = 2, **options: Any) -> int:
+    """Steps in training and outputs in evaluation are the plain model's. Returns how many graphs training took."""
+    plain = copy.deepcopy(model)
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=chunks, example_args=(batches[0].clone(),), **options)
+    ) as pipe:
+        for step, batch in enumerate(batches):
+            for one in (plain, pipe):
+                one.zero_grad()
+            parts = [plain(part) for part in batch.tensor_split(chunks)]
+            want = sum(part.square().mean() * (len(part) / len(torch.cat(parts))) for part in parts)
+            want.backward()
+            if step % 2:
+                outputs = pipe(batch.clone())
+                torch.testing.assert_close(outputs, torch.cat(parts))
+                have = outputs.square().mean()
+                have.backward()
+            else:
+                have = pipe.forward_backward(batch.clone(), loss_fn=lambda y: y.square().mean())
+            torch.testing.assert_close(have, want)
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+            assert_same_state(pipe, plain, exact=False)
+        graphs = len(pipe._fxpipe.graphs)
+        pipe.eval()
+        plain.eval()
+        with torch.no_grad():
+            for batch in batches:
+                torch.testing.assert_close(pipe(batch.clone()), plain(batch))
+        return graphs
+
+
+def batches_of(lengths: Sequence[int], samples: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(samples, length, D) for length in lengths]
+
+
+@pytest.mark.parametrize("forward", ANY_SIZE)
+def test_two_graphs_run_all_sizes(forward: Callable[..., Any]) -> None:
+    assert assert_steps(model_of(forward), batches_of(LENGTHS)) == 2
+
+
+@pytest.mark.parametrize("forward", BY_CONDITION)
+def test_another_conclusion_from_a_size_is_another_graph(forward: Callable[..., Any]) -> None:
+    assert assert_steps(model_of(forward), batches_of(LENGTHS)) <= len({*LENGTHS})
+
+
+@pytest.mark.parametrize("forward", BOUND)
+def test_a_size_that_goes_on_as_a_plain_number_is_right_at_every_size(forward: Callable[..., Any]) -> None:
+    assert assert_steps(model_of(forward), batches_of(LENGTHS)) <= len({*LENGTHS})
+
+
+def test_a_branch_takes_two_graphs_for_any_number_of_sizes() -> None:
+    lengths = (7, 12, 5, 16, 9, 20, 8, 13, 6)
+    assert assert_steps(model_of(branch_on_a_size), batches_of(lengths)) == 3
+
+
+class Hidden(Layers):
+    """Goes by a size in a way that nothing sees, at a threshold far beyond the first sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        return self.last(h * 2 if x.unflatten(1, (-1, 1)).detach().numpy().shape[1] > 50 else h)
+
+
+def test_a_size_far_beyond_those_compared_is_compared_again() -> None:
+    assert assert_steps(Hidden(), batches_of((7, 12, 9, 60, 8, 61))) >= 3
+
+
+def test_a_size_of_one_is_another_graph() -> None:
+    assert assert_steps(model_of(plainly), batches_of((7, 12, 1, 2, 9))) == 3
+
+
+def test_two_dimensions_that_are_equal_by_chance_are_two() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, D, 3, padding=1, stride=2), nn.Conv2d(D, 3, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = F.interpolate(torch.relu(self.first(x)), scale_factor=2, mode="nearest")
+            return self.second(h[..., : x.shape[-2], : x.shape[-1]]) + x
+
+    torch.manual_seed(0)
+    sizes = ((16, 16), (12, 12), (16, 12), (20, 9), (7, 30))
+    assert assert_steps(Images(), [torch.randn(4, 3, *size) for size in sizes]) <= 3
+
+
+def test_sizes_and_the_number_of_samples_change_together() -> None:
+    torch.manual_seed(1)
+    batches = [torch.randn(n, length, D) for n, length in ((4, 7), (6, 12), (2, 5), (4, 16), (7, 9), (3, 4))]
+    assert assert_steps(model_of(causal_mask), batches) == 2
+
+
+def condition_on_both(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h * 2 if x.shape[0] * x.shape[1] > 30 else h)
+
+
+def test_a_condition_on_samples_and_size_is_that_of_the_mini_batch() -> None:
+    """As in the plain model, also where the micro-batches alone would go another way."""
+    model = model_of(condition_on_both)
+    plain = copy.deepcopy(model)
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 40, D),))) as pipe:
+        for length in (50, 45, 33, 20, 10, 6, 9):
+            batch = torch.randn(4, length, D)
+            torch.testing.assert_close(pipe(batch), plain(batch))
+
+
+def test_a_mask_of_another_length_is_the_models_own_error() -> None:
+    class Masked(Layers):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x) * mask[..., None])
+
+    model = Masked()
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D), torch.ones(4, 7)))
+    ) as pipe:
+        for length in (9, 12, 5):
+            x, mask = torch.randn(4, length, D), torch.ones(4, length)
+            torch.testing.assert_close(pipe(x, mask), model.forward(x, mask))
+        assert len(pipe._fxpipe.graphs) == 2
+        with pytest.raises(RuntimeError, match="must match the size"):
+            pipe(torch.randn(4, 9, D), torch.ones(4, 8))
+        torch.testing.assert_close(pipe(x, mask), model.forward(x, mask))
+
+
+def test_the_plan_says_why_a_size_is_not_dynamic() -> None:
+    with closing(
+        fxpipe.pipeline(model_of(loop_over_positions), ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 5, D),))
+    ) as pipe:
+        for length in (6, 7):
+            pipe(torch.randn(4, length, D))
+        (reason,) = (why for why in pipe.plan.why if "dimension 1 of x" in why)
+        assert "plain number" in reason
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "zero_bubble", "checkpoint": "never"},
+        {"schedule": "interleaved_1f1b", "checkpoint": "always"},
+        {"schedule": "zbv"},
+        {"schedule": "gpipe", "deferred_batch_norm": True},
+    ],
+    ids=str,
+)
+def test_schedules_run_changing_sizes(options: dict[str, Any]) -> None:
+    assert assert_steps(model_of(causal_mask), batches_of((7, 12, 5, 16)), **options) == 2
+
+
+class WithLoss(nn.Module):
+    """Takes its loss by itself: a mean over the tokens that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(20, D), nn.Linear(D, D), nn.Linear(D, 20)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(torch.relu(self.layer(self.embedding(ids))))
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, 20), labels[:, 1:].reshape(-1), ignore_index=-100)
+        return {"loss": loss, "logits": logits}
+
+
+def test_a_loss_in_the_model_is_that_of_the_mini_batch_at_every_size() -> None:
+    torch.manual_seed(0)
+    model = WithLoss()
+    plain = copy.deepcopy(model)
+
+    def inputs(length: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 20, (4, length))
+        return {"ids": ids, "labels": ids.masked_fill(torch.rand(4, length) < 0.3, -100)}
+
+    with closing(fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_kwargs=inputs(7))) as pipe:
+        for length in (7, 12, 5, 16, 9):
+            batch = inputs(length)
+            for one in (plain, pipe):
+                one.zero_grad()
+            want, have = plain(**batch), pipe(**batch)
+            torch.testing.assert_close(have, want)
+            want["loss"].backward()
+            have["loss"].backward()
+            assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
+        assert len(pipe._fxpipe.graphs) == 2
