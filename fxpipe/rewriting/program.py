@@ -144,7 +144,7 @@ class WeightGradientTask(NamedTuple):
     """A split node that has run."""
 
     names: tuple[str, ...]  # of the parameters that it used and that want a gradient
-    weigh: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
+    weight_gradients: Callable[[torch.Tensor], Sequence[torch.Tensor]]  # gradient at the edge -> those of `names`
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class WeightGradientTape:
             use, gradient = uses.pop(), gradients.pop()
             if gradient is None:
                 continue
-            for name, new in zip(use.names, use.weigh(gradient), strict=True):
+            for name, new in zip(use.names, use.weight_gradients(gradient), strict=True):
                 left[name] -= 1
                 have = parts.pop(name, None)
                 total = new if have is None else _sum_gradients(have, new)

@@ -55,7 +55,7 @@ class GradientTap:
     names: tuple[str, str | None]  # of the weight and the bias
     shape: tuple[sympy.Expr, ...]  # of the node's output, in sizes that can be measured
     dtype: torch.dtype | None  # under autocast; None: the weight's
-    weigh: WeightGradientFunction
+    weight_gradients: WeightGradientFunction
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _tap(node: fx.Node, operation: SplitOperation) -> GradientTap:
 def _weight_gradient_function(operation: SplitOperation) -> WeightGradientFunction:
     kind, options, casts = operation.kind, operation.operands[3:], operation.casts
 
-    def weigh(
+    def weight_gradients(
         gradient: torch.Tensor,
         x: torch.Tensor | None,
         w: torch.Tensor,
@@ -168,10 +168,10 @@ def _weight_gradient_function(operation: SplitOperation) -> WeightGradientFuncti
         dtype = w.dtype
         if casts and x is not None:  # to what x was cast to in F
             w = w.to(x.dtype)
-        gradients = kind.weigh(gradient, x, w, b, wants_w, wants_b, *options)
+        gradients = kind.weight_gradients(gradient, x, w, b, wants_w, wants_b, *options)
         return [g.to(dtype) if casts else g for g in gradients if g is not None]
 
-    return weigh
+    return weight_gradients
 
 
 def _with_taps(graph: fx.Graph, uses: dict[fx.Node, SplittableNode]) -> fx.Graph:
@@ -283,9 +283,11 @@ def _weight_gradient_task(
     w, b = bare[0], bare[1] if len(bare) > 1 else None
     version = 0 if x is None else version_of(x)
 
-    def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    def weight_gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         if x is not None:
             check_input_unchanged(x, version, names[0])
-        return tap.weigh(gradient, x, w, b, wants_w, wants_b)
+        return tap.weight_gradients(gradient, x, w, b, wants_w, wants_b)
 
-    return WeightGradientTask(tuple(name for name, wanted in zip(names, wants, strict=True) if wanted), weigh)
+    return WeightGradientTask(
+        tuple(name for name, wanted in zip(names, wants, strict=True) if wanted), weight_gradients
+    )

@@ -51,7 +51,7 @@ class OperatorKind(NamedTuple):
 
     name: str
     run: Callable[..., OperatorResult]  # (x, w, b, wants w, *options); the `w` at hand may be a detached one
-    weigh: Callable[..., WeightBiasGradients]  # (gradient, x, w, b, wants w, wants b, *options)
+    weight_gradients: Callable[..., WeightBiasGradients]  # (gradient, x, w, b, wants w, wants b, *options)
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None, wants_w: bool) -> OperatorResult:
@@ -198,7 +198,7 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
             y = function(batched, w, b, stride, padding, dilation, groups)
         return OperatorResult(y if batched is x else y.squeeze(0), y, batched)
 
-    def weigh(
+    def weight_gradients(
         gradient: torch.Tensor,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -220,7 +220,7 @@ def convolution_kind(function: Callable[..., torch.Tensor], dims: int, transpose
         )
         return of_w, of_b
 
-    return OperatorKind(function.__name__, run, weigh)
+    return OperatorKind(function.__name__, run, weight_gradients)
 
 
 # -- split nodes in the code of a stage --------------------------------------------------------------------------------
@@ -260,13 +260,13 @@ def split_node(kind: OperatorKind, names: tuple[str, str | None], casts: bool) -
         kept = None if ran.x is None else ran.x.detach()
         version, dtype = 0 if kept is None else version_of(kept), w.dtype
 
-        def weigh(gradient: torch.Tensor) -> list[torch.Tensor]:
+        def weight_gradients(gradient: torch.Tensor) -> list[torch.Tensor]:
             if kept is not None:
                 check_input_unchanged(kept, version, w_name)
-            gradients = kind.weigh(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
+            gradients = kind.weight_gradients(gradient, kept, own_w, own_b, wants_w, wants_b, *options)
             return [g.to(dtype) if casts else g for g in gradients if g is not None]
 
-        tape.note(_gradient_edge(ran.core), WeightGradientTask(by_wants[wants], weigh))
+        tape.note(_gradient_edge(ran.core), WeightGradientTask(by_wants[wants], weight_gradients))
         return ran.value
 
     return _with_name(call, kind.name)
@@ -296,10 +296,10 @@ def _autograd_gradients(
 ) -> Callable[[torch.Tensor], Sequence[torch.Tensor]]:
     """Makes the function of W for a node behind which there is nothing but weights."""
 
-    def weigh(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    def weight_gradients(gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         return torch.autograd.grad([edge], weights, [gradient])
 
-    return weigh
+    return weight_gradients
 
 
 def check_input_unchanged(x: torch.Tensor, version: int, name: str) -> None:

@@ -217,7 +217,7 @@ class StageInstance:
             pending.tape.arrived(results[of_weights:])
         return results[len(self._summed) : of_weights]
 
-    def weigh(self, tape: WeightGradientTape) -> None:
+    def weight_gradients(self, tape: WeightGradientTape) -> None:
         """Sums the gradients of the parameters that B has left."""
         with torch.no_grad():
             self._add(tape.weight_gradients())

@@ -228,10 +228,10 @@ class Step:
         if pending.tape is not None:
             self.tapes[j, i] = pending.tape
 
-    def weigh(self, j: int, i: int) -> None:
+    def weight_gradients(self, j: int, i: int) -> None:
         tape = self.tapes.pop((j, i), None)
         if tape is not None:  # else B has done all
-            self.stage_instances[j].weigh(tape)
+            self.stage_instances[j].weight_gradients(tape)
 
     # -- the end of the step -----------------------------------------------------------------------------------------
 
@@ -265,5 +265,5 @@ _ACTION_METHODS: dict[ActionKind, Callable[[Step, int, int], None]] = {
     ActionKind.FORWARD: Step.forward,
     ActionKind.RECOMPUTE: Step.recompute,
     ActionKind.BACKWARD: Step.backward,
-    ActionKind.WEIGHT: Step.weigh,
+    ActionKind.WEIGHT: Step.weight_gradients,
 }

@@ -23,6 +23,7 @@ OLD_WORDS = {
     "restless": "value_dependent",
     "rollers": "python_rng",
     "strangers": "external",
+    "weigh": "weight_gradients",
 }
 QUESTION = re.compile(
     r"(What|Which|Who|Whose|Where|When|Why|How|Is|Are|Was|Were|Do|Does|Did|Has|Have|Had|Can|Could|Must|Should|Will|Would|"
