@@ -68,7 +68,6 @@ def _alpha_dropout(noise_like: Callable[[Tensor], Tensor]) -> RngKernel:
     return alpha_dropout
 
 
-# No model of the zoo: `nn.Dropout2d` needs it (unit/rewriting/test_rng.py).
 def _channel_noise(input: Tensor) -> Tensor:
     return input.new_empty((*input.shape[:2], *(1,) * (input.dim() - 2)))
 
