@@ -6,7 +6,7 @@ BIN := .venv/bin
 # Processes that run tests.
 JOBS ?= 2
 
-.PHONY: help demo test gpu lint format bench overhead balance planning inspecting coverage stress clean
+.PHONY: help demo test gpu lint format bench overhead lengths balance planning inspecting coverage stress clean
 
 help:
 	@echo 'make demo        train two small models as pipelines and print the plan of one'
@@ -16,6 +16,7 @@ help:
 	@echo 'make format      rewrite the sources in the one style'
 	@echo 'make bench       measure throughput'
 	@echo 'make overhead    measure what an action costs beside the operations of the model'
+	@echo 'make lengths     measure what batches of changing lengths cost'
 	@echo 'make balance     compare cuts with those of others, and predicted with measured steps'
 	@echo 'make planning    measure how long planning takes'
 	@echo 'make inspecting  measure how long fxpipe.inspect takes'
@@ -53,6 +54,9 @@ overhead: .venv/.installed
 
 balance: .venv/.zoo
 	$(BIN)/python tools/bench/balance.py $(ARGS)
+
+lengths: .venv/.zoo
+	$(BIN)/python tools/bench/lengths.py $(ARGS)
 
 planning: .venv/.zoo
 	$(BIN)/python tools/bench/planning.py $(ARGS)
