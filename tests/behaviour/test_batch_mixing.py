@@ -247,3 +247,67 @@ def test_a_router_whose_means_are_in_the_loss_alone():
             return out, (weights.mean((0, 1)) * (weights > 0.3).float().mean((0, 1))).sum()
 
     assert fxpipe.trace(Experts(), (X,)).out_dims == (0, "combined")
+
+
+class Own(torch.autograd.Function):
+    """A softmax that no graph knows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.softmax(-1))
+        return x.softmax(-1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (y,) = ctx.saved_tensors
+        return y * (gradient - (gradient * y).sum(-1, keepdim=True))
+
+
+class Padded(nn.Module):
+    """Of a batch that is padding only, all values are alike."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x, ids):
+        return self.after(self.function(self.before(x) * (ids > 0)[..., None]))
+
+
+PADDING = torch.zeros(6, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6])
+def test_values_that_hide_what_an_unknown_function_does_with_a_mean_are_replaced(batch):
+    model = Padded(lambda h: Own.apply(h - h.mean(0)))
+    with pytest.raises(
+        ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+ \(mean goes over"
+    ):
+        fxpipe.trace(model, (X[:batch], PADDING[:batch]))
+
+
+def test_two_samples_of_several_values_are_told_apart():
+    """A mean that comes back to samples, behind one that does not, of samples in another order."""
+
+    def function(h):
+        order = h[:, 0, 0].argsort(descending=True)
+        first = Own.apply(h[order] - h[order].mean((0, 2), keepdim=True))
+        return Own.apply(first.tanh() - first.mean(0))
+
+    with pytest.raises(ArgumentError, match=r"\(mean_1 goes over the samples\)"):
+        fxpipe.trace(Padded(function), (X, PADDING))
+
+
+def sorted_by_first(h):
+    """In another order, of which only a constant is left."""
+    order = h[:, 0, 0].argsort(descending=True)
+    placed = h[order]
+    return torch.empty_like(h).index_copy(0, order, Own.apply(placed - placed.amax((0, 2), keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda h: Own.apply(h - h.mean((0, 2), keepdim=True)), sorted_by_first], ids=["softmax", "sorted"]
+)
+def test_an_unknown_function_may_take_a_mean_out_again(function):
+    assert fxpipe.trace(Padded(function), (X, PADDING), chunks=2).out_dims == (0,)

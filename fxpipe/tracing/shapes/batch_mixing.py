@@ -106,14 +106,31 @@ def refuse_mixing(traced: Traced) -> None:
             continue
         origin = mixing.origin_of(output)
         if origin is not None:
-            raise ArgumentError(
-                f"output {place} ({output.name}, {info(output).shapes[0]}, made at "
-                f"{info(output).source or 'the input'}): samples act on each other at {info(origin).source} "
-                f"({origin.name} goes over the samples), so the outputs of micro-batches, put together, are not the "
-                "output of the batch. Compute it for each sample by itself (another dimension), or use chunks by "
-                "running the micro-batches yourself; say with out_dims how the outputs go together (a dimension, "
-                "'stack', 'mean', 'sum') if it is meant for micro-batches, or with in_dims what holds the batch"
-            )
+            raise mixing_error(traced, place, origin)
+
+
+def mixing_error(traced: Traced, place: int, origin: fx.Node) -> ArgumentError:
+    output = traced.results[place][0]
+    return ArgumentError(
+        f"output {place} ({output.name}, {info(output).shapes[0]}, made at "
+        f"{info(output).source or 'the input'}): samples act on each other at {info(origin).source} "
+        f"({origin.name} goes over the samples), so the outputs of micro-batches, put together, are not the "
+        "output of the batch. Compute it for each sample by itself (another dimension), or use chunks by "
+        "running the micro-batches yourself; say with out_dims how the outputs go together (a dimension, "
+        "'stack', 'mean', 'sum') if it is meant for micro-batches, or with in_dims what holds the batch"
+    )
+
+
+def sources_that_meet(traced: Traced) -> dict[fx.Node, fx.Node]:
+    """Values that surely depend on samples, and the first function that may go over the samples of each.
+
+    Where forward writes to the memory of one, its samples cannot be told apart behind it: it is left out.
+    """
+    effects = traced.effects
+    assert effects is not None
+    written = set().union(*effects.written_classes)
+    met = _Mixing(traced).met
+    return {source: node for source, node in met.items() if effects.alias[source] not in written}
 
 
 class _Mixing:
@@ -129,6 +146,7 @@ class _Mixing:
         self.reductions: dict[fx.Node, fx.Node] = {}  # such a value -> the node that reduces it
         self.mixed: dict[fx.Node, Mixed] = {}
         self.grams: dict[fx.Node, fx.Node] = {}  # all samples with all -> where they met
+        self.met: dict[fx.Node, fx.Node] = {}  # values with a batch -> the first node that goes over their samples
         self.touched = set[fx.Node]()  # samples may have met in these
         self.running = _kept_in_buffers(traced, self.effects)
         for place, node in traced.placeholders.items():
@@ -167,6 +185,7 @@ class _Mixing:
             self._look_at_region(node)
         is_touched = not self.touched.isdisjoint(sources)
         if node in self.live:
+            self._note_meeting(node, name, sources)
             is_touched = self._follow(node, name, sources) or is_touched
         if is_touched:
             self.touched.add(node)
@@ -315,6 +334,21 @@ class _Mixing:
                 return True
         return None
 
+    def _note_meeting(self, node: fx.Node, name: str, sources: list[fx.Node]) -> None:
+        """Notes values over whose samples a node may go, whatever becomes of it."""
+        if node in self.running:
+            return
+        dims = self._batch_dims(node)
+        meets = (name in _REDUCTIONS or name in _PRODUCTS_OF_MATRICES) and not dims
+        meets = meets or (name in _PRODUCTS_OF_MATRICES and len(dims) == 2)
+        if node.target in _ATTENTION:
+            key, value, _, dim = self._attention_arguments(node)
+            sources, meets = [key, value], self._batch_dims(key) == [dim] or self._batch_dims(value) == [dim]
+        if meets or (name in _ALONG and goes_along_samples(node)):
+            for source in sources:
+                if source in self.live and len(info(source).shapes) == len(self._batch_dims(source)) == 1:
+                    self.met.setdefault(source, node)
+
     def _add_statistic(self, node: fx.Node, source: fx.Node) -> None:
         """Adds a number that all samples share, which may be taken out again by whatever normalises."""
         if _elements(node) > 1:
@@ -324,20 +358,24 @@ class _Mixing:
             self.reductions.setdefault(source, node)
 
     def _meet_in_attention(self, node: fx.Node) -> bool | None:
-        arguments = named_arguments(node)
-        if node.target is F.scaled_dot_product_attention:
-            masks: tuple[Any, ...]
-            masks, place = (arguments.get("attn_mask"),), -2
-        else:
-            masks, place = (arguments.get("attn_mask"), arguments.get("key_padding_mask")), 0
-        key, value = arguments["key"], arguments["value"]
+        key, value, masks, dim = self._attention_arguments(node)
         if any(mask is not None for mask in masks) or not {key, value} <= self.live:
             return None
-        dims = len(info(key).shapes[0].shape)
-        if self._batch_dims(key) != [place % dims] or self._batch_dims(value) != [place % dims]:
+        if self._batch_dims(key) != [dim] or self._batch_dims(value) != [dim]:
             return None
         self.mixed[node] = self._in_parts(Mixed(node, varies=_last(node) > 1), value)
         return True
+
+    def _attention_arguments(self, node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...], int]:
+        """Key, value, masks, and the dimension over which an attention goes."""
+        arguments = named_arguments(node)
+        masks: tuple[Any, ...]
+        if node.target is F.scaled_dot_product_attention:
+            masks, place = (arguments.get("attn_mask"),), -2
+        else:
+            masks, place = (arguments.get("attn_mask"), arguments.get("key_padding_mask")), 0
+        key: fx.Node = arguments["key"]
+        return key, arguments["value"], masks, place % len(info(key).shapes[0].shape)
 
     def _in_parts(self, mixed: Mixed, source: fx.Node) -> Mixed:
         """Samples have met in those elements that depend on samples."""

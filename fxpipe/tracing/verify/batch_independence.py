@@ -9,6 +9,9 @@ A forward that sorts its samples may be given some that are in order already. So
 b: sorted, the rows of c a are those of a c, unless all three are equal. What merely needs samples in an order (the
 longest first) or two by two makes something else of c a, and is given the parts a b and c.
 
+Values of one batch may hide what others show, behind a mask that leaves nothing, say. So where the graph knows that
+samples meet, one of them is given another value there (`sample_perturbation`).
+
 All of the graph, and with its own weights, as dear as that is. Less does not do: maps that make few features and repeat
 them find attention over the samples to be attention to oneself; and of nodes that are alike the first may be given what
 shows nothing, a state of zeros, equal queries for all samples, scores that are masked with -1e9.
@@ -17,7 +20,7 @@ shows nothing, a state of zeros, equal queries for all samples, scores that are 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,19 +29,19 @@ from torch import fx
 
 from fxpipe.errors import ArgumentError
 from fxpipe.tracing.node_info import info
+from fxpipe.tracing.shapes.batch_mixing import mixing_error, sources_that_meet
 from fxpipe.tracing.shapes.symbolic_shapes import batch_dependent_nodes
 from fxpipe.tracing.traced import CALL_OPS, Traced
 from fxpipe.tracing.verify.deterministic_run import ComparedOutputs, can_run_deterministically, run_deterministically
 from fxpipe.tracing.verify.effects import Effects
 from fxpipe.tracing.verify.equivalence import is_close, take_samples
 from fxpipe.tracing.verify.micro_batch_sizes import excuse_sizes
+from fxpipe.tracing.verify.sample_perturbation import Change, OutputValues, node_that_mixes
 
 # Samples that tell what many would: of two, rows that go round by two (`x.roll(2, 0)`) stay where they are. If they do
 # not tell all are asked, and where forward takes some out of the batch of which so few have none (`x[8:]`): values then
 # are not of the sizes that they have of many.
 FEW_SAMPLES = 3
-
-OutputValues = Mapping[int, torch.Tensor]  # by place among the results of a graph
 
 
 def check_batch_independence(traced: Traced, leaves: Sequence[Any]) -> bool:
@@ -60,10 +63,30 @@ def check_batch_independence(traced: Traced, leaves: Sequence[Any]) -> bool:
         and all(isinstance(traced.results[place][1], int) for place in asked)
         and _few_samples_agree(traced, asked, leaves)
     ):
+        _refuse_mixing_of_other_values(traced, asked, leaves, (0, FEW_SAMPLES))
         return True
     if batch > 1:
         _compare_all_samples(traced, asked, leaves, batch)
+        _refuse_mixing_of_other_values(traced, asked, leaves, (0, batch))
+    elif traced.holds_at(2):
+        _refuse_mixing_of_other_values(traced, asked, leaves, (0, 1), (0, 1))
     return not any(isinstance(traced.results[place][1], int) for place in asked)
+
+
+def _refuse_mixing_of_other_values(
+    traced: Traced, asked: ComparedOutputs, leaves: Sequence[Any], *bounds: tuple[int, int]
+) -> None:
+    """Refuses outputs whose samples act on each other for values that these samples do not have."""
+    waiting = [node for place, node in asked.items() if isinstance(traced.results[place][1], int)]
+    before = set(waiting)  # and what goes into them
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in before]
+        before.update(new)
+        waiting += new
+    sources = {source: node for source, node in sources_that_meet(traced).items() if node in before}
+    found = node_that_mixes(traced, sources, lambda change: _run_samples(traced, asked, leaves, *bounds, change=change))
+    if found is not None:
+        raise mixing_error(traced, *found)
 
 
 def _grows_evenly(traced: Traced) -> bool:
@@ -139,7 +162,12 @@ def _compare_all_samples(traced: Traced, asked: ComparedOutputs, leaves: Sequenc
 
 
 def _run_samples(
-    traced: Traced, asked: ComparedOutputs, leaves: Sequence[Any], *bounds: tuple[int, int], expected: int | None = None
+    traced: Traced,
+    asked: ComparedOutputs,
+    leaves: Sequence[Any],
+    *bounds: tuple[int, int],
+    expected: int | None = None,
+    change: Change | None = None,
 ) -> OutputValues | None:
     """Computes what is asked of these samples; None if forward does not take them."""
     pieces = [take_samples(traced, leaves, *bound) for bound in bounds]
@@ -149,7 +177,7 @@ def _run_samples(
         for piece, dim in zip(zip(*pieces, strict=True), dims, strict=True)
     ]
     try:
-        return run_deterministically(traced, asked, sample, expected)
+        return run_deterministically(traced, asked, sample, expected, change)
     except Exception:
         return None
 

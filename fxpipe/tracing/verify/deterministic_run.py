@@ -6,7 +6,7 @@ Dropout drops nothing, batch norm takes its running statistics.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import sympy
@@ -48,12 +48,17 @@ def can_run_deterministically(traced: Traced) -> bool:
 
 
 def run_deterministically(
-    traced: Traced, asked: ComparedOutputs, sample: Sequence[Any], expected: int | None = None
+    traced: Traced,
+    asked: ComparedOutputs,
+    sample: Sequence[Any],
+    expected: int | None = None,
+    change: Callable[[fx.Node, Any], Any] | None = None,
 ) -> dict[int, torch.Tensor]:
     """Runs the graph deterministically and returns what is asked, by place.
 
     Args:
         expected: the number of samples, if values are to be of the sizes that they have of so many.
+        change: puts another value in the place of one of the graph.
     """
     left_out = {traced.results[place][0] for place in asked} - {*asked.values()}
     nodes = [node for node in traced.graph.nodes if node not in left_out]
@@ -61,7 +66,8 @@ def run_deterministically(
     grad = any(info(node).opaque is not None for node in traced.nodes)
 
     def placeholder(node: fx.Node) -> Any:
-        return sample[traced.place_of(node)].detach().clone()
+        value = sample[traced.place_of(node)].detach().clone()
+        return value if change is None else change(node, value)
 
     def attribute(node: fx.Node) -> torch.Tensor:
         tensor = attribute_tensor(traced, node)
@@ -73,7 +79,7 @@ def run_deterministically(
             value = _run_deterministic_node(node, values)
         if expected is not None and not _have_expected_sizes(value, node, traced.batch, expected):
             raise DecisionError(f"{node.name} is of another size with {expected} samples")
-        return value
+        return value if change is None else change(node, value)
 
     values: NodeValues = {}
     for _ in run_nodes(nodes, values, placeholder, attribute, work, keep=asked.values()):
