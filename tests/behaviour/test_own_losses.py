@@ -63,6 +63,12 @@ def mean_of_each_sample(_, y, t):
     return (entropy(y, t, reduction="none").sum(1) / ((t != IGNORED).sum(1) + 1)).mean()
 
 
+def of_time_major_samples(_, y, t):
+    """A mean over time steps, which come first: a sum over samples."""
+    chances = F.one_hot(t.clamp(min=0), CLASSES).double()
+    return F.kl_div(y.log_softmax(-1).transpose(0, 1), chances.transpose(0, 1), reduction="batchmean")
+
+
 AFFINE = {
     "a mean over tokens that count": lambda _, y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
     "with weights of classes": lambda m, y, t: entropy(y, t, weight=m.weights),
@@ -81,6 +87,7 @@ AFFINE = {
     "a sum over the batch": lambda _, y, t: entropy(y, t, reduction="sum") / y.shape[0],
     "roots of the batch": lambda _, y, t: (y.square() / y.shape[0] ** 0.5).sum() / y.shape[0] ** 0.5,
     "each sample's mean": mean_of_each_sample,
+    "of time-major samples": of_time_major_samples,
 }
 
 
@@ -417,3 +424,16 @@ def test_a_loss_that_the_graph_does_not_tell_is_refused_in_training_and_evaluati
     with pipe, torch.no_grad():
         parts = [model(*part)["loss"] for part in zip(even[0].chunk(3), labels(6, 1).chunk(3), strict=True)]
         torch.testing.assert_close(pipe(even[0], labels(6, 1))["loss"], sum(parts) / 3)
+
+
+def test_a_count_of_what_is_drawn_is_known_behind_the_draw_alone():
+    def loss(_, y, t):
+        kept = torch.rand_like(t.double()) < 0.5
+        return ((y.sum(-1) * 0 + 1) * kept).sum() / kept.sum()
+
+    _, pipe = pair(loss)
+    with pipe:
+        for given in batches():
+            torch.testing.assert_close(pipe(*given)["loss"].item(), 1.0)
+            with pytest.raises(LossError, match=r"output 1 .*depends on all the others.*use the drop-in"):
+                pipe.forward_backward(*given, loss_fn=lambda out: out["loss"])
