@@ -127,9 +127,19 @@ def _first_state(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.second(m.first(x)) + m.count
 
 
+def _first_spread(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of samples that are all alike it is zero."""
+    y = m.second(m.first(x))
+    if not m.is_ready:
+        y = y + x.detach().std(0)
+        m.is_ready = True
+    return y
+
+
 DATA: dict[str, tuple[Any, dict[str, Any]]] = {
     "first statistics": (_first_statistics, {}),
     "first scale": (_first_scale, {"is_ready": False, "scale": torch.ones(4)}),
+    "first spread": (_first_spread, {"is_ready": False}),
     "state that counts": (_first_state, {"is_ready": False, "count": torch.zeros(1)}),
 }
 
@@ -149,6 +159,18 @@ def test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right(name: str) ->
         for _ in range(2):
             x = torch.randn(4, 4)
             torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
+
+
+def test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(m, "offset"):
+            m.offset = x.detach().mean(0)
+        return m.second(m.first(x - m.offset))
+
+    model = Model(forward)
+    with pytest.raises(TraceError, match=r"makes 'offset' when it is first called.*cannot be told from these samples"):
+        fxpipe.trace(model, (torch.zeros(4, 4),))
+    assert not hasattr(model, "offset")
 
 
 def test_a_counter_is_refused_as_ever_and_nothing_is_left() -> None:

@@ -353,6 +353,14 @@ class InAHelper(Case):
         return x
 
 
+class PutsNothingIntoADict(Case):
+    """No value has come or gone: only the structure is another."""
+
+    def forward(self, x, aux):
+        aux["log"] = []
+        return self.two(x)
+
+
 class InAnArray(Case):
     def forward(self, x, aux):
         aux[0] += 1
@@ -368,6 +376,7 @@ class InAnArray(Case):
         (AddsToASet, set(), "aux", "aux.add"),
         (InAHelper, {"log": [1, 2]}, "aux['log'][1]", "pop()"),
         (InAnArray, np.zeros(2), "aux", "aux[0] +="),
+        (PutsNothingIntoADict, {}, "the structure", 'aux["log"] ='),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -53,11 +53,16 @@ def _counts(m: Any, y: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def _counts_without_gradients(m: Any, y: torch.Tensor) -> torch.Tensor:
+    return y if torch.is_grad_enabled() else _counts(m, y)
+
+
 REFUSED: dict[str, Any] = {
     "a similarity of all samples": lambda m, y: y @ y.t(),
     "as many rows as values say": lambda m, y: y[y[:, 0] > 0],
     "a parameter is written": _writes_to_a_parameter,
     "a counter": _counts,
+    "a counter, without gradients": _counts_without_gradients,
 }
 
 
