@@ -1021,7 +1021,7 @@ TRACING = (
         "tracing/shapes/batch_mixing.py",
         "before.is_whole and has_rest:",
         "before.is_whole:",
-        "behaviour/test_batch_mixing.py",
+        "behaviour/test_batch_mixing.py::test_what_is_taken_out_again_is_no_mixing",
     ),
     Mutant(
         "tracing/shapes/batch_mixing.py",

@@ -65,6 +65,13 @@ def added_in_place(h):
     return h - h.mean(0)
 
 
+def all_of_it_added_to(h):
+    h = h * 1
+    h[..., 1] = 0
+    h[..., :] += 1.0
+    return h - h.mean(0)
+
+
 def centred_in_part(h):
     h = h.clone()
     h[..., :3] -= h[..., :3].mean(0)
@@ -109,6 +116,7 @@ IN_PART = {
     "a part written to": written_to((1, 0)),
     "parts written to": written_to((slice(0, 4), 0), (slice(2, 6), 1.0), (-1, 0)),
     "a part added to": added_in_place,
+    "all of it added to": all_of_it_added_to,
     "a part centred": centred_in_part,
     "centred and then written to": centred_and_then_written_to,
     "filled bit by bit": filled_bit_by_bit,
@@ -183,6 +191,19 @@ def centred_and_back(h):
     return h
 
 
+def written_over_at_once(h):
+    out = h - h.mean(0)
+    out[...] = h * 2
+    return out
+
+
+def one_number_for_each(h):
+    total = h.sum((1, 2))
+    total.relu_()
+    total[1:].add_(1)
+    return h + total[:, None, None]
+
+
 def written_over(h):
     out = h - h.mean(0)
     out[..., :5] = h[..., :5]
@@ -199,6 +220,8 @@ RIGHT = {
     "filled with constants": filled_with_constants,
     "centred in part and back": centred_and_back,
     "written over": written_over,
+    "written over at once": written_over_at_once,
+    "one number for each sample, written to": one_number_for_each,
     "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
     "a softmax written out": stable,
     "one number for all": lambda h: h + h.amax() - h.amax(),
@@ -285,6 +308,17 @@ def test_values_that_hide_what_an_unknown_function_does_with_a_mean_are_replaced
         ArgumentError, match=r"samples act on each other at .*test_batch_mixing.py:\d+ \(mean goes over"
     ):
         fxpipe.trace(model, (X[:batch], PADDING[:batch]))
+
+
+def test_outputs_of_one_number_for_each_sample_are_asked_as_well():
+    with pytest.raises(ArgumentError, match=r"samples act on each other at .*:\d+ \(_1_mean goes over the samples\)"):
+        fxpipe.trace(nn.Sequential(nn.Linear(8, 8), Total()), (X[:, 0],))
+
+
+class Total(nn.Module):
+    def forward(self, h):
+        h = h * (h > 1e9)
+        return Own.apply(h - h.mean(0)).square().sum(-1)
 
 
 def test_two_samples_of_several_values_are_told_apart():

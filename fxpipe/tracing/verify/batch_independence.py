@@ -84,9 +84,11 @@ def _refuse_mixing_of_other_values(
         before.update(new)
         waiting += new
     sources = {source: node for source, node in sources_that_meet(traced).items() if node in before}
-    found = node_that_mixes(traced, sources, lambda change: _run_samples(traced, asked, leaves, *bounds, change=change))
-    if found is not None:
-        raise mixing_error(traced, *found)
+    mixing = node_that_mixes(
+        traced, sources, lambda change: _run_samples(traced, asked, leaves, *bounds, change=change)
+    )
+    if mixing is not None:
+        raise mixing_error(traced, *mixing)
 
 
 def _grows_evenly(traced: Traced) -> bool:

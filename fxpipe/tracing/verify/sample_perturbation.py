@@ -1,4 +1,4 @@
-"""Do samples act on each other behind a place where they meet, for other values than those of the example batch?
+"""The check that samples do not act on each other where they meet, for other values than those of the example batch.
 
     h = self.first(x) * (ids > 0)[..., None]      # zeros: the example batch is padding only
     return Penalty.apply(h - h.mean(0))           # zeros as well, whatever the batch is cut into
@@ -71,7 +71,7 @@ def _mixed_output(traced: Traced, before: OutputValues, after: OutputValues | No
         if info(traced.results[place][0]).shapes[0].shape[dim] != traced.batch:
             continue
         scale = left.abs().max() * torch.finfo(left.dtype).eps ** 0.5
-        is_other = ((left - right).abs() > scale).movedim(dim, 0).flatten(1).any(1)
+        is_other = ((left - right).abs() > scale).movedim(dim, 0).unsqueeze(1).flatten(1).any(1)
         if int(is_other.sum()) > 1:
             return place
     return None
