@@ -41,6 +41,7 @@ class ConstantRegions:
         self.traced, self.effects = traced, effects
         self._regions: dict[int, torch.Tensor | None] = {}  # alias class -> of its root; None: nothing is known
         self._roots: dict[int, fx.Node] = {}
+        self._written_values: dict[fx.Node, fx.Node] = {}  # of a chain of writes: the one that they return
         for node in traced.graph.nodes:
             alias = effects.alias.get(node)
             if alias is not None:
@@ -138,6 +139,7 @@ class ConstantRegions:
 
     def _seen_through(self, node: fx.Node, root: torch.Tensor) -> Any:
         """The part of `root` that a value of the same memory is."""
+        node = self._written_value(node)
         if self._roots.get(self.effects.alias[node]) is node:  # type: ignore[arg-type]
             return root
         source = self.effects.same.get(node, node.args[0] if node.args else None)
@@ -151,6 +153,16 @@ class ConstantRegions:
             return None
         function = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
         return self._view(node, function, (value, *node.args[1:]))
+
+    def _written_value(self, node: fx.Node) -> fx.Node:
+        """Returns the value that a chain of writes has returned; thousands of them may follow each other."""
+        chain = []
+        while node in self.effects.same and node not in self._written_values:
+            chain.append(node)
+            node = self.effects.same[node]
+        value = self._written_values.get(node, node)
+        self._written_values |= dict.fromkeys(chain, value)
+        return value
 
     def _view(self, node: fx.Node, function: Any, args: tuple[Any, ...]) -> Any:
         """Takes the view that a node takes; None where it makes a copy, or is given tensors."""
