@@ -63,6 +63,7 @@ class PipelineOptions:
     profile_budget: float | None = None
     tracer: TracerOption = AUTO
     in_dims: Any = None
+    dynamic_shapes: Any = None
     out_dims: Any = None
     leaf_modules: Sequence[str | type[nn.Module]] = ()
     check: bool = True
@@ -77,7 +78,7 @@ class PipelineOptions:
 
 
 OPTION_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(PipelineOptions)}
-TRACING_OPTIONS = ("tracer", "in_dims", "out_dims", "leaf_modules", "check")
+TRACING_OPTIONS = ("tracer", "in_dims", "dynamic_shapes", "out_dims", "leaf_modules", "check")
 # What planning alone asks for: beside a plan nobody would heed it.
 PLANNING_OPTIONS = ("balance", "pin", "memory_limit", "optimizer_state", "hardware", "profile", "profile_budget")
 
@@ -136,6 +137,7 @@ class Settings:
     balance: str | tuple[int, ...] | tuple[str, ...]
     tracer: TracerOption
     in_dims: Any = None
+    dynamic_shapes: Any = None  # of the user's; read with the inputs
     out_dims: Any = None
     leaf_modules: tuple[str | type[nn.Module], ...] = ()
     check: bool = True
@@ -196,6 +198,7 @@ def make_settings(options: PipelineOptions, plan: Plan | None = None, *, anywher
         balance=parse_balance(balance, len(placement)),
         tracer=check_tracer(options.tracer),
         in_dims=options.in_dims,
+        dynamic_shapes=options.dynamic_shapes,
         out_dims=options.out_dims,
         leaf_modules=parse_leaf_modules(options.leaf_modules),
         check=parse_switch("check", options.check),

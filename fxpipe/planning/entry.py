@@ -45,6 +45,7 @@ def plan(
     profile_budget: float | None = None,
     tracer: TracerOption = "auto",
     in_dims: Any = None,
+    dynamic_shapes: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
@@ -67,7 +68,8 @@ def plan(
         hardware: seconds, memory and links are those of this hardware, which need not be here: a name of
             `fxpipe.hardware.HARDWARE` ("a100-80gb", "h100", "h200", "cpu"), or a `Hardware`.
         devices, chunks, balance, pin, stages_per_device, schedule, checkpoint, memory_limit, optimizer_state, profile,
-            profile_budget, tracer, in_dims, out_dims, leaf_modules, check, progress: as for `fxpipe.pipeline`.
+            profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check, progress: as for
+            `fxpipe.pipeline`.
 
     Raises:
         FxpipeError: an argument cannot be used, or the model cannot be traced or cut so; see `fxpipe.errors`.

@@ -169,6 +169,7 @@ def trace_batch(
             leaf_modules=settings.leaf_modules,
             check=settings.check,
             seed=seed,
+            dynamic_shapes=settings.dynamic_shapes,
             dynamic=dynamic or NO_DYNAMIC_DIMS,
         )
 

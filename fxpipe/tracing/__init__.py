@@ -26,7 +26,7 @@ from fxpipe._torch import fake_tensor_mode
 from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
-from fxpipe.errors import ArgumentTypeError
+from fxpipe.errors import ArgumentError, ArgumentTypeError
 from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
@@ -60,6 +60,7 @@ def trace(
     check: bool = True,
     seed: int = 0,
     progress: bool = True,
+    dynamic_shapes: Any = None,
     dynamic: DynamicDims = NO_DYNAMIC_DIMS,
 ) -> Traced:
     """Traces `model` on example inputs.
@@ -85,8 +86,10 @@ def trace(
             model's goes unseen.
         seed: of the random numbers that forward draws and reads (layer drop).
         progress: show bars where it takes long and stderr is a terminal.
-        dynamic: dimensions besides the batch whose size may differ from the example's, as far as forward lets them;
-            `Traced.dynamic` tells which do, and why others do not.
+        dynamic_shapes: dimensions besides the batch whose size may differ from the example's: a dict from inputs to a
+            dict from dimensions to names or `torch.export.Dim`, as for `fxpipe.pipeline`.
+        dynamic: dimensions that may differ as well, as far as forward lets them; `Traced.dynamic` tells which do, and
+            why others do not.
 
     Raises:
         TraceError: forward does what a graph cannot carry.
@@ -117,6 +120,7 @@ def trace(
             chunks=chunks,
             is_compared=check,
             seed=seed,
+            dynamic_shapes=dynamic_shapes,
             dynamic=dynamic,
         )
         traced = _find_graph_with_dynamic_sizes(request)
@@ -169,14 +173,27 @@ def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
     asked, fixed = request.dynamic, dict[InputDim, str]()
     while True:
         try:
-            wanted = replace(asked, dims=asked.dims - fixed.keys())
+            wanted = asked.without(fixed)
             traced = _find_graph_with_lazy_state(replace(request, dynamic=wanted))
             break
         except FixedSizeError as error:
             fixed |= dict.fromkeys(error.dims or wanted.dims, str(error))
     traced.dynamic = replace(traced.dynamic, fixed={**traced.dynamic.fixed, **fixed})
     traced.why += tuple(traced.reasons_of_fixed_sizes)
+    _refuse_fixed_sizes(traced, asked)
     return traced
+
+
+def _refuse_fixed_sizes(traced: Traced, wanted: DynamicDims) -> None:
+    """Raises where a dimension that the user says is dynamic is not. A size of 1 is fixed, as in `torch.export`."""
+    for place, dim in wanted.asked.keys() - traced.dynamic.formulas.keys():
+        leaf = traced.leaves[place]
+        if leaf.shape[dim] > 1 and not is_faked():
+            reason = traced.dynamic.fixed.get((place, dim), f"by {traced.tracer!r} nobody follows sizes")
+            raise ArgumentError(
+                f"dynamic_shapes names dimension {dim} of {leaf.path}, which cannot vary: {reason}; leave it out (each "
+                "size is another graph then), or let forward keep the size a size"
+            )
 
 
 def _find_graph_with_lazy_state(request: TraceRequest) -> Traced:

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import sympy
+from torch.export import Dim
+
+from fxpipe.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from fxpipe.tracing.traced import InputLeaf
 
 InputDim = tuple[int, int]  # place of an input leaf, dimension
 Lengths = tuple[tuple[sympy.Symbol, int], ...]  # symbols of dynamic sizes, and their values
@@ -24,6 +30,133 @@ class DynamicDims:
 
     dims: frozenset[InputDim] = frozenset()
     seen: tuple[Mapping[InputDim, int], ...] = ()  # sizes that inputs had
+    asked: Mapping[InputDim, AskedDim] = field(default_factory=dict)  # those of `dynamic_shapes`
+
+    def with_asked(self, asked: Mapping[InputDim, AskedDim]) -> DynamicDims:
+        """These, and those that the user asks for."""
+        return replace(self, dims=self.dims | asked.keys(), asked=asked)
+
+    def without(self, dims: Collection[InputDim]) -> DynamicDims:
+        return replace(self, dims=self.dims - {*dims})
+
+    def conditions(self, formulas: Mapping[InputDim, sympy.Expr]) -> list[SizeCondition]:
+        """The conditions that the user puts on dynamic sizes: least and largest, and equal sizes of one name."""
+        conditions = []
+        first: dict[str, sympy.Expr] = {}
+        for dim, asked in self.asked.items():
+            if dim not in formulas:
+                continue
+            size = formulas[dim]
+            upper = sympy.true if asked.largest is None else sympy.Le(size, asked.largest)
+            conditions.append(SizeCondition(sympy.And(sympy.Ge(size, asked.least), upper), "dynamic_shapes"))
+            if asked.name:
+                conditions.append(SizeCondition(sympy.Eq(size, first.setdefault(asked.name, size)), "dynamic_shapes"))
+        return [condition for condition in conditions if condition.condition != sympy.true]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedDim:
+    """A dimension that the user wants to be dynamic: its name, if it has one, its least and its largest size."""
+
+    name: str = ""
+    least: int = 0
+    largest: int | None = None
+
+    @property
+    def bounds(self) -> str:
+        return f"at least {self.least}" if self.largest is None else f"{self.least} to {self.largest}"
+
+
+def parse_dynamic_shapes(
+    dynamic_shapes: Any, leaves: Sequence[InputLeaf], parameters: Collection[str]
+) -> dict[InputDim, AskedDim]:
+    """Reads `dynamic_shapes`: a dict from inputs to their dynamic dimensions, as `torch.export` takes it.
+
+    A dimension is a name, a `torch.export.Dim`, or one of torch's hints (`Dim.AUTO`, `Dim.DYNAMIC`); None, a number and
+    `Dim.STATIC` leave it as it is.
+
+    Args:
+        leaves: of the inputs.
+        parameters: names of the parameters of forward.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: names an input or a dimension that there is not, or something else.
+    """
+    if dynamic_shapes is None:
+        return {}
+    if not isinstance(dynamic_shapes, Mapping):
+        raise ArgumentTypeError(
+            f"dynamic_shapes is a {type(dynamic_shapes).__name__}; expected a dict from the names of inputs to their "
+            'dimensions, as in {"ids": {1: "length"}}'
+        )
+    places: dict[str, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        for name in {leaf.path, leaf.head} if leaf.is_tensor else ():
+            places.setdefault(name, []).append(place)
+    asked: dict[InputDim, AskedDim] = {}
+    for name, dims in dynamic_shapes.items():
+        if name not in places and name in parameters:
+            continue  # it may be left out
+        if name not in places:
+            known = ", ".join(map(repr, places))
+            raise ArgumentError(
+                f"dynamic_shapes names {name!r}, which is no tensor input of forward; those are {known}"
+            )
+        for place in places[name]:
+            for dim, what in _by_dimension(name, dims).items():
+                rank = len(leaves[place].shape)
+                if not isinstance(dim, int) or not -rank <= dim < rank:
+                    raise ArgumentError(
+                        f"dynamic_shapes gives dimension {dim!r} for {name}, which has shape {leaves[place].shape}"
+                    )
+                if (known_dim := _asked_dim(name, dim, what)) is not None:
+                    asked[place, dim % rank] = known_dim
+    _refuse_sizes(asked, leaves)
+    return asked
+
+
+def _refuse_sizes(asked: Mapping[InputDim, AskedDim], leaves: Sequence[InputLeaf]) -> None:
+    named: dict[str, tuple[str, int]] = {}
+    for (place, dim), what in asked.items():
+        leaf, size = leaves[place], leaves[place].shape[dim]
+        if size < what.least or (what.largest is not None and size > what.largest):
+            raise ArgumentError(
+                f"{leaf.path} has size {size} in dimension {dim}; dynamic_shapes allows {what.bounds} ({what.name})"
+            )
+        path, other = named.setdefault(what.name, (leaf.path, size)) if what.name else (leaf.path, size)
+        if size != other:
+            raise ArgumentError(
+                f"{leaf.path} has size {size} in dimension {dim}, and {path} has {other}; dynamic_shapes gives both "
+                f"the name {what.name!r}"
+            )
+
+
+def _by_dimension(name: str, dims: Any) -> Mapping[Any, Any]:
+    if dims is None:
+        return {}
+    if isinstance(dims, Mapping):
+        return dims
+    if isinstance(dims, (tuple, list)):
+        return dict(enumerate(dims))
+    raise ArgumentTypeError(
+        f"dynamic_shapes[{name!r}] is a {type(dims).__name__}; expected a dict from dimensions to names or "
+        "torch.export.Dim, or a sequence with an entry for each dimension"
+    )
+
+
+def _asked_dim(name: str, dim: int, what: Any) -> AskedDim | None:
+    if isinstance(what, str):
+        return AskedDim(what)
+    if what is None or (isinstance(what, int) and not isinstance(what, bool)) or what is Dim.STATIC:
+        return None
+    if what is Dim.AUTO or what is Dim.DYNAMIC:
+        return AskedDim()
+    if isinstance(what, Dim):
+        return AskedDim(what.__name__, int(what.min), what.max if isinstance(what.max, int) else None)
+    raise ArgumentTypeError(
+        f"dynamic_shapes[{name!r}][{dim}] is {what!r}; expected a name, a torch.export.Dim, Dim.AUTO, Dim.DYNAMIC, or "
+        "None for a fixed size"
+    )
 
 
 NO_DYNAMIC_DIMS = DynamicDims()
@@ -95,6 +228,9 @@ class DynamicSizes:
         ]
         bounds = SizeCondition(sympy.And(*ranges), "where graph and model were compared, and found to differ beyond")
         return replace(self, conditions=(*self.conditions, bounds))
+
+    def with_conditions(self, conditions: Sequence[SizeCondition]) -> DynamicSizes:
+        return replace(self, conditions=(*self.conditions, *conditions)) if conditions else self
 
     def failing(self, batch: int, lengths: Lengths) -> tuple[SizeCondition, ...]:
         """Returns the conditions that do not hold."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx, nn
 
+from fxpipe._torch.module_internals import original_module
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import DynamicDims
+from fxpipe.tracing.dynamic_sizes import DynamicDims, parse_dynamic_shapes
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
@@ -49,6 +51,7 @@ class TraceRequest:
         chunks: int,
         is_compared: bool,
         seed: int,
+        dynamic_shapes: Any,
         dynamic: DynamicDims,
     ) -> TraceRequest:
         """The request for these options as the user gives them.
@@ -56,7 +59,9 @@ class TraceRequest:
         Raises:
             ArgumentError, ArgumentTypeError: an input or an option cannot be used.
         """
-        leaves = input_leaves(model, args, kwargs)[2]
+        inputs, _, leaves = input_leaves(model, args, kwargs)
+        parameters = inspect.signature(original_module(model).forward).parameters
+        dynamic = dynamic.with_asked(parse_dynamic_shapes(dynamic_shapes, inputs, parameters))
         if is_faked():  # no values to compare; and torch.export would make a graph of another kind
             is_compared, tracer = False, "record" if isinstance(tracer, str) and tracer == "auto" else tracer
         tracer, whole = check_tracer(tracer), requested_leaf_modules(model, leaf_modules)

@@ -38,6 +38,7 @@ def run_passes(traced: Traced, request: TraceRequest) -> Traced:
     are_sizes_known = traced.again is not None and not traced.recorded_sizes and request.is_compared
     dynamic = request.dynamic.dims if are_sizes_known else frozenset[InputDim]()
     add_shapes(traced, leaves, request.in_dims, request.out_dims, dynamic)
+    traced.dynamic = traced.dynamic.with_conditions(request.dynamic.conditions(traced.dynamic.formulas))
     read_untracked_values(traced)
     refuse_unguardable(traced)
     traced.guards = extract_guards(traced)

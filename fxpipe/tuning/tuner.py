@@ -80,6 +80,7 @@ def tune(
     profile_budget: float | None = None,
     tracer: TracerOption = "auto",
     in_dims: Any = None,
+    dynamic_shapes: Any = None,
     out_dims: Any = None,
     leaf_modules: Sequence[str | type[nn.Module]] = (),
     check: bool = True,
@@ -118,7 +119,7 @@ def tune(
         balance: how stages are cut: "auto", "block" or "optimal".
         memory_limit: what stages may take on a device, as for `fxpipe.pipeline`; for a plan it replaces the plan's.
         hardware: seconds, memory and links are those of this hardware, as for `fxpipe.plan`.
-        optimizer_state, profile, profile_budget, tracer, in_dims, out_dims, leaf_modules, check: as for
+        optimizer_state, profile, profile_budget, tracer, in_dims, dynamic_shapes, out_dims, leaf_modules, check: as for
             `fxpipe.pipeline`.
         progress: show bars, where stderr is a terminal.
 

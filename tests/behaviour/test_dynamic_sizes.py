@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from helpers.oracle import assert_same_gradients, assert_same_state, closing
 from torch import nn
+from torch.export import Dim
 
 import fxpipe
+from fxpipe.errors import ArgumentError, FxpipeError
 
 D = 8
 LENGTHS = (7, 12, 5, 16, 9, 40, 12)
@@ -383,3 +385,58 @@ def test_a_loss_in_the_model_is_that_of_the_mini_batch_at_every_size() -> None:
             have["loss"].backward()
             assert_same_gradients(pipe, plain, loose=[name for name, _ in plain.named_parameters()])
         assert len(pipe._fxpipe.graphs) == 2
+
+
+# -- dynamic_shapes: said from the start -------------------------------------------------------------------------------
+
+LENGTH = {"x": {1: "length"}}
+
+
+@pytest.mark.parametrize(
+    "dynamic_shapes",
+    [LENGTH, {"x": {1: Dim("length", min=2, max=64)}}, {"x": (None, Dim.DYNAMIC, None)}, {"x": {-2: Dim.AUTO}}],
+    ids=str,
+)
+def test_a_size_that_is_said_to_be_dynamic_takes_one_graph(dynamic_shapes: Any) -> None:
+    assert assert_steps(model_of(causal_mask), batches_of(LENGTHS), dynamic_shapes=dynamic_shapes) == 1
+
+
+def test_a_size_beyond_that_allowed_is_refused() -> None:
+    options: dict[str, Any] = {"dynamic_shapes": {"x": {1: Dim("length", min=4, max=20)}}}
+    with closing(
+        fxpipe.pipeline(model_of(plainly), ["cpu", "cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), **options)
+    ) as pipe:
+        pipe(torch.randn(4, 20, D))
+        with pytest.raises(ArgumentError, match="x has size 21 in dimension 1; dynamic_shapes allows 4 to 20"):
+            pipe(torch.randn(4, 21, D))
+        pipe(torch.randn(4, 5, D))
+
+
+@pytest.mark.parametrize(
+    ("dynamic_shapes", "message"),
+    [
+        ({"y": {1: "length"}}, "names 'y', which is no tensor input"),
+        ({"x": {5: "length"}}, "dimension 5 for x"),
+        ({"x": {1: 0.5}}, "is 0.5; expected a name"),
+        ({"x": 1}, "expected a dict from dimensions"),
+        ([LENGTH], "expected a dict from the names of inputs"),
+        ({"x": {1: "same", 2: "same"}}, "gives both the name 'same'"),
+        ({"x": {2: "width"}}, "dimension 2 of x, which cannot vary: its size is fixed by"),
+    ],
+)
+def test_what_cannot_be_dynamic_is_refused(dynamic_shapes: Any, message: str) -> None:
+    with pytest.raises(FxpipeError, match=message):
+        fxpipe.pipeline(
+            model_of(plainly), ["cpu"], chunks=2, example_args=(torch.randn(4, 7, D),), dynamic_shapes=dynamic_shapes
+        )
+
+
+def test_a_loop_over_a_size_that_is_said_to_be_dynamic_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"dimension 1 of x, which cannot vary: .*plain number"):
+        fxpipe.pipeline(
+            model_of(loop_over_positions),
+            ["cpu"],
+            chunks=2,
+            example_args=(torch.randn(4, 7, D),),
+            dynamic_shapes=LENGTH,
+        )
