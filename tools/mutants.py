@@ -1021,12 +1021,24 @@ TRACING = (
         "tracing/shapes/batch_mixing.py",
         "before.is_whole and has_rest:",
         "before.is_whole:",
-        "behaviour/test_batch_mixing.py::test_what_is_taken_out_again_is_no_mixing",
+        "behaviour/test_batch_mixing.py::test_what_nothing_takes_out_again_is_no_mixing_where_none_is",
     ),
     Mutant(
         "tracing/shapes/batch_mixing.py",
         "        if not isinstance(written, torch.Tensor) or node not in self.live",
         "        if True or node not in self.live",
+        "behaviour/test_batch_mixing.py::test_a_write_to_a_part_hides_nothing_of_the_rest",
+    ),
+    Mutant(
+        "tracing/shapes/batch_mixing.py",
+        "        if name in _EXTREMES and source in self.partly:\n            return None  # of what may be constant\n",
+        "",
+        "behaviour/test_batch_mixing.py::test_what_nothing_takes_out_again_is_no_mixing_where_none_is",
+    ),
+    Mutant(
+        "tracing/shapes/batch_mixing.py",
+        "        if self.constants.writes_itself(node):\n            return\n",
+        "",
         "behaviour/test_batch_mixing.py::test_a_write_to_a_part_hides_nothing_of_the_rest",
     ),
     Mutant(

@@ -217,10 +217,10 @@ RIGHT = {
     "the largest of what was written": written_to(
         (1, 0), reads=lambda h: h - (-h.relu()).index_fill(-1, torch.tensor([1]), 0).amax((0, 2), keepdim=True)
     ),
+    "a sum over samples of a part that was written to": written_to((1, 0), reads=lambda h: h + h.cumsum(0)[..., 1:2]),
     "filled with constants": filled_with_constants,
     "centred in part and back": centred_and_back,
     "written over": written_over,
-    "written over at once": written_over_at_once,
     "one number for each sample, written to": one_number_for_each,
     "a shift that a softmax takes out": lambda h: (h - h.amax((0, 2), keepdim=True)).softmax(-1),
     "a softmax written out": stable,
@@ -236,6 +236,19 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_taken_out_again_is_no_mixing(name):
     assert fxpipe.trace(Between(RIGHT[name], 1.0), (X,), chunks=2).out_dims == (0,)
+
+
+def largest_of_what_may_be_constant(h):
+    below = -torch.relu(h)
+    below[..., 1] = 0
+    return h - below.amax((0, 2), keepdim=True)
+
+
+@pytest.mark.parametrize("function", [largest_of_what_may_be_constant, written_over_at_once])
+def test_what_nothing_takes_out_again_is_no_mixing_where_none_is(function):
+    model = Between(function, 1.0)
+    model.norm = nn.Identity()
+    assert fxpipe.trace(model, (X,), chunks=2).out_dims == (0,)
 
 
 class Running(nn.Module):
