@@ -48,7 +48,8 @@ from fxpipe.tracing.verify.effects import Effects, running_statistics
 
 BATCH_COUNTER = "num_batches_tracked"
 
-_BATCH_NORMS = (F.batch_norm, torch.batch_norm)
+# Read by code that torch.compile looks into, which takes no cached function.
+_NORM_PARAMETERS = {function: parameter_names(function) for function in (F.batch_norm, torch.batch_norm)}
 _NORM_DEFAULTS = {"training": False, "momentum": 0.1}  # of F.batch_norm
 
 
@@ -70,7 +71,9 @@ class DeferredBatchNorm:
         """
         effects = traced.effects
         assert effects is not None
-        norms = {n: running_statistics(n) for n in effects.nodes if n.target in _BATCH_NORMS and running_statistics(n)}
+        norms = {
+            n: running_statistics(n) for n in effects.nodes if n.target in _NORM_PARAMETERS and running_statistics(n)
+        }
         for node, statistics in norms.items():
             if problem := _undeferrable_reason(node, statistics, norms, traced, effects):
                 raise ArgumentError(
@@ -180,7 +183,7 @@ def _untracked_arguments(
     changed = arguments | {"running_mean": mean, "running_var": var, "momentum": 1.0}
     if function is F.batch_norm:
         return (changed.pop("input"), changed.pop("running_mean"), changed.pop("running_var")), changed
-    return tuple(changed[name] for name in parameter_names(function)), {}
+    return tuple(changed[name] for name in _NORM_PARAMETERS[function]), {}
 
 
 def defer_in_opaque_call(function: Callable[..., Any], node: fx.Node) -> Callable[..., Any]:
@@ -209,9 +212,9 @@ class _BatchNormCatcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _BATCH_NORMS:
+        if func not in _NORM_PARAMETERS:
             return func(*args, **kwargs)
-        arguments = _NORM_DEFAULTS | dict(zip(parameter_names(func), args, strict=False)) | kwargs
+        arguments = _NORM_DEFAULTS | dict(zip(_NORM_PARAMETERS[func], args, strict=False)) | kwargs
         statistics = [arguments["running_mean"], arguments["running_var"]]
         names = [self._name_of(s) for s in statistics if s is not None] if arguments["training"] else []
         if len(names) < 2 or names[0] is None or names[1] is None:
