@@ -20,7 +20,7 @@ help:
 	@echo 'make balance     compare cuts with those of others, and predicted with measured steps'
 	@echo 'make planning    measure how long planning takes'
 	@echo 'make inspecting  measure how long fxpipe.inspect takes'
-	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"'
+	@echo 'make coverage    run a zoo of public models and compare; make coverage ARGS="--models bert gpt2 --no-others"; with ARGS=--mechanisms count what models take'
 	@echo 'make stress      run random models and compare, as long as one likes; make stress ARGS="--minutes 60 --jobs 2"'
 	@echo 'make mutants     put faults into a copy, one at a time, and see which the tests catch; make mutants ARGS="--only runtime"'
 	@echo 'make clean       remove caches and build outputs; the environment in .venv stays'
