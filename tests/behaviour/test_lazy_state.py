@@ -161,6 +161,23 @@ def test_what_counts_is_asked_for_a_call_by_hand_and_then_is_right(name: str) ->
             torch.testing.assert_close(pipe(x), torch.cat([twin(x[:2]), twin(x[2:])]))
 
 
+def test_a_cache_that_grows_is_that_of_the_longest_samples() -> None:
+    """A graph that makes it anew is that of a cache which is too short, and of no longer one."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        if m.cache is None or m.cache.shape[0] < x.shape[1]:
+            m.cache = torch.arange(x.shape[1])[:, None].cos()
+        return m.second(m.first(x) * m.cache[: x.shape[1]])
+
+    model = Model(forward, cache=None)
+    twin = copy.deepcopy(model)
+    with fxpipe.pipeline(model, ["cpu", "cpu"], 2, example_args=(torch.randn(4, 3, 4),)) as pipe:
+        for length in (3, 7, 4, 9, 7, 3):
+            x = torch.randn(4, length, 4)
+            torch.testing.assert_close(pipe(x), twin(x))
+            torch.testing.assert_close(model.cache, twin.cache)
+
+
 def test_samples_that_are_nothing_do_not_tell_what_a_first_call_makes_of_them() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(m, "offset"):

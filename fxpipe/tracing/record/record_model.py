@@ -199,7 +199,7 @@ def _record_once(
         tuple(recorder.size_reads),
         # Without those of modules that forward makes, and sets up after it has read them.
         tuple(kept for kept in recorder.attributes_read.values() if kept.holds()),
-        tensor_guards_of(model, recorder.read_names()),
+        tensor_guards_of(model, recorder.read_names() | recorder.sized_names),
         requires_grad=requires_grad_flags(model) if recorder.asks_for_gradients else None,
         seed=recorder.seed,
         draws_from_stream=tuple(recorder.draws_from_stream),

@@ -167,6 +167,7 @@ class Recorder(TorchFunctionMode):
         self.size_reads: list[SizeRead] = []
         self.disguised = disguised or {}
         self.texts: list[SourcePlace] = []  # where a tensor was made a text
+        self.sized_names = set[str]()  # of the model's tensors of which forward has asked the sizes
         self.attributes_read: dict[tuple[int, str], AttributeGuard] = {}  # forward went by them: others, another graph
         self.asks_for_gradients = False  # has forward gone by which tensors require grad?
         self.constants: dict[str, torch.Tensor] = {}  # by name: tensors that no module holds by itself
@@ -376,7 +377,8 @@ class Recorder(TorchFunctionMode):
     def _sizes(self, tensor: torch.Tensor, method: str) -> tuple[int, ...]:
         numbers = tensor.shape if method == "size" else tensor.stride()
         if not self.knows(tensor):
-            return numbers  # a tensor of the model: its sizes do not change
+            self._note_sizes(tensor)
+            return numbers  # a tensor of the model: of other sizes, it is another graph
         node = self.node_of(tensor)
         return RecordedShape(
             RecordedSize(
@@ -392,8 +394,16 @@ class Recorder(TorchFunctionMode):
             update_info(self._size_nodes[key], recorded_size=number)
         return self._size_nodes[key]
 
+    def _note_sizes(self, tensor: torch.Tensor) -> None:
+        """Notes that forward goes by the sizes of a tensor of the model."""
+        name = self._tensor_names.own(tensor)
+        if name is not None:
+            self.sized_names.add(name)
+
     def _read_length(self, tensor: torch.Tensor, dim: int) -> None:
         """Notes that Python goes by how long a dimension is."""
+        if not self.knows(tensor):
+            self._note_sizes(tensor)
         if self.knows(tensor) and -tensor.dim() <= dim < tensor.dim():
             self.read_size(length, (tensor, dim % tensor.dim()), tensor.shape[dim])
 
