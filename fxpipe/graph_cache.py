@@ -69,10 +69,18 @@ class GraphCache:
             if traced.key == inputs.key and traced.holds_for_inputs(inputs.leaves, inputs.seed, sizes_of):
                 yield entry
 
+    def with_fixed_sizes(self, traced: Traced) -> int:
+        """Counts the graphs that differ from this one in sizes alone, one of which cannot be dynamic."""
+        if not traced.dynamic.fixed:
+            return 0
+        return sum(other.traced.key == traced.key and bool(other.traced.dynamic.fixed) for other, _ in self.entries)
+
     def dynamic_dims(self, inputs: GraphInputs) -> DynamicDims:
         """Returns the dimensions that came with another size before, and may be dynamic in another graph."""
         known = [prepared.traced for prepared, _ in self.entries if prepared.traced.key.inputs == inputs.key.inputs]
-        fixed = {dim for traced in known if traced.key == inputs.key for dim in traced.dynamic.fixed}
+        fixed: dict[InputDim, str] = {}
+        for traced in known:
+            fixed |= traced.dynamic.fixed if traced.key == inputs.key else {}
         seen = tuple(map(_sizes, known))
         varying = {
             (place, dim)
@@ -81,7 +89,7 @@ class GraphCache:
             if inputs.leaves[place].shape[dim] != size
         }
         dynamic = {dim for traced in known for dim in traced.dynamic.formulas}
-        return DynamicDims(frozenset((varying | dynamic) - fixed), seen)
+        return DynamicDims(frozenset((varying | dynamic) - fixed.keys()), seen, fixed)
 
 
 def _sizes(traced: Traced) -> dict[InputDim, int]:

@@ -236,10 +236,23 @@ class PipelineState:
         if self.plan is not None and (new := [r for r in traced.reasons_of_fixed_sizes if r not in self.plan.why]):
             self.plan = replace(self.plan, why=(*self.plan.why, *new))
         self._warn_of_values(traced)
+        self._warn_of_sizes(traced)
         if traced.print_lines and not self._has_prints:
             self._has_prints = True
             warn_of_prints(self.model, traced.print_lines)
         return prepared, bound
+
+    def _warn_of_sizes(self, traced: Traced) -> None:
+        """Warns once for a pipe, where a size that cannot be dynamic has made so many graphs."""
+        graphs = self.graphs.with_fixed_sizes(traced)
+        if graphs > MANY_VALUE_GRAPHS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{graphs} graphs of {type(self.model).__name__} differ only in sizes of inputs, and each other size "
+                f"takes the time to record another: {'; '.join(traced.reasons_of_fixed_sizes)}. Let forward keep the "
+                "size a size (tensor functions instead of loops), or pad to few sizes",
+                stacklevel=2,
+            )
 
     def _warn_of_values(self, traced: Traced) -> None:
         """Once for a pipe, where values that forward reads have made so many graphs that each step may make another."""

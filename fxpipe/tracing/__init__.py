@@ -27,7 +27,7 @@ from fxpipe._torch.compiler import is_compiler_loaded
 from fxpipe._torch.module_internals import original_module
 from fxpipe._torch.thread_state import ThreadState
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError, InputDim
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, FixedSizeError
 from fxpipe.tracing.fake_tensors import is_faked, with_fake_tensors
 from fxpipe.tracing.forward_rng import preserve_own_generators
 from fxpipe.tracing.guards import refuse_unguardable
@@ -170,7 +170,7 @@ def _ready_to_record(model: nn.Module) -> Iterator[None]:
 
 def _find_graph_with_dynamic_sizes(request: TraceRequest) -> Traced:
     """The graph, with those dimensions dynamic that can be."""
-    asked, fixed = request.dynamic, dict[InputDim, str]()
+    asked, fixed = request.dynamic, dict(request.dynamic.fixed)
     while True:
         try:
             wanted = asked.without(fixed)

@@ -30,6 +30,7 @@ class DynamicDims:
 
     dims: frozenset[InputDim] = frozenset()
     seen: tuple[Mapping[InputDim, int], ...] = ()  # sizes that inputs had
+    fixed: Mapping[InputDim, str] = field(default_factory=dict)  # others, which are known not to be, and why
     asked: Mapping[InputDim, AskedDim] = field(default_factory=dict)  # those of `dynamic_shapes`
 
     def with_asked(self, asked: Mapping[InputDim, AskedDim]) -> DynamicDims:

@@ -60,11 +60,11 @@ def recheck_lengths(traced: Traced, args: tuple[Any, ...], kwargs: dict[str, Any
         lengths = traced.dynamic.lengths_of(leaves)
         assert lengths is not None
         try:
-            _compare(traced, leaves, lengths)
+            if _compare(traced, leaves, lengths):
+                traced.compared_lengths.add(lengths)
         except FixedSizeError:
             traced.dynamic = traced.dynamic.within(traced.compared_lengths)
             return False
-        traced.compared_lengths.add(lengths)
         return True
 
 
@@ -95,13 +95,10 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
     Raises:
         FixedSizeError: they differ.
     """
-    batch = min(FEWEST_SAMPLES, traced.batch_of(leaves))
-    if not _may_hold(traced, batch, lengths):
-        batch = traced.batch_of(leaves)
-    sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
-    is_same_graph = _may_hold(traced, batch, lengths)
-    if not is_same_graph or not (traced.guards is None or traced.guards.hold(traced, sample, traced.seed)):
+    sample = _sample_of(traced, leaves, lengths)
+    if sample is None:
         return False
+    batch = traced.batch_of(sample)
     seed = torch.default_generator.initial_seed() % 2**31
     with contextlib.suppress(TraceError):  # of a model that does something else at this size, which shows below
         try:
@@ -126,6 +123,16 @@ def _compare(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> bool:
         held = (condition for condition in traced.dynamic.conditions if condition not in failing)
         traced.dynamic = replace(traced.dynamic, conditions=tuple(held))
     return True
+
+
+def _sample_of(traced: Traced, leaves: Sequence[Any], lengths: Lengths) -> list[Any] | None:
+    """Samples of these sizes, few if they do, for which forward concludes what the graph does; None: there are none."""
+    for batch in dict.fromkeys((min(FEWEST_SAMPLES, traced.batch_of(leaves)), traced.batch_of(leaves))):
+        sample = resize(traced, take_samples(traced, leaves, 0, batch), lengths)
+        do_guards_hold = traced.guards is None or traced.guards.hold(traced, sample, traced.seed)
+        if _may_hold(traced, batch, lengths) and do_guards_hold:
+            return sample
+    return None
 
 
 def _may_hold(traced: Traced, batch: int, lengths: Lengths) -> bool:
