@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from fxpipe._torch.module_internals import original_module
 from fxpipe.errors import ArgumentError, ArgumentTypeError
-from fxpipe.tracing.dynamic_sizes import DynamicDims, parse_dynamic_shapes
+from fxpipe.tracing.dynamic_sizes import NO_DYNAMIC_DIMS, DynamicDims, parse_dynamic_shapes
 from fxpipe.tracing.fake_tensors import is_faked
 from fxpipe.tracing.record.leaf_module import LEAF_MODULE_REASON
 from fxpipe.tracing.record.record_model import input_leaves
@@ -51,8 +51,8 @@ class TraceRequest:
         chunks: int,
         is_compared: bool,
         seed: int,
-        dynamic_shapes: Any,
-        dynamic: DynamicDims,
+        dynamic_shapes: Any = None,
+        dynamic: DynamicDims = NO_DYNAMIC_DIMS,
     ) -> TraceRequest:
         """The request for these options as the user gives them.
 

@@ -51,7 +51,8 @@ def planning_block() -> Iterator[None]:
 
 
 def _begin_planning() -> None:
-    cancellation_point()
+    if _is_another_exiting():
+        _cancel()
     _planning_threads[threading.current_thread()] += 1
 
 
@@ -63,10 +64,18 @@ def _end_planning() -> None:
 
 
 def cancellation_point() -> None:
-    """Ends the thread that calls it where another one ends the interpreter: by a SystemExit, which says no word."""
-    if _exiting_thread is not None and _exiting_thread is not (thread := threading.current_thread()):
-        _cancelled.add(thread)
-        raise SystemExit
+    """Ends a thread that plans where another one ends the interpreter: by a SystemExit, which says no word."""
+    if _is_another_exiting() and threading.current_thread() in _planning_threads:
+        _cancel()
+
+
+def _is_another_exiting() -> bool:
+    return _exiting_thread is not None and _exiting_thread is not threading.current_thread()
+
+
+def _cancel() -> None:
+    _cancelled.add(threading.current_thread())
+    raise SystemExit
 
 
 def stop_planning_threads() -> None:

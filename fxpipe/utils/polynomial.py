@@ -50,8 +50,11 @@ class Polynomial:
     @classmethod
     def of(cls, numbers: Mapping[Monomial, Any]) -> Polynomial:
         """Makes a polynomial of any exact or finite numbers by what they multiply."""
-        exact = ((_ordered(monomial), _exact(number)) for monomial, number in numbers.items())
-        return cls(tuple(sorted(((m, c) for m, c in exact if c), key=lambda term: (_degree(term[0]), term[0]))))
+        exact: dict[Monomial, Number] = {}
+        for monomial, number in numbers.items():  # `b*s` may stand there as `s*b`, too
+            exact[_ordered(monomial)] = exact.get(_ordered(monomial), 0) + _exact(number)
+        terms = ((monomial, _exact(number)) for monomial, number in exact.items() if number)
+        return cls(tuple(sorted(terms, key=lambda term: (_degree(term[0]), term[0]))))
 
     @classmethod
     def in_b(cls, *coefficients: Any) -> Polynomial:

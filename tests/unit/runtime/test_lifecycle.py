@@ -659,6 +659,7 @@ def test_the_end_waits_for_all_engines_and_not_for_ever(monkeypatch):
     engines = [engine_module.Engine(Model(), None) for _ in range(2)]
     monkeypatch.setattr(engine_module, "_engines", engines)
     monkeypatch.setattr(engine_module, "close_all_executors", lambda: None)
+    monkeypatch.setattr(engine_module, "stop_planning_threads", lambda: None)  # this thread ends no interpreter
     is_running, go = threading.Event(), threading.Event()
 
     def step():

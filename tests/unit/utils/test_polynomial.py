@@ -43,6 +43,10 @@ def test_a_size_that_is_missing_is_named() -> None:
         Polynomial.of({(("b", 1), ("s", 1)): 4})(8)
 
 
+def test_what_the_same_sizes_multiply_in_another_order_is_one_term() -> None:
+    assert Polynomial.of({(("s", 1), ("b", 1)): 1, (("b", 1), ("s", 1)): 2}).terms == (((("b", 1), ("s", 1)), 3),)
+
+
 @given(polynomials, polynomials, st.integers(0, 64), sizes)
 def test_sums_and_products_are_those_of_the_values(
     one: Polynomial, other: Polynomial, number: int, at: dict[str, int]
