@@ -183,7 +183,13 @@ ANY_SIZE = (
     windows_by_unfold,
     writes_to_half,
 )
-BY_CONDITION = (branch_on_a_size, window_against_size, clipped_slice, grown_cache, power_of_two_steps)
+BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that of one size
+    branch_on_a_size: 3,
+    window_against_size: 3,
+    clipped_slice: 3,
+    grown_cache: 2,
+    power_of_two_steps: 4,
+}
 BOUND = (
     pieces_of_a_size,
     loop_over_positions,
@@ -245,12 +251,12 @@ def test_two_graphs_run_all_sizes(forward: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("forward", BY_CONDITION)
 def test_another_conclusion_from_a_size_is_another_graph(forward: Callable[..., Any]) -> None:
-    assert assert_steps(model_of(forward), batches_of(LENGTHS)) <= len({*LENGTHS})
+    assert assert_steps(model_of(forward), batches_of(LENGTHS)) == BY_CONDITION[forward]
 
 
 @pytest.mark.parametrize("forward", BOUND)
 def test_a_size_that_goes_on_as_a_plain_number_is_right_at_every_size(forward: Callable[..., Any]) -> None:
-    assert assert_steps(model_of(forward), batches_of(LENGTHS)) <= len({*LENGTHS})
+    assert assert_steps(model_of(forward), batches_of(LENGTHS)) == len({*LENGTHS})
 
 
 def test_a_branch_takes_two_graphs_for_any_number_of_sizes() -> None:
@@ -354,12 +360,52 @@ def test_many_graphs_of_a_size_that_is_not_dynamic_are_warned_of_once() -> None:
         {"schedule": "zero_bubble", "checkpoint": "never"},
         {"schedule": "interleaved_1f1b", "checkpoint": "always"},
         {"schedule": "zbv"},
-        {"schedule": "gpipe", "deferred_batch_norm": True},
+        {"schedule": "gpipe"},
     ],
     ids=str,
 )
 def test_schedules_run_changing_sizes(options: dict[str, Any]) -> None:
     assert assert_steps(model_of(causal_mask), batches_of((7, 12, 5, 16)), **options) == 2
+
+
+def test_deferred_batch_norm_counts_the_elements_of_each_size() -> None:
+    class Normed(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(D)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    model, batches = Normed(), batches_of((7, 12, 5, 16))
+    plain = copy.deepcopy(model)
+    with closing(
+        fxpipe.pipeline(model, ["cpu", "cpu"], chunks=2, example_args=(batches[0].clone(),), deferred_batch_norm=True)
+    ) as pipe:
+        for batch in batches:
+            plain(batch)
+            pipe.forward_backward(batch, loss_fn=lambda y: y.square().mean())
+            assert_same_state(pipe, plain, exact=False)
+        assert len(pipe._fxpipe.graphs) == 2
+
+
+def test_random_numbers_are_those_of_a_pipe_planned_at_that_size() -> None:
+    class Dropped(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(F.dropout(self.first(x), 0.5) + torch.rand(x.shape[1], 1))
+
+    batches, outputs = batches_of((7, 12, 5)), []
+    torch.manual_seed(0)
+    model = Dropped()
+    with closing(fxpipe.pipeline(copy.deepcopy(model), ["cpu", "cpu"], chunks=2, example_args=(batches[0],))) as pipe:
+        for batch in batches:
+            torch.manual_seed(5)
+            outputs.append(pipe(batch))
+        assert len(pipe._fxpipe.graphs) == 2
+    for batch, output in zip(batches, outputs, strict=True):
+        with closing(fxpipe.pipeline(copy.deepcopy(model), ["cpu", "cpu"], chunks=2, example_args=(batch,))) as pipe:
+            torch.manual_seed(5)
+            torch.testing.assert_close(pipe(batch), output)
 
 
 class WithLoss(nn.Module):
