@@ -149,6 +149,7 @@ class Traced:
     ended_modules: tuple[str, ...] = ()  # paths of modules, in the order in which they ended
     why: tuple[str, ...] = ()  # how the graph came to be as it is, where that is not plain recording
     batch: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("b", integer=True, positive=True))
+    _key: GraphKey | None = field(init=False, default=None)  # once it is asked for: a finished graph's does not change
     _modules: Sequence[nn.Module] = field(init=False)  # held: their ids in `flags` must not come again
 
     def __post_init__(self) -> None:
@@ -285,12 +286,14 @@ class Traced:
 
     @property
     def key(self) -> GraphKey:
-        """The key of the steps that it is the graph of."""
-        kinds = (
-            TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
-            for leaf in self.leaves
-        )
-        return GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
+        """The key of the steps that it is the graph of. Every step asks for it."""
+        if self._key is None:
+            kinds = (
+                TensorKind(leaf.dtype, len(leaf.shape), leaf.requires_grad) if leaf.dtype is not None else None
+                for leaf in self.leaves
+            )
+            self._key = GraphKey(InputsKey(self.in_spec, tuple(kinds)), self.flags, self.state)
+        return self._key
 
     def matches(self, leaves: Sequence[Any], in_spec: pytree.TreeSpec, flags: tuple[Any, ...], seed: int = 0) -> bool:
         """Returns whether this is the graph of these inputs. Sizes may differ: of the batch, and dynamic ones."""
