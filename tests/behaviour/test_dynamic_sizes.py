@@ -168,6 +168,11 @@ def power_of_two_steps(m: Any, x: torch.Tensor) -> torch.Tensor:
     return m.last(h)
 
 
+def branch_on_bytes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.first(x)
+    return m.last(h * 2 if x[0].nbytes > 15 * D * x.element_size() else h)
+
+
 ANY_SIZE = (
     plainly,
     position_table,
@@ -185,6 +190,7 @@ ANY_SIZE = (
 )
 BY_CONDITION = {  # and how many graphs LENGTHS take, the first of which is that of one size
     branch_on_a_size: 3,
+    branch_on_bytes: 3,
     window_against_size: 3,
     clipped_slice: 3,
     grown_cache: 2,
@@ -269,7 +275,7 @@ class Hidden(Layers):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x)
-        return self.last(h * 2 if x[0].nbytes > 50 * D * x.element_size() else h)
+        return self.last(h * 2 if x[0].clone().untyped_storage().nbytes() > 50 * D * x.element_size() else h)
 
 
 def test_a_size_far_beyond_those_compared_is_compared_again() -> None:

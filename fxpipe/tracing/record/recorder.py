@@ -576,6 +576,8 @@ class Recorder(TorchFunctionMode):
             )
         if attribute == "shape":
             return self._sizes(args[0], "size")
+        if attribute == "nbytes" and args[0].layout == torch.strided:
+            return math.prod(self._sizes(args[0], "size")) * args[0].element_size()
         value = func(*args)
         self.asks_for_gradients |= attribute in GRADIENT_ATTRIBUTES
         if attribute == "grad" and value is not None:
